@@ -1,0 +1,29 @@
+"""Errors that a person can act on: one line that names the offender, the place and the remedy."""
+
+
+class MedflareError(Exception):
+    """Base of every error that medflare raises on purpose; its text is one clear line."""
+
+
+class ConfigError(MedflareError):
+    """A task, method or job setting is wrong."""
+
+
+class DataError(MedflareError):
+    """A site's data cannot be used as it is."""
+
+
+class UpdateError(MedflareError):
+    """A site's update cannot be accepted by the server."""
+
+
+class StateError(MedflareError):
+    """A stored state is missing, damaged or belongs to somebody else."""
+
+
+class FederationFailed(MedflareError):
+    """The federation cannot go on (too few usable updates, a failed site under a strict policy)."""
+
+
+class Aborted(MedflareError):
+    """The run was asked to stop from outside."""

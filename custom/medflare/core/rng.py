@@ -1,0 +1,46 @@
+"""Random generators derived from names, so that no result depends on a global seed or on the order of events.
+
+Every source of randomness is keyed by (seed, site, round, purpose): the same keys give the same numbers in one process, in
+many, after a restart and whatever ran before.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+Key = str | int
+
+
+def derived_seed(seed: int, *keys: Key) -> int:
+    """A 63-bit seed from a hash of the keys; unlike `hash()` it is the same in every process and Python version."""
+    text = "\x1f".join([str(int(seed)), *(f"{type(key).__name__}:{key}" for key in keys)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def torch_generator(seed: int, *keys: Key) -> torch.Generator:
+    """A CPU generator; draw on the CPU and move the result, so that a GPU site sees the same numbers."""
+    return torch.Generator().manual_seed(derived_seed(seed, *keys))
+
+
+def numpy_generator(seed: int, *keys: Key) -> np.random.Generator:
+    return np.random.default_rng(derived_seed(seed, *keys))
+
+
+def numpy_random_state(seed: int, *keys: Key) -> np.random.RandomState:
+    """The legacy generator that MONAI's random transforms take."""
+    return np.random.RandomState(derived_seed(seed, *keys) % 2**32)
+
+
+@contextmanager
+def seeded(seed: int, *keys: Key) -> Iterator[None]:
+    """Seed torch's global generators inside the block and restore them after it.
+
+    For code that can only draw from the global generator: module initialisation and dropout.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(derived_seed(seed, *keys))
+        yield

@@ -1,0 +1,98 @@
+"""State that survives a process: one safetensors file per message, written atomically, checked when read.
+
+Tensors and facts share one file (the facts are JSON in the safetensors header), so a crash can never leave tensors of one
+round beside facts of another. Nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+
+from medflare.core.errors import StateError
+from medflare.core.message import Message
+from medflare.core.states import StateDict, copy_state
+
+_SEPARATOR = "//"  # entry // tensor name: neither side of a message uses it
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` in one step: a reader, or a crash, sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def message_to_bytes(message: Message) -> bytes:
+    tensors = {
+        f"{entry}{_SEPARATOR}{name}": tensor for entry, state in message.states.items() for name, tensor in copy_state(state).items()
+    }
+    header = {"facts": json.dumps(message.facts, sort_keys=True), "entries": json.dumps(sorted(message.states))}
+    header["digest"] = _digest(tensors, header["facts"])
+    return to_safetensors(tensors, metadata=header)
+
+
+def read_message(path: Path) -> Message:
+    """The message stored in `path`.
+
+    Raises:
+        StateError: the file is truncated, damaged or was not written by medflare.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+        facts, entries = json.loads(header["facts"]), json.loads(header["entries"])
+        intact = header["digest"] == _digest(tensors, header["facts"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise StateError(f"{path}: not a readable state file ({error}); restore it from a backup or delete it to start afresh") from error
+    if not intact:
+        raise StateError(f"{path}: content does not match its checksum; restore it from a backup or delete it to start afresh")
+    states: dict[str, StateDict] = {entry: {} for entry in entries}
+    for key, tensor in tensors.items():
+        entry, name = key.split(_SEPARATOR, 1)
+        states[entry][name] = tensor
+    return Message(states, facts)
+
+
+def _digest(tensors: StateDict, facts: str) -> str:
+    digest = hashlib.blake2b(facts.encode(), digest_size=16)
+    for key in sorted(tensors):
+        digest.update(key.encode())
+        digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy().data if tensors[key].numel() else b"")
+    return digest.hexdigest()
+
+
+class StateStore:
+    """Messages by name in one folder, for example a site's half between two tasks."""
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def save(self, name: str, message: Message) -> None:
+        write_atomically(self.path(name), message_to_bytes(message))
+
+    def load(self, name: str) -> Message | None:
+        """The message saved under `name`, or None where none was; StateError where it is damaged."""
+        return read_message(self.path(name)) if self.path(name).exists() else None
