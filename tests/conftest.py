@@ -1,0 +1,36 @@
+"""Fixtures that every test folder shares."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], dict[str, np.ndarray]]:
+    """Loads a file of reference numbers by name, for example `golden("fedsm")`."""
+
+    def load(name: str) -> dict[str, np.ndarray]:
+        path = SHARED / "golden" / f"{name}.npz"
+        if not path.exists():
+            pytest.skip(f"reference numbers {path.name} are not beside the checkout")
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Callable[[str], Path]:
+    """The folder of a real federation by name, for example `shared_data("brain_lgg")`."""
+
+    def folder(name: str) -> Path:
+        path = SHARED / "data" / name
+        if not path.exists():
+            pytest.skip(f"the real images of {name} are not beside the checkout")
+        return path
+
+    return folder
