@@ -1,0 +1,53 @@
+"""The event log keeps order, names and nothing that JSON cannot hold."""
+
+import json
+
+import pytest
+
+from medflare.core.events import FIELDS, KINDS, EventLog
+
+
+def test_add_keeps_order_and_fields():
+    log = EventLog()
+    log.add("missing", "no update within 60 s", site="CS", round=3)
+    log.add("warning", "gamma was not tuned")
+    assert log.to_list() == [
+        {"round": 3, "site": "CS", "kind": "missing", "message": "no update within 60 s"},
+        {"round": None, "site": None, "kind": "warning", "message": "gamma was not tuned"},
+    ]
+    assert all(tuple(event) == FIELDS for event in log)
+
+
+def test_message_is_one_line():
+    assert EventLog().add("failed", "first\n  second\tthird")["message"] == "first second third"
+
+
+def test_unknown_kind_is_refused_by_name():
+    with pytest.raises(ValueError, match="'odd'.*rejected"):
+        EventLog().add("odd", "x")
+
+
+def test_extend_fills_in_only_what_is_open():
+    log = EventLog()
+    log.extend([{"kind": "undefined", "message": "a", "site": None, "round": None}, {"kind": "late", "message": "b", "site": "FG", "round": 0}], site="CS", round=7)
+    assert [(event["site"], event["round"]) for event in log] == [("CS", 7), ("FG", 0)]
+
+
+def test_of_selects_by_kind_and_site():
+    log = EventLog([{"kind": kind, "message": kind, "site": site} for kind in ("late", "missing") for site in ("A", "B")])
+    assert len(log.of()) == len(log) == 4
+    assert [event["site"] for event in log.of("late")] == ["A", "B"]
+    assert [event["kind"] for event in log.of(site="B")] == ["late", "missing"]
+    assert log.of("late", "missing", site="A") == log.of(site="A")
+
+
+def test_list_is_a_copy_and_json_round_trips():
+    log = EventLog([{"kind": "joined", "message": "late", "site": "A", "round": 2}])
+    copy = log.to_list()
+    copy[0]["site"] = "changed"
+    assert next(iter(log))["site"] == "A"
+    assert EventLog(json.loads(json.dumps(log.to_list()))).to_list() == log.to_list()
+
+
+def test_kinds_are_distinct():
+    assert len(set(KINDS)) == len(KINDS)
