@@ -1,0 +1,164 @@
+"""Delivered models: a folder with `model.safetensors` and `card.json`, and the module that is built from it.
+
+A delivered model is a `Message`. Its fact `kind` says how a module is built from it: this file builds the kind "plain" (one
+network); a method adds its own kinds through the builders that `methods/registry.py` collects. Every module built here or
+there maps images (N, C, H, W) to probabilities.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from medflare.core.errors import StateError
+from medflare.core.message import Message
+from medflare.core.rng import seeded
+from medflare.core.states import StateDict
+from medflare.core.store import message_to_bytes, read_message, write_atomically, write_json
+from medflare.core.versions import installed_versions
+from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.networks import build_network
+
+MODEL = "model"  # the entry of a plain model that holds its weights
+WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
+CARD_SCHEMA = 1
+
+Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
+
+
+class DeployedModel(nn.Module):
+    """A network together with its task's activation: images (N, C, H, W) to probabilities."""
+
+    def __init__(self, task: TaskConfig, network: nn.Module):
+        super().__init__()
+        self.task = task
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.task.probabilities(self.network(images))
+
+
+def plain_message(state: StateDict, **facts: Any) -> Message:
+    """One network's weights as a delivered model of kind "plain"."""
+    return Message({MODEL: state}, {"kind": "plain", **facts})
+
+
+def plain_model(task: TaskConfig, message: Message) -> nn.Module:
+    """The module of a delivered model of kind "plain", in evaluation mode on the CPU.
+
+    Raises:
+        StateError: the message holds no model, or its tensors do not fit the task's network.
+    """
+    if MODEL not in message.states:
+        raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
+    return DeployedModel(task, network_with(task, message.states[MODEL])).eval()
+
+
+def network_with(
+    task: TaskConfig, state: Mapping[str, Tensor], spec: Mapping[str, Any] | None = None, outputs: int | None = None
+) -> nn.Module:
+    """A network with the weights of `state`, in evaluation mode: the task's own, or one by `spec` (a selector) with `outputs` outputs.
+
+    Raises:
+        StateError: names or shapes do not fit; the text names the first three.
+    """
+    chosen = task.network if spec is None else spec
+    with seeded(0, "deployed"):  # the initial weights are overwritten; drawing them must not disturb anybody's generator
+        network = build_network(chosen, task.channels, outputs or task.outputs)
+    own = network.state_dict()
+    wrong = sorted(own.keys() ^ state.keys()) or sorted(name for name, tensor in state.items() if tensor.shape != own[name].shape)
+    if wrong:
+        raise StateError(
+            f"these weights do not fit the network '{chosen['name']}' of task {task.name}: {', '.join(wrong[:3])} "
+            "missing, unexpected or of another shape; use the task the model was trained with"
+        )
+    network.load_state_dict(state)
+    return network.eval()
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A delivered model as read from its folder."""
+
+    task: TaskConfig
+    message: Message
+    card: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.message.facts["kind"])
+
+    def build(self, builders: Mapping[str, Builder] | None = None) -> nn.Module:
+        """The module from images to probabilities.
+
+        Args:
+            builders: kind -> builder beside "plain", as `methods/registry.py` collects them.
+
+        Raises:
+            StateError: no builder for this kind, or weights that do not fit the task.
+        """
+        known = {"plain": plain_model, **(builders or {})}
+        if self.kind not in known:
+            raise StateError(f"no builder for a model of kind '{self.kind}'; known kinds: {', '.join(sorted(known))}")
+        return known[self.kind](self.task, self.message)
+
+
+def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]) -> None:
+    """Write a delivered model to `folder`: the weights first, then the card that carries their checksum.
+
+    Args:
+        folder: made where it does not exist; an older model in it is replaced.
+        message: the delivered model; its facts hold `kind`.
+        card: what the caller knows beside the task: method, site, role, round, seed, metrics, ... (JSON-serialisable).
+
+    Raises:
+        ValueError: the message does not say of which kind it is.
+    """
+    if "kind" not in message.facts:
+        raise ValueError("a delivered model needs the fact 'kind'")
+    folder, content = Path(folder), message_to_bytes(message)
+    described = task.to_dict()
+    write_atomically(folder / WEIGHTS_FILE, content)
+    write_json(
+        folder / CARD_FILE,
+        {
+            "schema": CARD_SCHEMA,
+            **card,
+            "kind": message.facts["kind"],
+            "labels": list(task.labels),
+            "network": described["network"],
+            "preprocessing": {key: described[key] for key in ("channels", "size", "intensity", "slices")},
+            "task": described,
+            "fingerprint": task.fingerprint(),
+            "entries": {entry: len(state) for entry, state in sorted(message.states.items())},
+            "bytes": message.nbytes,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "versions": installed_versions(),
+        },
+    )
+
+
+def load_model(folder: Path | str) -> StoredModel:
+    """Read a delivered model; nothing is unpickled.
+
+    Raises:
+        StateError: a file is missing or damaged, the card is of another schema, or card and weights do not belong together.
+    """
+    folder = Path(folder)
+    missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
+    if missing:
+        raise StateError(f"{folder}: no delivered model here ({' and '.join(missing)} missing); give the folder that holds both files")
+    try:
+        card = json.loads((folder / CARD_FILE).read_text())
+        schema, checksum, described = card["schema"], card["sha256"], card["task"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{folder / CARD_FILE}: not a model card ({error}); fetch the model again") from error
+    if schema != CARD_SCHEMA:
+        raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
+    if hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest() != checksum:
+        raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
+    return StoredModel(load_task(described), read_message(folder / WEIGHTS_FILE), card)
