@@ -1,0 +1,66 @@
+"""FedDAG's generator: a small fully convolutional network that perturbs an image (Eq. 2)."""
+
+import torch
+from torch import Tensor, nn
+
+
+class _ResidualBlock(nn.Module):
+    """x + norm(conv(relu(norm(conv(x))))), at constant size and width."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.body = nn.Sequential(*_convolution(width, width), nn.ReLU(inplace=True), *_convolution(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+def _convolution(inputs: int, outputs: int, kernel: int = 3) -> list[nn.Module]:
+    """A bias-free convolution at constant size (reflected border) and instance normalisation without parameters."""
+    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, padding_mode="reflect", bias=False)
+    return [convolution, nn.InstanceNorm2d(outputs)]
+
+
+class DomainGenerator(nn.Module):
+    """A fully convolutional perturbation network with global context, as in DDAIG (Zhou et al., AAAI 2020), whose form FedDAG takes.
+
+    A 3x3 convolution, residual blocks, fusion with the average over all places (so that a change of style can depend on the
+    whole image), and a 1x1 convolution with tanh. It has no buffers: a federation can average it like any weights.
+
+    Args:
+        channels: of the image.
+        width: feature channels; the paper's FCN16 and FCN32.
+        blocks: residual blocks.
+    """
+
+    def __init__(self, channels: int, width: int = 32, blocks: int = 3):
+        super().__init__()
+        stem = [*_convolution(channels, width), nn.ReLU(inplace=True)]
+        self.backbone = nn.Sequential(*stem, *(_ResidualBlock(width) for _ in range(blocks)))
+        self.fusion = nn.Sequential(*_convolution(2 * width, width, kernel=1), nn.ReLU(inplace=True))
+        self.head = nn.Conv2d(width, channels, 1)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (N, C, H, W) -> perturbations (N, C, H, W) in [-1, 1]; H and W at least 2."""
+        features = self.backbone(x)
+        context = features.mean(dim=(2, 3), keepdim=True).expand_as(features)
+        return torch.tanh(self.head(self.fusion(torch.cat([features, context], dim=1))))
+
+
+def generated(images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[float, float] | None = None) -> Tensor:
+    """x^ = x + alpha G(x) (Eq. 2): generated images; alpha = 0 returns the images themselves.
+
+    Args:
+        images: x, normalised as for the network, (N, C, H, W).
+        perturbation: G(x), of the same shape, in [-1, 1].
+        alpha: strength of the perturbation, in [0, 1].
+        limits: range to clamp the result to; None leaves it as it is.
+    """
+    if alpha == 0:
+        return images
+    images = images + alpha * perturbation
+    return images if limits is None else images.clamp(*limits)
