@@ -1,0 +1,312 @@
+"""The formulas of GRACE (Zhang et al., "GRACE: A Generalized and Personalized Federated Learning Method for Medical Imaging",
+MICCAI 2023) as pure functions: server weights by consistency, feature alignment, the two-step site update, the A-distance probe.
+
+The paper defines neither the alignment losses nor its last update step, and its sign in front of the server step leads away
+from the sites; each function says which reading it takes.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medflare.core.errors import UpdateError
+from medflare.core.states import StateDict, blend, weighted_mean
+
+GRANULARITIES = ("total", "split", "reweight")
+NEGATIVE_RULES = ("shift", "clip", "none")
+CORAL_FORMS = ("domainbed", "deep_coral")
+MMD_KERNELS = ("mixture", "dan")
+
+_FLOOR = 1e-3  # consistency that the shift and clip rules leave to the least consistent site
+_EQUAL = 1e-6  # consistencies closer than this say nothing about who is more consistent
+
+
+# Server: consistency-enhanced re-weighting (Sec. 2.3)
+
+
+def consistency_weights(
+    deltas: Tensor,
+    p: Tensor,
+    *,
+    include_self: bool = True,
+    negative: str = "shift",
+    granularity: str = "total",
+    sizes: Sequence[int] = (),
+) -> Tensor:
+    """p' = Norm[(Sigma 1) o p] (Eq. 3): aggregation weights by how well the sites' updates agree.
+
+    Args:
+        deltas: flattened updates theta_m - theta_g, one row per site (M, D).
+        p: FedAvg's weights n_m / n (M,); only the ratios matter.
+        include_self: average sigma_mm = 1 in, as the paper does; the published code leaves it out.
+        negative: what becomes of non-positive consistencies, see `reweighted`.
+        granularity: over which parts of the model cosines are taken, see `similarity`.
+        sizes: lengths of the model's tensors along D, in the model's order; default: one part.
+
+    Returns:
+        float64 weights (M,) >= 0 with sum 1.
+
+    Raises:
+        UpdateError: an update that is not finite, by its row.
+        ValueError: shapes or options that do not fit.
+    """
+    deltas, p = torch.as_tensor(deltas, dtype=torch.float64), torch.as_tensor(p, dtype=torch.float64)
+    if deltas.ndim != 2 or p.shape != deltas.shape[:1]:
+        raise ValueError(f"deltas must be (M, D) and p (M,), got {tuple(deltas.shape)} and {tuple(p.shape)}")
+    if bad := [row for row, delta in enumerate(deltas) if not bool(torch.isfinite(delta).all())]:
+        raise UpdateError(f"updates in rows {bad} hold NaN or infinity; leave these sites out of the round")
+    grams = torch.stack([part @ part.T for part in deltas.split(list(sizes) or [deltas.shape[1]], dim=1)])
+    return reweighted(average_consistency(similarity(grams, granularity), include_self), p, negative)
+
+
+def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
+    """Sigma = cos(Delta_i, Delta_j) from the Gram matrices of the model's tensors, shallow to deep: (L, M, M) -> (M, M).
+
+    The cosine with a zero update is 0, its own included. Granularities (the published code's `gm_type`): "total" takes the
+    model as one vector (the paper), "split" averages the cosines of the single tensors, "reweight" does so with weights that
+    fall linearly from the first tensor to 0 at the last and average to 1.
+    """
+    if granularity == "total":
+        return _cosines(grams.sum(dim=0))
+    if granularity == "split":
+        return _cosines(grams).mean(dim=0)
+    if granularity == "reweight":
+        depth = torch.linspace(1, 0, len(grams), dtype=grams.dtype)
+        return torch.einsum("l,lij->ij", depth / depth.sum(), _cosines(grams))
+    raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+
+
+def _cosines(gram: Tensor) -> Tensor:
+    norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
+    return torch.where(scale > 0, gram / scale, torch.zeros_like(gram))
+
+
+def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
+    """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites: (M, M) -> (M,).
+
+    A site without others has only itself to agree with.
+    """
+    if include_self or len(sigma) == 1:
+        return sigma.mean(dim=1)
+    return (sigma.sum(dim=1) - sigma.diagonal()) / (len(sigma) - 1)
+
+
+def reweighted(c: Tensor, p: Tensor, negative: str = "shift") -> Tensor:
+    """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also where consistencies are not positive.
+
+    Where all consistencies are equal there is nothing to correct and p' = p: one site, identical sites, no update at all, two
+    opposite sites. Otherwise, where the smallest is <= 0: "shift" raises all by the same amount until it is 0.001 (the
+    published code does so below 0 only and divides by zero at 0), "clip" raises those below 0.001, "none" keeps the paper's
+    letter and, because its weights would leave (0, 1), falls back to p.
+
+    Args:
+        c: consistencies (M,).
+        p: FedAvg's weights (M,), >= 0.
+        negative: "shift", "clip" or "none".
+    """
+    if negative not in NEGATIVE_RULES:
+        raise ValueError(f"negative must be one of {', '.join(NEGATIVE_RULES)}, got {negative!r}")
+    if not bool((p >= 0).all()) or not 0 < float(p.sum()) < math.inf:
+        raise ValueError(f"p must be finite, >= 0 and not all zero, got {p.tolist()}")
+    lowest = float(c.min())
+    if float(c.max()) - lowest < _EQUAL or (negative == "none" and lowest <= 0):
+        return p / p.sum()
+    if negative == "clip":
+        c = c.clamp(min=_FLOOR)
+    elif lowest <= 0:
+        c = c - lowest + _FLOOR
+    return c * p / (c * p).sum()
+
+
+def consistent_aggregate(
+    model: StateDict,
+    states: Mapping[str, StateDict],
+    p: Mapping[str, float],
+    parameters: Collection[str],
+    *,
+    include_self: bool = True,
+    negative: str = "shift",
+    granularity: str = "total",
+    server_rate: float = 1.0,
+) -> tuple[StateDict, dict[str, float]]:
+    """The next global model theta_g + eta_g sum_m p'_m Delta_m (Eq. 3 and the line after it, with the sign that leads to the sites).
+
+    Buffers such as BatchNorm's running statistics become their mean with the weights p', whatever the server rate; integer
+    buffers take the largest value.
+
+    Args:
+        model: the global model that the sites started from.
+        states: site -> its locally trained model.
+        p: site -> FedAvg's weight.
+        parameters: names of the trainable entries, shallow to deep: the cosines are theirs alone.
+        server_rate: eta_g.
+
+    Returns:
+        (the next global model, site -> p'_m).
+    """
+    sites = sorted(states)
+    grams = torch.stack([_gram([states[site][name] for site in sites], model[name]) for name in parameters])
+    if bad := [site for site, square in zip(sites, grams.sum(dim=0).diagonal(), strict=True) if not math.isfinite(square)]:
+        raise UpdateError(f"the update of {', '.join(bad)} holds NaN or infinity; leave it out of the round")
+    shares = torch.tensor([p[site] for site in sites], dtype=torch.float64)
+    weights = reweighted(average_consistency(similarity(grams, granularity), include_self), shares, negative).tolist()
+    by_site = dict(zip(sites, weights, strict=True))
+    mean = weighted_mean(states, by_site)
+    stepped = blend({name: model[name] for name in parameters}, mean, server_rate)  # sum p' = 1: theta_g + eta_g (mean - theta_g)
+    return {**mean, **stepped}, by_site
+
+
+def _gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
+    deltas = torch.stack([tensor.reshape(-1).to(torch.float64) for tensor in tensors]) - origin.reshape(-1).to(torch.float64)
+    return deltas @ deltas.T
+
+
+# Site: feature alignment (Eq. 2); the paper names CORAL, MMD and adversarial training without formulas
+
+
+def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
+    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016): (N, D), (M, D) -> scalar.
+
+    C is the unbiased covariance. "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2), whose size does not depend on
+    D; "deep_coral": ||C_x - C_y||_F^2 / (4 D^2), without the means. 0 where a set has fewer than two rows: no covariance.
+    """
+    if form not in CORAL_FORMS:
+        raise ValueError(f"form must be one of {', '.join(CORAL_FORMS)}, got {form!r}")
+    if min(len(x), len(y)) < 2:
+        return 0 * (x.sum() + y.sum())  # still part of the graph, so that a caller may differentiate it
+    gap = (_covariance(x) - _covariance(y)).square()
+    if form == "deep_coral":
+        return gap.sum() / (4 * x.shape[1] ** 2)
+    return gap.mean() + (x.mean(dim=0) - y.mean(dim=0)).square().mean()
+
+
+def _covariance(features: Tensor) -> Tensor:
+    centred = features - features.mean(dim=0)
+    return centred.T @ centred / (len(features) - 1)
+
+
+def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
+    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included: (N, D), (M, D) -> scalar.
+
+    "mixture": sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018).
+    "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
+    """
+    joined = torch.cat([x, y])
+    squared = (joined.unsqueeze(1) - joined.unsqueeze(0)).square().sum(dim=-1)
+    if kernel == "mixture":
+        gammas: Sequence[Any] = [10.0**power for power in range(-3, 4)]
+    elif kernel == "dan":
+        pairs = max(len(joined) * (len(joined) - 1), 1)
+        bandwidth = (squared.detach().sum() / pairs).clamp(min=torch.finfo(squared.dtype).eps)
+        gammas = [2.0**power / bandwidth for power in range(-2, 3)]
+    else:
+        raise ValueError(f"kernel must be one of {', '.join(MMD_KERNELS)}, got {kernel!r}")
+    values = torch.stack([torch.exp(-gamma * squared) for gamma in gammas]).sum(dim=0)
+    n = len(x)
+    return values[:n, :n].mean() + values[n:, n:].mean() - 2 * values[:n, n:].mean()
+
+
+class _Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, alpha: float) -> Tensor:
+        ctx.alpha = alpha
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.alpha * gradient, None
+
+
+def reverse_gradient(features: Tensor, alpha: float = 1.0) -> Tensor:
+    """Gradient reversal layer (Ganin et al., JMLR 2016): the identity, whose gradient is multiplied by -alpha."""
+    return _Reversal.apply(features, alpha)
+
+
+def reversal_ramp(progress: float) -> float:
+    """alpha = 2 / (1 + exp(-10 progress)) - 1 (Ganin et al., JMLR 2016), progress from 0 to 1 over the federation."""
+    return 2 / (1 + math.exp(-10 * progress)) - 1
+
+
+def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """Binary cross-entropy of telling global features (label 1) from local ones (label 0): (N, D), (M, D) -> scalar.
+
+    Its gradient trains the discriminator to tell them apart and, reversed, the local extractor to make that impossible.
+
+    Args:
+        discriminator: (N, D) -> logits (N, 1).
+        x: features of the frozen global model.
+        y: features of the local model.
+        alpha: strength of the reversed gradient.
+    """
+    logits = discriminator(torch.cat([x, reverse_gradient(y, alpha)])).squeeze(-1)
+    labels = torch.cat([torch.ones_like(logits[: len(x)]), torch.zeros_like(logits[len(x) :])])
+    return F.binary_cross_entropy_with_logits(logits, labels)
+
+
+# Site: meta-train and meta-update (Sec. 2.2)
+
+
+def meta_trained(
+    parameters: Mapping[str, Tensor],
+    task_loss: Callable[[Mapping[str, Tensor]], Tensor],
+    rate: float,
+    second_order: bool = False,
+) -> dict[str, Tensor]:
+    """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient), as a function of theta.
+
+    Differentiating L_meta(theta') with respect to theta then gives the meta-update's gradient: that at theta' where the inner
+    gradient counts as a constant (first order, what the published code does), the exact one where it does not.
+
+    Args:
+        parameters: theta by name; leaves that require gradients.
+        task_loss: parameters -> loss on the meta-train half of the batch.
+        rate: eta.
+        second_order: differentiate through the inner step.
+    """
+    gradients = torch.autograd.grad(
+        task_loss(parameters), list(parameters.values()), create_graph=second_order, allow_unused=True, materialize_grads=True
+    )
+    return {name: value - rate * gradient for (name, value), gradient in zip(parameters.items(), gradients, strict=True)}
+
+
+# Probe (Fig. 2)
+
+
+def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int = 10, seed: int = 0) -> float:
+    """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images (Ben-David et al., 2010).
+
+    err is the test error of a logistic classifier trained on 80 % of the images to tell whose features it sees, averaged
+    over `repeats` splits. Both features of an image fall on the same side of a split; otherwise a classifier would know the
+    test images, and models that agree would come out below 0.
+
+    Args:
+        global_features, local_features: (N, D), row i of both from the same image.
+        repeats: number of random splits.
+        seed: of the splits.
+
+    Returns:
+        About 0 for features that cannot be told apart, 2 for those that always can; NaN for fewer than two images.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GroupShuffleSplit, cross_val_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    if global_features.shape != local_features.shape:
+        raise ValueError(
+            f"both models need features of the same images, got {tuple(global_features.shape)} and {tuple(local_features.shape)}"
+        )
+    n = len(global_features)
+    if n < 2:
+        return math.nan
+    features = torch.cat([global_features, local_features]).detach().cpu().double().numpy()
+    labels, images = [1] * n + [0] * n, [*range(n), *range(n)]
+    splits = GroupShuffleSplit(repeats, test_size=0.2, random_state=seed)
+    classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    accuracy = float(cross_val_score(classifier, features, labels, groups=images, cv=splits).mean())
+    return 2 * (1 - 2 * (1 - accuracy))
