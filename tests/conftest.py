@@ -1,7 +1,10 @@
 """Fixtures that every test folder shares."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and torch start their threads; child processes inherit it
 
 import numpy as np
 import pytest

@@ -23,13 +23,14 @@ def test_message_is_one_line():
 
 
 def test_unknown_kind_is_refused_by_name():
-    with pytest.raises(ValueError, match="'odd'.*rejected"):
+    with pytest.raises(ValueError, match=r"'odd'.*rejected"):
         EventLog().add("odd", "x")
 
 
 def test_extend_fills_in_only_what_is_open():
     log = EventLog()
-    log.extend([{"kind": "undefined", "message": "a", "site": None, "round": None}, {"kind": "late", "message": "b", "site": "FG", "round": 0}], site="CS", round=7)
+    sent = [{"kind": "undefined", "message": "a"}, {"kind": "late", "message": "b", "site": "FG", "round": 0}]
+    log.extend(sent, site="CS", round=7)
     assert [(event["site"], event["round"]) for event in log] == [("CS", 7), ("FG", 0)]
 
 

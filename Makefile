@@ -1,0 +1,68 @@
+# make demo        four synthetic hospitals train FedSM under NVIDIA FLARE; prints the result table and the report's path
+# make test        ruff, mypy and every test, the end-to-end ones too
+# make test-fast   ruff, mypy and the tests that start no FLARE processes
+# make clean       remove everything that these commands made
+#
+# Needs Python 3.10, 3.11 or 3.12 with pip; everything else goes into .venv, once, and again when pyproject.toml or
+# constraints.txt change. Another interpreter: make demo PYTHON=/usr/bin/python3.11
+
+VENV      ?= .venv
+WORKSPACE ?= workspace/demo
+BIN       := $(VENV)/bin
+PIP       := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+FITS      := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+
+# Several sites share the cores, so each computes on one thread.
+export OMP_NUM_THREADS ?= 1
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: demo test test-fast lint clean
+
+demo: $(VENV)/.installed
+	rm -rf $(WORKSPACE)
+	nvflare simulator jobs/fedsm -n 4 -t 4 -w $(WORKSPACE); status=$$?; medflare results $(WORKSPACE) && exit $$status
+
+test: lint
+	python -m pytest
+
+test-fast: lint
+	python -m pytest -m "not slow and not e2e"
+
+lint: $(VENV)/.installed-dev
+	ruff check .
+	mypy
+
+clean:
+	rm -rf $(VENV) workspace build dist custom/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# FLARE's simulator returns 0 for a failed run as well; `medflare results` reads results.json and does not.
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
+	@if test -t 1; then quiet=; else quiet=--quiet; fi; set -e; \
+	echo "medflare: installing torch, by far the largest package (1 of 2)"; \
+	$(PIP) $$quiet setuptools "$$(grep '^torch==' constraints.txt)"; \
+	echo "medflare: installing medflare and the packages it needs (2 of 2)"; \
+	$(PIP) $$quiet --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@if test -t 1; then quiet=; else quiet=--quiet; fi; \
+	echo "medflare: installing what the tests need"; \
+	$(PIP) $$quiet --no-build-isolation --editable ".[dev,export]"
+	@touch $@
+
+# Debian's Python comes without ensurepip; there, pip of the interpreter itself fills the environment.
+$(VENV)/.created:
+	@for candidate in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
+		if $$candidate -c '$(FITS)' 2>/dev/null; then found=$$candidate; break; fi; \
+	done; \
+	if test -z "$$found"; then \
+		echo "medflare needs Python 3.10, 3.11 or 3.12 and found none$(if $(PYTHON), in PYTHON=$(PYTHON));" \
+			"name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+		exit 1; \
+	fi; \
+	echo "medflare: making $(VENV) with $$($$found --version)"; \
+	$$found -m venv $(VENV) >/dev/null 2>&1 \
+		|| { $$found -m venv --without-pip $(VENV) && $$found -m pip --python $(BIN)/python install --quiet pip; }
+	@touch $@
