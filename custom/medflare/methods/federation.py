@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from medflare.core.errors import Aborted, FederationFailed
+from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
-from medflare.methods.base import Plan, ServerHalf, Step
+from medflare.methods.base import ServerHalf, Step
 from medflare.methods.screening import screen
 from medflare.methods.training import total_bytes
 
@@ -39,8 +39,8 @@ class Reply:
 class Exchange(Protocol):
     """How messages reach the sites. Implementations never raise for one site's fault: they return a Reply that says so."""
 
-    def present(self) -> list[str]:
-        """Names of the sites that can be asked now."""
+    def present(self, round: int) -> list[str]:
+        """Names of the sites that can be asked in this round."""
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> Mapping[str, Reply]:
         """Ask every site in `outgoing`; a site without an entry in the answer is missing."""
@@ -123,7 +123,7 @@ class Federation:
 
         Raises:
             FederationFailed: with the reason; what was noted until then is in `events` and `outcome`.
-            Aborted: the engine was asked to stop.
+            Aborted: raised by the exchange when the engine was asked to stop.
         """
         started = time.monotonic()
         self._enrol()
@@ -141,7 +141,7 @@ class Federation:
     def _enrol(self) -> None:
         """Every site that is present says what it has; any site that cannot take part ends the run before training starts."""
         context = self.server.context
-        problems = self._admit(Step(ENROL, 0), self.exchange.present())
+        problems = self._admit(Step(ENROL, 0), self.exchange.present(0))
         if problems:
             raise FederationFailed("; ".join(f"{site}: {problem}" for site, problem in sorted(problems.items())))
         here = [site for site in context.sites if site in self.outcome.enrolled]
@@ -159,7 +159,7 @@ class Federation:
         known = {*context.sites, *context.outside}
         new = [site for site in sorted(sites) if site in known and site not in self.outcome.enrolled]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
-        replies = self._ask(step, {site: Message({}, {**self.identity, "role": roles[site]}) for site in new}) if new else {}
+        replies = self._ask(step, {site: Message({}, {**self.identity, "role": roles[site], "sites": list(context.sites)}) for site in new}) if new else {}
         for site in new:
             reply = replies[site]
             if reply.message is None:
@@ -204,7 +204,7 @@ class Federation:
 
     def _asked(self, step: Step) -> list[str]:
         """The enrolled inside sites that this step asks, sorted; sites that came in since the last step enrol first."""
-        present = self.exchange.present()
+        present = self.exchange.present(step.round)
         before = set(self.outcome.enrolled)
         for site, problem in self._admit(Step(ENROL, step.round), present).items():
             self.events.add("warning", f"wants to join and cannot: {problem}", site=site, round=step.round)
@@ -256,7 +256,7 @@ class Federation:
     def _deliver(self) -> None:
         """Every enrolled site, inside and outside, gets its final models and measures them on its own test images."""
         step = Step(DELIVER, self.server.context.rounds, everyone=True)
-        self._admit(Step(ENROL, step.round), self.exchange.present())
+        self._admit(Step(ENROL, step.round), self.exchange.present(step.round))
         outgoing = {site: self.server.delivery(site) for site in sorted(self.outcome.enrolled)}
         replies = self._ask(step, outgoing)
         for site, reply in replies.items():
@@ -268,11 +268,3 @@ class Federation:
             self.outcome.delivered[site] = facts
         if not self.outcome.delivered:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
-
-
-def plan_of(server: ServerHalf, hyper: Any) -> Plan:
-    """The plan that site halves were built from, for their `outbound` declaration."""
-    return Plan(server.context.task, server.context.sites, hyper)
-
-
-__all__ = ["DELIVER", "ENROL", "Aborted", "Exchange", "Federation", "Outcome", "Reply", "Rules", "StepReport", "plan_of"]

@@ -70,7 +70,7 @@ METHODS: dict[str, Method] = {
 
 # kind of a delivered model -> "module:function" that builds its module; "plain" is built by medflare.inference.deployed
 BUILDERS: dict[str, str] = {
-    "super": "fedsm:super_model",
+    "super": "super_model:super_model",
 }
 
 

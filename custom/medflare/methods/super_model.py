@@ -1,0 +1,98 @@
+"""FedSM's deployed model: the selector reads an image, a personal model or the global one answers."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import StateError
+from medflare.core.message import Message
+from medflare.core.rng import seeded
+from medflare.inference.deployed import network_with
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.networks import build_network
+
+
+def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
+    """Which model serves each image (FedSM, Sec. 3.1): 0 the global one, k + 1 the personal model of site k.
+
+    The personal model of the most probable site is taken where its probability exceeds γ (strictly), so γ = 1 always gives the
+    global model and γ = 0 never does.
+
+    Args:
+        probabilities: (N, K) selector scores, rows sum to 1.
+
+    Returns:
+        (N,) long tensor in 0..K.
+    """
+    top, site = probabilities.max(dim=1)
+    return torch.where(top > gamma, site + 1, torch.zeros_like(site))
+
+
+class SuperModel(nn.Module):
+    """Images (N, C, H, W) to probabilities; each image is answered by one of K + 1 networks.
+
+    Attributes:
+        names: "global" and the sites, in the order of the networks.
+        chosen: how often each network has answered since the module was built.
+    """
+
+    def __init__(self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], gamma: float):
+        super().__init__()
+        self.task = task
+        self.networks = nn.ModuleList(networks)
+        self.selector = selector
+        self.names = names
+        self.gamma = gamma
+        self.chosen: Counter[str] = Counter()
+
+    def scores(self, images: Tensor) -> Tensor:
+        """Softmax scores of the selector, (N, K)."""
+        return self.selector(images).softmax(dim=1)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        return choose_model(scores, self.gamma)
+
+    def answer(self, images: Tensor, choice: Tensor) -> Tensor:
+        """Probabilities of the chosen network for each image; a network runs once on all images that chose it."""
+        output: Tensor | None = None
+        for place in choice.unique().tolist():
+            rows = choice == place
+            part = self.task.probabilities(self.networks[place](images[rows]))
+            if output is None:
+                output = part.new_empty((len(images), *part.shape[1:]))
+            output[rows] = part
+        assert output is not None  # a batch holds at least one image
+        return output
+
+    def forward(self, images: Tensor) -> Tensor:
+        choice = self.choose(self.scores(images))
+        self.chosen.update(self.names[place] for place in choice.tolist())
+        return self.answer(images, choice)
+
+    def report(self) -> dict[str, int]:
+        """How many images each network has answered."""
+        return {name: self.chosen[name] for name in self.names}
+
+
+def super_model(task: TaskConfig, message: Message) -> SuperModel:
+    """The super model of a delivery: entries "model", "personal/<site>" and "selector"; facts "sites", "gamma", "selector"."""
+    parts = super_model_parts(task, message, outputs=len(message.facts["sites"]))
+    return SuperModel(task, *parts, float(message.facts["gamma"])).eval()
+
+
+def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple[list[nn.Module], nn.Module, list[str]]:
+    """(networks, selector, names) of a delivered super model, in evaluation mode.
+
+    Raises:
+        StateError: an entry is missing or does not fit.
+    """
+    sites = list(message.facts["sites"])
+    wanted = ["model", *(f"personal/{site}" for site in sites)]
+    missing = [entry for entry in [*wanted, "selector"] if entry not in message.states]
+    if missing:
+        raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
+    with seeded(0, "deployed"):  # the drawn weights are overwritten; nobody's generator must notice
+        selector = build_network(message.facts["selector"], task.channels, outputs)
+    selector.load_state_dict(message.states["selector"])
+    return [network_with(task, message.states[entry]) for entry in wanted], selector.eval(), ["global", *sites]
