@@ -1,5 +1,6 @@
 """Arithmetic on state dicts: pure functions, float64 accumulation, sorted order, integer buffers copied and never averaged."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -25,20 +26,22 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
         weights: site -> weight, not negative; only the ratios matter.
 
     Raises:
-        ValueError: no state, a missing or negative weight, weights that sum to zero, or names that differ.
+        ValueError: no state, a weight that is missing, negative or not finite, weights that sum to zero, or states whose
+            names or shapes differ.
     """
     sites = sorted(states)
     if not sites:
         raise ValueError("weighted_mean needs at least one state")
-    total = float(sum(weights[site] for site in sites))
-    if not total > 0 or any(not weights[site] >= 0 for site in sites):
-        raise ValueError(f"weights must be >= 0 and not all zero, got { {site: weights[site] for site in sites} }")
+    given = {site: float(weights.get(site, math.nan)) for site in sites}
+    total = sum(given.values())
+    if not 0 < total < math.inf or min(given.values()) < 0:
+        raise ValueError(f"weights must be finite, >= 0 and not all zero, one for each state, got {given}")
     first = states[sites[0]]
     for site in sites[1:]:
-        if states[site].keys() != first.keys():
-            odd = sorted(states[site].keys() ^ first.keys())
-            raise ValueError(f"states of {sites[0]} and {site} differ in {odd[:3]}")
-    return {name: _mean_tensor([states[site][name] for site in sites], [weights[site] / total for site in sites]) for name in first}
+        odd = states[site].keys() ^ first.keys() or {name for name in first if states[site][name].shape != first[name].shape}
+        if odd:
+            raise ValueError(f"states of {sites[0]} and {site} differ in {sorted(odd)[:3]}")
+    return {name: _mean_tensor([states[site][name] for site in sites], [given[site] / total for site in sites]) for name in first}
 
 
 def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
@@ -90,7 +93,7 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
     Any normalisation that keeps running statistics counts (BatchNorm, SyncBatchNorm, InstanceNorm with tracking).
     """
     found: set[str] = set()
-    for prefix, layer in module.named_modules():
+    for prefix, layer in module.named_modules(remove_duplicate=False):  # a layer in two places has two names in the state
         if isinstance(layer, _NormBase) and (isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats):
             found.update(f"{prefix}.{name}" if prefix else name for name in layer.state_dict())
     return frozenset(found)
@@ -99,6 +102,12 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
 def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
     """(entries in `chosen`, all others)."""
     return {n: t for n, t in state.items() if n in chosen}, {n: t for n, t in state.items() if n not in chosen}
+
+
+def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
+    """Why `state` cannot be loaded where `like` came from, naming up to three entries; empty where it can."""
+    wrong = sorted(state.keys() ^ like.keys()) or sorted(name for name, tensor in state.items() if tensor.shape != like[name].shape)
+    return f"{', '.join(wrong[:3])} missing, unexpected or of another shape" if wrong else ""
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:

@@ -1,23 +1,23 @@
 """Delivered models: a folder with `model.safetensors` and `card.json`, and the module that is built from it.
 
 A delivered model is a `Message`. Its fact `kind` says how a module is built from it: this file builds the kind "plain" (one
-network); a method adds its own kinds through the builders that `methods/registry.py` collects. Every module built here or
-there maps images (N, C, H, W) to probabilities.
+network); `methods.registry.build_deployed` builds the others too. Every module built here or there maps images (N, C, H, W)
+to probabilities.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.rng import seeded
-from medflare.core.states import StateDict
+from medflare.core.states import StateDict, misfit
 from medflare.core.store import message_to_bytes, read_message, write_atomically, write_json
 from medflare.core.versions import installed_versions
 from medflare.tasks.config import TaskConfig, load_task
@@ -69,15 +69,20 @@ def network_with(
     chosen = task.network if spec is None else spec
     with seeded(0, "deployed"):  # the initial weights are overwritten; drawing them must not disturb anybody's generator
         network = build_network(chosen, task.channels, outputs or task.outputs)
-    own = network.state_dict()
-    wrong = sorted(own.keys() ^ state.keys()) or sorted(name for name, tensor in state.items() if tensor.shape != own[name].shape)
-    if wrong:
+    if reason := misfit(state, network.state_dict()):
         raise StateError(
-            f"these weights do not fit the network '{chosen['name']}' of task {task.name}: {', '.join(wrong[:3])} "
-            "missing, unexpected or of another shape; use the task the model was trained with"
+            f"these weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; use the task the model was trained with"
         )
     network.load_state_dict(state)
     return network.eval()
+
+
+@runtime_checkable
+class Adaptive(Protocol):
+    """A deployed module that fits itself to a site's unlabelled images before it predicts."""
+
+    def adapt(self, batches: Sequence[Tensor]) -> None:
+        """Images (N, C, H, W) in the batches in which they will be predicted."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +97,16 @@ class StoredModel:
     def kind(self) -> str:
         return str(self.message.facts["kind"])
 
-    def build(self, builders: Mapping[str, Builder] | None = None) -> nn.Module:
-        """The module from images to probabilities.
+    def build(self, builder: Builder | None = None) -> nn.Module:
+        """The module from images to probabilities, in evaluation mode on the CPU.
 
         Args:
-            builders: kind -> builder beside "plain", as `methods/registry.py` collects them.
+            builder: `methods.registry.build_deployed` knows every kind; the default builds kind "plain" alone.
 
         Raises:
-            StateError: no builder for this kind, or weights that do not fit the task.
+            StateError: weights that do not fit the task.
         """
-        known = {"plain": plain_model, **(builders or {})}
-        if self.kind not in known:
-            raise StateError(f"no builder for a model of kind '{self.kind}'; known kinds: {', '.join(sorted(known))}")
-        return known[self.kind](self.task, self.message)
+        return (builder or plain_model)(self.task, self.message)
 
 
 def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]) -> None:

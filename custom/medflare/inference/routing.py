@@ -1,0 +1,278 @@
+"""Test-time routing: one network whose convolutions and linear layers are mixtures of K+1 trained ones (IOP-FL, Eq. 5-6).
+
+    W_o^l = sum_k r_k^l W_k^l,   r_k^l = sigmoid(theta_k^l(GAP(h^l)))
+
+with h^l the layer's own input, so every sample of a batch has weights of its own. The layers are found by type and run by
+their own `forward`, so any network of convolutions, transposed convolutions and linear layers can be routed. Whatever else a
+network has (normalisation, learnt activations, embeddings) is taken from the last expert, the global model.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from medflare.core.errors import StateError
+from medflare.core.rng import seeded
+from medflare.core.states import StateDict, copy_state, misfit
+
+Statistics = Literal["batch", "instance", "running"]
+
+# Exact types: a subclass may read its weight elsewhere than in `forward` (attention's output projection does).
+ROUTED_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+
+
+class MLPRouter(nn.Module):
+    """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts, sigmoid (Eq. 6).
+
+    With `uniform` the last layer starts at weight 0 and bias logit(1/experts): every coefficient is 1/experts whatever the
+    input, and its gradient does not vanish. Otherwise it starts as any linear layer (the published code).
+    """
+
+    def __init__(self, channels: int, experts: int, *, uniform: bool = True, dropout: float = 0.2):
+        super().__init__()
+        self.fc1 = nn.Linear(channels, 2 * channels)
+        self.fc2 = nn.Linear(2 * channels, experts)
+        self.dropout = nn.Dropout(dropout)
+        if uniform:
+            nn.init.zeros_(self.fc2.weight)
+            nn.init.constant_(self.fc2.bias, uniform_logit(experts))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1), not normalised."""
+        pooled = inputs.flatten(2).mean(dim=2) if inputs.dim() > 2 else inputs
+        return torch.sigmoid(self.fc2(self.dropout(self.fc1(pooled))))
+
+
+class FreeRouter(nn.Module):
+    """Coefficients that are parameters themselves, the same for every input: the matrix R of Algorithm 1."""
+
+    def __init__(self, experts: int, *, uniform: bool = True):
+        super().__init__()
+        self.logits = nn.Parameter(torch.full((experts,), uniform_logit(experts)) if uniform else torch.randn(experts))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """inputs of any shape -> coefficients (1, experts)."""
+        return torch.sigmoid(self.logits)[None]
+
+
+class _Given(nn.Module):
+    """Stands where a layer's router would: hands out coefficients that were computed once from the image."""
+
+    coefficients: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.coefficients
+
+
+def uniform_logit(experts: int) -> float:
+    """logit(1/experts)."""
+    if experts < 2:
+        raise ValueError(f"routing needs at least two models, got {experts}")
+    return -math.log(experts - 1)
+
+
+class RoutedLayer(nn.Module):
+    """One layer with the experts' weights W_k and biases, mixed by the coefficients that its router gives."""
+
+    def __init__(self, layer: nn.Module, experts: Sequence[StateDict], router: nn.Module):
+        super().__init__()
+        self.layer, self.router = layer, router
+        self.parts = tuple(experts[0])
+        for part in self.parts:
+            self.register_buffer(f"experts_{part}", torch.stack([expert[part] for expert in experts]), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mixed = self.mixed(self.router(_channels_second(self.layer, inputs)))
+        if len(mixed["weight"]) == 1:  # one set of weights for the whole batch
+            return functional_call(self.layer, {part: mixture[0] for part, mixture in mixed.items()}, (inputs,))
+        return vmap(self._one)(inputs, mixed)
+
+    def mixed(self, coefficients: Tensor) -> dict[str, Tensor]:
+        """coefficients (B, experts) -> weights and biases (B, ...): the same coefficient for both (Eq. 5)."""
+        stacked = {part: getattr(self, f"experts_{part}") for part in self.parts}
+        return {part: torch.tensordot(coefficients, experts, dims=1) for part, experts in stacked.items()}
+
+    def _one(self, sample: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        return functional_call(self.layer, parts, (sample[None],))[0]
+
+
+def _channels_second(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """A linear layer keeps its features last, a router reads them second."""
+    return inputs.movedim(-1, 1) if isinstance(layer, nn.Linear) else inputs
+
+
+class TestTimeNorm(nn.Module):
+    """A BatchNorm layer that normalises by the test images at hand instead of its running statistics.
+
+    A channel with one value only (one image, 1x1 features) has no variance: there the running statistics are used.
+    """
+
+    __test__ = False  # not a test, whatever its name begins with
+
+    def __init__(self, layer: _BatchNorm, statistics: Statistics):
+        super().__init__()
+        self.layer, self.statistics = layer, statistics
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        layer, per_image = self.layer, math.prod(inputs.shape[2:])
+        if self.statistics == "instance" and per_image > 1:
+            return F.instance_norm(inputs, weight=layer.weight, bias=layer.bias, eps=layer.eps)
+        if self.statistics == "batch" and len(inputs) * per_image > 1:
+            return F.batch_norm(inputs, None, None, layer.weight, layer.bias, training=True, eps=layer.eps)
+        return layer(inputs)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a network is routed.
+
+    Attributes:
+        router: "mlp" (Eq. 6, from the layer's input) or "free" (Algorithm 1, R itself).
+        per_layer: a router for every layer, or one for all layers, fed with the image (Table III, "global").
+        uniform: start with every coefficient 1/(K+1), else at random.
+        dropout: of the mlp router, while it is in training mode.
+        statistics: of BatchNorm: of the test "batch", of each image ("instance"), or the global model's "running" ones.
+        train_affine: let adaptation change the scale and shift of BatchNorm layers too (the published code).
+        fixed_layers: layers whose coefficients stay as they start.
+        seed: of the routers' initial weights.
+    """
+
+    router: Literal["mlp", "free"] = "mlp"
+    per_layer: bool = True
+    uniform: bool = True
+    dropout: float = 0.2
+    statistics: Statistics = "batch"
+    train_affine: bool = False
+    fixed_layers: tuple[str, ...] = ()
+    seed: int = 0
+
+    def new_router(self, channels: int, experts: int) -> nn.Module:
+        if self.router == "free":
+            return FreeRouter(experts, uniform=self.uniform)
+        return MLPRouter(channels, experts, uniform=self.uniform, dropout=self.dropout)
+
+
+class RoutedNetwork(nn.Module):
+    """A network routed over K+1 experts: images go in, whatever the original network returns comes out.
+
+    Args:
+        network: the architecture; it is copied, its weights do not matter.
+        experts: states of (P_1, ..., P_K, w_g), at least two; the last gives all entries that are not routed.
+
+    Raises:
+        StateError: an expert that does not fit the network, or no layer to route.
+    """
+
+    def __init__(self, network: nn.Module, experts: Sequence[StateDict], routing: Routing | None = None):
+        super().__init__()
+        _check_experts(network, experts)
+        routing = routing or Routing()
+        self.network = copy.deepcopy(network)
+        self.network.load_state_dict(experts[-1])
+        self.network.requires_grad_(False)
+        self._shared = _Given()
+        self.router: nn.Module | None = None
+        with seeded(routing.seed, "router"):
+            self._route(experts, routing)
+        self._prepare_normalisation(routing)
+        self.eval()
+
+    def _route(self, experts: Sequence[StateDict], routing: Routing) -> None:
+        # a layer that the network uses in two places has two names and is replaced at both
+        layers = [(name, layer) for name, layer in self.network.named_modules(remove_duplicate=False) if type(layer) in ROUTED_TYPES]
+        unknown = sorted(set(routing.fixed_layers) - {name for name, _ in layers})
+        if unknown or not layers:
+            found = ", ".join(name for name, _ in layers) or "none"
+            raise StateError(f"no layer {', '.join(unknown) or 'at all'} to route; layers found: {found}")
+        if not routing.per_layer:
+            self.router = routing.new_router(_input_channels(layers[0][1]), len(experts))
+        routed: dict[nn.Module, RoutedLayer] = {}
+        for name, layer in layers:
+            if layer not in routed:
+                parts = [{part: expert[f"{name}.{part}" if name else part] for part, _ in layer.named_parameters()} for expert in experts]
+                router = routing.new_router(_input_channels(layer), len(experts)) if routing.per_layer else self._shared
+                routed[layer] = RoutedLayer(layer, parts, router.requires_grad_(name not in routing.fixed_layers))
+            self._replace(name, routed[layer])
+
+    def forward(self, images: Tensor) -> Any:
+        self._share(images)
+        return self.network(images)
+
+    def _share(self, images: Tensor) -> None:
+        if self.router is not None:
+            self._shared.coefficients = self.router(images)
+
+    def train(self, mode: bool = True) -> "RoutedNetwork":
+        """Training mode is for the routers' dropout alone; the network itself stays as it is used."""
+        super().train(False)
+        for module in self.modules():
+            if isinstance(module, (MLPRouter, FreeRouter)):
+                module.train(mode)
+        return self
+
+    def adaptable(self) -> dict[str, nn.Parameter]:
+        """What test-time adaptation may change, by name: the routers, and scale and shift where `train_affine` was asked for."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def adapted_state(self) -> StateDict:
+        return copy_state(self.adaptable())
+
+    def load_adapted_state(self, state: StateDict) -> None:
+        """Raises StateError where `state` is not what `adapted_state` of such a network gives."""
+        own = self.adaptable()
+        if reason := misfit(state, own):
+            raise StateError(f"this routing state belongs to other settings: {reason}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state[name])
+
+    @torch.no_grad()
+    def coefficients(self, images: Tensor) -> dict[str, Tensor]:
+        """R for these images: layer -> (N, K+1), in the network's order; (1, K+1) from a free router."""
+        found: dict[str, Tensor] = {}
+        layers = {name: module for name, module in self.network.named_modules() if isinstance(module, RoutedLayer)}
+        hooks = [
+            layer.router.register_forward_hook(lambda _module, _inputs, output, name=name: found.update({name: output}))
+            for name, layer in layers.items()
+            if self.router is None
+        ]
+        try:
+            self(images)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found or dict.fromkeys(layers, self._shared.coefficients)
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        if not name:
+            self.network = module
+            return
+        parent, _, child = name.rpartition(".")
+        setattr(self.network.get_submodule(parent), child, module)
+
+    def _prepare_normalisation(self, routing: Routing) -> None:
+        for name, layer in list(self.network.named_modules()):
+            if isinstance(layer, _BatchNorm):
+                layer.requires_grad_(routing.train_affine)
+                if routing.statistics != "running":
+                    self._replace(name, TestTimeNorm(layer, routing.statistics))
+
+
+def _input_channels(layer: nn.Module) -> int:
+    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)  # type: ignore[arg-type]
+
+
+def _check_experts(network: nn.Module, experts: Sequence[StateDict]) -> None:
+    if len(experts) < 2:
+        raise StateError(f"routing needs at least two models (one site's and the global one), got {len(experts)}")
+    for place, expert in enumerate(experts):
+        if reason := misfit(expert, network.state_dict()):
+            raise StateError(f"model {place} of {len(experts)} does not fit the network: {reason}")

@@ -1,0 +1,220 @@
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.errors import StateError
+from medflare.core.states import weighted_mean
+from medflare.inference.routing import FreeRouter, MLPRouter, RoutedLayer, RoutedNetwork, Routing, TestTimeNorm
+
+
+class Everything(nn.Module):
+    """Every routed layer type, depthwise and reflecting convolutions, a learnt activation and a linear head."""
+
+    def __init__(self, norm=nn.Identity):
+        super().__init__()
+        self.down = nn.Conv2d(3, 8, 3, stride=2, padding=1, padding_mode="reflect")
+        self.norm = norm(8) if norm is not nn.Identity else norm()
+        self.depthwise = nn.Conv2d(8, 8, 3, padding="same", groups=8, bias=False)
+        self.up = nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1)
+        self.act = nn.PReLU()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        maps = self.act(self.up(self.depthwise(self.norm(self.down(x)))))
+        return self.head(maps.movedim(1, -1)).movedim(-1, 1)
+
+
+def states_of(make, count, seed=0):
+    states = []
+    for k in range(count):
+        torch.manual_seed(seed + k)
+        module = make()
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.uniform_(0.5, 1.5)
+        states.append(module.state_dict())
+    return states
+
+
+def averaged(make, states):
+    """The network of mean weights; what is not routed comes from the last state, as in the routed one."""
+    mean = weighted_mean({str(k): state for k, state in enumerate(states)}, dict.fromkeys(map(str, range(len(states))), 1.0))
+    kept = {name: tensor for name, tensor in states[-1].items() if name.startswith(("norm", "act"))}
+    module = make()
+    module.load_state_dict({**mean, **kept})
+    return module.eval()
+
+
+@pytest.mark.parametrize("per_layer", [True, False])
+@pytest.mark.parametrize("router", ["mlp", "free"])
+@pytest.mark.parametrize("experts", [2, 5])
+def test_uniform_router_equals_the_averaged_network(router, per_layer, experts):
+    torch.manual_seed(0)
+    states, images = states_of(Everything, experts), torch.rand(3, 3, 8, 10)
+    routed = RoutedNetwork(Everything(), states, Routing(router=router, per_layer=per_layer))
+    with torch.no_grad():
+        torch.testing.assert_close(routed(images), averaged(Everything, states)(images), rtol=1e-5, atol=1e-6)
+    for coefficients in routed.coefficients(images).values():
+        torch.testing.assert_close(coefficients, torch.full_like(coefficients, 1 / experts))
+
+
+def test_samples_have_weights_of_their_own():
+    """A batch gives what its images give one by one: no coefficient leaks from one sample to another."""
+    torch.manual_seed(0)
+    routed = RoutedNetwork(Everything(), states_of(Everything, 3), Routing(uniform=False, seed=4))
+    images = torch.rand(4, 3, 8, 8) * torch.tensor([0.1, 1.0, 5.0, 20.0]).view(-1, 1, 1, 1)
+    with torch.no_grad():
+        alone = torch.cat([routed(image[None]) for image in images])
+        torch.testing.assert_close(routed(images), alone, rtol=1e-4, atol=1e-5)
+    first = routed.coefficients(images)["down"]
+    assert first.shape == (4, 3) and (first.std(dim=0) > 1e-3).all()
+
+
+def test_one_hot_coefficients_give_that_expert():
+    states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
+    routed = RoutedNetwork(Everything(), states, Routing(router="free"))
+    with torch.no_grad():
+        for router in (module for module in routed.modules() if isinstance(module, FreeRouter)):
+            router.logits.copy_(torch.tensor([-200.0, 200.0, -200.0]))
+        chosen = Everything()
+        chosen.load_state_dict({**states[1], "act.weight": states[-1]["act.weight"]})
+        torch.testing.assert_close(routed(images), chosen(images))
+
+
+@pytest.mark.parametrize(("name", "entry"), [("conv", "e"), ("deconv", "u")])
+def test_reference_numbers(golden, name, entry):
+    numbers = {key: torch.as_tensor(value) for key, value in golden("iop").items()}
+    layer = nn.Conv2d(3, 5, 3, padding=1) if name == "conv" else nn.ConvTranspose2d(3, 4, 2, stride=2)
+    experts = [{part: numbers[f"route/expert{k}/{entry}.{part}"] for part in ("weight", "bias")} for k in range(5)]
+    routed = RoutedNetwork(layer, experts, Routing(uniform=False))
+    routed.network.router.load_state_dict({key: numbers[f"route/{name}/routing_fn/{key}"] for key in routed.network.router.state_dict()})
+    images = numbers["route/x"]
+    torch.testing.assert_close(routed.coefficients(images)[""], numbers[f"route/{name}/r"], rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(routed(images), numbers[f"route/{name}/official_out"], rtol=1e-5, atol=1e-5)
+        uniform = RoutedNetwork(layer, experts)(images)
+    torch.testing.assert_close(uniform, numbers[f"route/{name}/uniform_init_out"], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_reach_every_router_and_nothing_else():
+    routed = RoutedNetwork(Everything(), states_of(Everything, 3))
+    routed(torch.rand(2, 3, 8, 8)).square().sum().backward()
+    adaptable = routed.adaptable()
+    assert all("router" in name for name in adaptable)
+    assert all(parameter.grad is not None for parameter in adaptable.values())
+    moving = [name for name, parameter in adaptable.items() if parameter.grad.abs().sum() > 0]
+    assert {name.split(".")[1] for name in moving} == {"down", "depthwise", "up", "head"}
+    assert all(parameter.grad is None for name, parameter in routed.named_parameters() if name not in adaptable)
+
+
+def test_coefficient_gradient_matches_finite_differences():
+    torch.manual_seed(0)
+    layer = nn.Conv2d(2, 3, 3, padding=1).double()
+    experts = [{name: torch.randn_like(part) for name, part in layer.state_dict().items()} for _ in range(3)]
+    router = FreeRouter(3).double()
+    routed, images = RoutedLayer(layer.requires_grad_(False), experts, router), torch.rand(2, 2, 4, 4, dtype=torch.float64)
+
+    def output(logits):
+        return torch.func.functional_call(routed, {"router.logits": logits}, (images,)).square().sum()
+
+    assert torch.autograd.gradcheck(output, (torch.randn(3, dtype=torch.float64, requires_grad=True),))
+
+
+def test_fixed_layers_and_affine_parameters():
+    make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
+    routed = RoutedNetwork(make(), states_of(make, 2), Routing(fixed_layers=("up",), train_affine=True))
+    names = routed.adaptable()
+    assert not any(name.startswith("network.up.") for name in names) and any(name.startswith("network.down.") for name in names)
+    assert {"network.norm.layer.weight", "network.norm.layer.bias"} <= names.keys()
+    with pytest.raises(StateError, match="nowhere"):
+        RoutedNetwork(make(), states_of(make, 2), Routing(fixed_layers=("nowhere",)))
+
+
+def test_batch_norm_uses_the_test_batch():
+    make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
+    states, images = states_of(make, 2), torch.rand(4, 3, 8, 8)
+    reference = averaged(make, states)
+    with torch.no_grad():
+        running = RoutedNetwork(make(), states, Routing(statistics="running"))(images)
+        torch.testing.assert_close(running, reference(images), rtol=1e-5, atol=1e-6)
+        batch = RoutedNetwork(make(), states, Routing(statistics="batch"))
+        instance = RoutedNetwork(make(), states, Routing(statistics="instance"))
+        reference.norm.train()
+        torch.testing.assert_close(batch(images), reference(images), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(instance(images), torch.cat([batch(image[None]) for image in images]), rtol=1e-4, atol=1e-5)
+    assert torch.equal(batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"])  # looked at, never changed
+
+
+@pytest.mark.parametrize("statistics", ["batch", "instance", "running"])
+def test_one_value_per_channel_falls_back_on_running_statistics(statistics):
+    layer = nn.BatchNorm2d(3).eval()
+    layer.running_mean.fill_(2.0)
+    norm, pixel = TestTimeNorm(layer, statistics), torch.rand(1, 3, 1, 1)
+    torch.testing.assert_close(norm(pixel), layer(pixel))
+    pooled = TestTimeNorm(nn.BatchNorm1d(3).eval(), statistics)
+    assert torch.isfinite(pooled(torch.rand(1, 3))).all() and torch.isfinite(pooled(torch.rand(2, 3))).all()
+
+
+def test_dropout_only_while_adapting_and_the_network_stays_in_evaluation_mode():
+    make = lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.9), nn.Conv2d(4, 2, 1))  # noqa: E731
+    routed, images = RoutedNetwork(make(), states_of(make, 2), Routing(uniform=False)), torch.rand(2, 1, 6, 6)
+    with torch.no_grad():
+        assert torch.equal(routed(images), routed(images))
+        routed.train()
+        assert not torch.equal(routed(images), routed(images))
+    assert not routed.network[1].training and routed.network[0].router.dropout.training
+
+
+def test_a_layer_used_twice_is_routed_at_both_places():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(2, 2, 3, padding=1)
+            self.second = self.first
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    states, images = states_of(Shared, 3), torch.rand(1, 2, 5, 5)
+    routed = RoutedNetwork(Shared(), states)
+    assert routed.network.first is routed.network.second
+    with torch.no_grad():
+        torch.testing.assert_close(routed(images), averaged(Shared, states)(images))
+
+
+def test_adapted_state_comes_back_and_foreign_ones_are_refused():
+    states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
+    first = RoutedNetwork(Everything(), states, Routing(uniform=False, seed=1))
+    second = RoutedNetwork(Everything(), states, Routing(uniform=False, seed=2))
+    assert not torch.equal(first(images), second(images))
+    second.load_adapted_state(first.adapted_state())
+    assert torch.equal(first(images), second(images))
+    again = RoutedNetwork(Everything(), states, Routing(uniform=False, seed=1))
+    assert torch.equal(first(images), again(images))
+    with pytest.raises(StateError, match="other settings"):
+        RoutedNetwork(Everything(), states, Routing(router="free")).load_adapted_state(first.adapted_state())
+
+
+def test_building_leaves_the_global_generator_and_the_network_alone():
+    network = Everything()
+    before, weights = torch.get_rng_state(), {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    RoutedNetwork(network, states_of_frozen(), Routing())
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in network.state_dict().items())
+
+
+def states_of_frozen():
+    with torch.random.fork_rng():
+        return states_of(Everything, 2)
+
+
+def test_errors_name_the_offender():
+    state = Everything().state_dict()
+    with pytest.raises(StateError, match="at least two"):
+        RoutedNetwork(Everything(), [state])
+    with pytest.raises(StateError, match=r"model 1 of 2 .* head\.bias"):
+        RoutedNetwork(Everything(), [state, {name: tensor for name, tensor in state.items() if name != "head.bias"}])
+    with pytest.raises(StateError, match="at all"):
+        RoutedNetwork(nn.BatchNorm2d(2), [nn.BatchNorm2d(2).state_dict()] * 2)
+    with pytest.raises(ValueError, match="at least two"):
+        MLPRouter(3, 1)
