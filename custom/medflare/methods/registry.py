@@ -65,12 +65,14 @@ METHODS: dict[str, Method] = {
     for method in (
         Method("fedavg", "fedavg:FedAvgSite", "fedavg:FedAvgServer", "McMahan et al., AISTATS 2017"),
         Method("fedsm", "fedsm:FedSMSite", "fedsm:FedSMServer", "Xu et al., FedSM, CVPR 2022"),
+        Method("fedsm_extra", "fedsm_extra:FedSMExtraSite", "fedsm_extra:FedSMExtraServer", "Xu et al., FedSM, CVPR 2022, Sec. 3.1"),
     )
 }
 
 # kind of a delivered model -> "module:function" that builds its module; "plain" is built by medflare.inference.deployed
 BUILDERS: dict[str, str] = {
     "super": "super_model:super_model",
+    "super_extra": "fedsm_extra:extra_super_model",
 }
 
 
