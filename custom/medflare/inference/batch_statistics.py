@@ -1,0 +1,117 @@
+"""DSBN: BatchNorm statistics re-estimated from a site's unlabelled images (after Chang et al., CVPR 2019; GRACE paper, Table 3).
+
+Works on any trained model with BatchNorm, whatever its structure; the weights stay as they are.
+"""
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.inference.routing import TestTimeNorm
+
+
+def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The model's BatchNorm layers by name, found by type; a layer used in two places has two names.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    layers = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, _BatchNorm)}
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} has no BatchNorm, which Tent and DSBN adapt; use a network with BatchNorm or test-time adaptation none"
+        )
+    return layers
+
+
+def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTimeNorm]]:
+    """A copy of the model that normalises by the images at hand, and its replaced BatchNorm layers by name.
+
+    Raises:
+        ConfigError: the model has no BatchNorm.
+    """
+    model = copy.deepcopy(model).eval()
+    replaced: dict[_BatchNorm, TestTimeNorm] = {}
+    by_name: dict[str, TestTimeNorm] = {}
+    for name, layer in batch_norm_layers(model).items():
+        by_name[name] = replaced.setdefault(layer, TestTimeNorm(layer, "batch"))
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, by_name[name])
+    return model, by_name
+
+
+class _Moments:
+    """Mean and variance per channel over everything that a layer was fed, in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total: Tensor | float = 0.0
+        self.squares: Tensor | float = 0.0
+
+    def add(self, inputs: Tensor) -> None:
+        values = inputs.detach().transpose(0, 1).flatten(1).to(torch.float64)  # (C, everything else)
+        self.count += values.shape[1]
+        self.total = self.total + values.sum(dim=1)
+        self.squares = self.squares + values.square().sum(dim=1)
+
+    @property
+    def mean(self) -> Tensor:
+        return torch.as_tensor(self.total / self.count)
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased, as BatchNorm keeps it; needs two values."""
+        return ((self.squares - self.total * self.mean) / (self.count - 1)).clamp(min=0)
+
+
+@torch.no_grad()
+def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Replace, in place, the running statistics of every BatchNorm layer by those of these images (N, C, H, W).
+
+    While they are collected every layer normalises by the batch at hand, so deep layers see what they will see afterwards. The
+    statistics are those of all images together, however they were cut into batches; a layer that saw a single value per
+    channel (one image, 1x1 features) keeps its own.
+
+    Raises:
+        ConfigError: the model has no BatchNorm.
+        DataError: no images.
+    """
+    working, layers = with_batch_statistics(model)
+    moments = {name: _Moments() for name in layers}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _layer, inputs, name=name: moments[name].add(inputs[0]))
+    images = 0
+    for batch in batches:
+        working(batch)
+        images += len(batch)
+    if not images:
+        raise DataError("DSBN needs images of the site to estimate statistics from, and there are none; give it at least one")
+    for name, layer in batch_norm_layers(model).items():
+        if moments[name].count > 1 and layer.running_mean is not None and layer.running_var is not None:
+            layer.running_mean.copy_(moments[name].mean)
+            layer.running_var.copy_(moments[name].variance)
+
+
+class TargetStatistics(nn.Module):
+    """A model, images to probabilities, that takes over a site's BatchNorm statistics when `adapt` shows it images.
+
+    Until then it predicts with the statistics it was trained with.
+
+    Raises:
+        ConfigError: the model has no BatchNorm.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        batch_norm_layers(model)
+        self.model = copy.deepcopy(model).eval()
+
+    def adapt(self, batches: Iterable[Tensor]) -> None:
+        estimate_statistics(self.model, batches)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)

@@ -1,0 +1,77 @@
+"""Tent (Wang et al., ICLR 2021): a trained model that goes on learning from unlabelled test images, batch by batch.
+
+Every BatchNorm layer normalises by the batch at hand, and one Adam step per batch on the scales and shifts of these layers
+lowers the entropy of the predictions. Nothing else of the model changes.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import ConfigError
+from medflare.inference.batch_statistics import with_batch_statistics
+
+
+def prediction_entropy(probabilities: Tensor, target: str) -> Tensor:
+    """Mean Shannon entropy of the predictions, in nats: (N, C, ...) -> scalar.
+
+    Args:
+        probabilities: of C exclusive classes (target "multiclass") or of C independent findings ("binary", "multilabel").
+        target: the task's target.
+    """
+    epsilon = torch.finfo(probabilities.dtype).eps  # log 0 has no gradient; a saturated prediction gets none
+    p = probabilities.clamp(epsilon, 1 - epsilon)
+    if target == "multiclass":
+        return torch.special.entr(p).sum(dim=1).mean()
+    return (torch.special.entr(p) + torch.special.entr(1 - p)).mean()
+
+
+class Tent(nn.Module):
+    """A model, images to probabilities, adapted while it predicts.
+
+    Online, a batch is answered by the model that the batches before it have shaped, and its own step serves those to come, as
+    in the paper; so answers depend on the order of the batches. Episodic, every batch starts from the trained model and is
+    answered after its own steps.
+
+    Args:
+        model: images (N, C, H, W) to probabilities; it is copied and not changed.
+        target: the task's target, see `prediction_entropy`.
+        rate: of Adam.
+        steps: gradient steps per batch.
+        episodic: forget after every batch.
+
+    Raises:
+        ConfigError: the model has no BatchNorm, or none with scale and shift.
+    """
+
+    def __init__(self, model: nn.Module, target: str, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False):
+        super().__init__()
+        self.model, layers = with_batch_statistics(model)
+        self.model.requires_grad_(False)
+        self._affine = [parameter for layer in dict.fromkeys(layers.values()) for parameter in layer.parameters()]
+        if not self._affine:
+            raise ConfigError("the BatchNorm layers of this network have no scale and shift, which Tent adapts; use dsbn instead")
+        self.target, self.rate, self.steps, self.episodic = target, rate, steps, episodic
+        self._trained = [parameter.detach().clone() for parameter in self._affine]
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the trained model, with a fresh optimizer."""
+        with torch.no_grad():
+            for parameter, trained in zip(self._affine, self._trained, strict=True):
+                parameter.copy_(trained)
+        self.optimizer = torch.optim.Adam([parameter.requires_grad_() for parameter in self._affine], lr=self.rate)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to probabilities; works inside `torch.no_grad` and `torch.inference_mode` too."""
+        if self.episodic:
+            self.reset()
+        with torch.inference_mode(False), torch.enable_grad():
+            images = images.clone() if images.is_inference() else images
+            for _ in range(self.steps):
+                probabilities = self.model(images)
+                self.optimizer.zero_grad()
+                prediction_entropy(probabilities, self.target).backward()
+                self.optimizer.step()
+            if self.episodic:
+                probabilities = self.model(images)
+        return probabilities.detach()
