@@ -16,7 +16,9 @@ Key = str | int
 
 def derived_seed(seed: int, *keys: Key) -> int:
     """A 63-bit seed from a hash of the keys; unlike `hash()` it is the same in every process and Python version."""
-    text = "\x1f".join([str(int(seed)), *(f"{type(key).__name__}:{key}" for key in keys)])
+    # A round may come as numpy's or JSON's idea of an integer: equal numbers are equal keys, and never equal to a text.
+    named = (f"str:{key}" if isinstance(key, str) else f"int:{int(key)}" for key in keys)
+    text = "\x1f".join([str(int(seed)), *named])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

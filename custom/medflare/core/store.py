@@ -7,7 +7,7 @@ round beside facts of another. Nothing is ever unpickled.
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,25 @@ from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 
-_SEPARATOR = "//"  # entry // tensor name: neither side of a message uses it
+_SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
+_HEADER = "medflare"  # the field of the safetensors header that holds facts, entry names and the checksum
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` in one step: a reader, or a crash, sees the old content or the new, never a part."""
+    """Replace `path` in one step: a reader, or a crash, sees the old content or the new, never a part.
+
+    Unlike a file of `tempfile`, the new one has the permissions that the user's umask gives: a report is there to be read.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -42,12 +46,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def message_to_bytes(message: Message) -> bytes:
+    """The message as a safetensors file; equal messages give equal bytes."""
     tensors = {
         f"{entry}{_SEPARATOR}{name}": tensor for entry, state in message.states.items() for name, tensor in copy_state(state).items()
     }
-    header = {"facts": json.dumps(message.facts, sort_keys=True), "entries": json.dumps(sorted(message.states))}
-    header["digest"] = _digest(tensors, header["facts"])
-    return to_safetensors(tensors, metadata=header)
+    content = {"facts": message.facts, "entries": sorted(message.states)}
+    header = json.dumps({**content, "digest": _digest(tensors, content)}, sort_keys=True)
+    return to_safetensors(tensors, metadata={_HEADER: header})  # one field: safetensors writes several in any order
 
 
 def read_message(path: Path) -> Message:
@@ -58,26 +63,27 @@ def read_message(path: Path) -> Message:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-        facts, entries = json.loads(header["facts"]), json.loads(header["entries"])
-        intact = header["digest"] == _digest(tensors, header["facts"])
-    except (SafetensorError, KeyError, ValueError) as error:
+            header = json.loads((file.metadata() or {})[_HEADER])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        content = {"facts": header["facts"], "entries": header["entries"]}
+        intact = header["digest"] == _digest(tensors, content)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise StateError(f"{path}: not a readable state file ({error}); restore it from a backup or delete it to start afresh") from error
     if not intact:
         raise StateError(f"{path}: content does not match its checksum; restore it from a backup or delete it to start afresh")
-    states: dict[str, StateDict] = {entry: {} for entry in entries}
+    states: dict[str, StateDict] = {entry: {} for entry in content["entries"]}
     for key, tensor in tensors.items():
-        entry, name = key.split(_SEPARATOR, 1)
+        entry, name = key.rsplit(_SEPARATOR, 1)
         states[entry][name] = tensor
-    return Message(states, facts)
+    return Message(states, content["facts"])
 
 
-def _digest(tensors: StateDict, facts: str) -> str:
-    digest = hashlib.blake2b(facts.encode(), digest_size=16)
-    for key in sorted(tensors):
-        digest.update(key.encode())
-        digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy().data if tensors[key].numel() else b"")
+def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
+    """A checksum of names, dtypes, shapes and values of all tensors, and of the facts and entry names beside them."""
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
+    for key, tensor in sorted(tensors.items()):
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     return digest.hexdigest()
 
 

@@ -1,0 +1,140 @@
+"""Stored messages come back bit for bit, and damage of any kind is found and named."""
+
+import json
+import math
+import os
+import stat
+
+import pytest
+import torch
+from safetensors.torch import save as to_safetensors
+from torch import nn
+
+from medflare.core.errors import StateError
+from medflare.core.message import Message
+from medflare.core.store import StateStore, message_to_bytes, read_message, write_atomically, write_json
+
+
+@pytest.fixture
+def message() -> Message:
+    states = {
+        "model": {
+            "w": torch.tensor([[1.5, -0.0, 1e-40], [math.inf, -math.inf, 3.0]]),
+            "half": torch.arange(4).to(torch.bfloat16),
+            "num_batches_tracked": torch.tensor(7),
+            "mask": torch.tensor([True, False]),
+            "empty": torch.zeros(0, 3),
+        },
+        "moments/site-1": {"w": torch.full((2, 3), 0.25, dtype=torch.float64)},
+        "nothing": {},
+    }
+    return Message(states, {"round": 3, "loss": 0.5, "sites": ["Kraków", "B"], "metric": None, "nested": {"a": [1, 2.5]}})
+
+
+def assert_same(first: Message, second: Message) -> None:
+    assert first.facts == second.facts
+    assert {entry: set(state) for entry, state in first.states.items()} == {entry: set(state) for entry, state in second.states.items()}
+    for entry, state in first.states.items():
+        for name, tensor in state.items():
+            other = second.states[entry][name]
+            assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+            assert torch.equal(tensor, other)
+
+
+def test_round_trip(tmp_path, message):
+    store = StateStore(tmp_path / "not" / "there" / "yet")
+    assert store.load("half") is None
+    store.save("half", message)
+    assert_same(store.load("half"), message)
+    assert [path.name for path in store.folder.iterdir()] == ["half.safetensors"], "no temporary file stays behind"
+
+
+def test_save_replaces(tmp_path, message):
+    store = StateStore(tmp_path)
+    store.save("half", message)
+    store.save("half", Message({}, {"round": 4}))
+    assert store.load("half") == Message({}, {"round": 4})
+
+
+def test_tied_and_strided_tensors_are_stored(tmp_path):
+    layer = nn.Linear(3, 3)
+    tied = {"first": layer.weight, "second": layer.weight, "turned": layer.weight.t()}
+    write_atomically(tmp_path / "m", message_to_bytes(Message({"model": tied})))
+    back = read_message(tmp_path / "m").states["model"]
+    assert all(torch.equal(back[name], tied[name]) for name in tied)
+    assert not back["first"].requires_grad
+
+
+def test_equal_messages_have_equal_bytes(message):
+    turned = {entry: dict(reversed(state.items())) for entry, state in reversed(message.states.items())}
+    again = Message(turned, dict(reversed(message.facts.items())))
+    assert message_to_bytes(message) == message_to_bytes(again)
+
+
+def test_every_truncation_is_found(tmp_path, message):
+    content = message_to_bytes(message)
+    path = tmp_path / "cut.safetensors"
+    for length in [0, 4, 8, 50, len(content) // 2, len(content) - 1]:
+        path.write_bytes(content[:length])
+        with pytest.raises(StateError, match=r"cut\.safetensors.*(not a readable|checksum)"):
+            read_message(path)
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    content = message_to_bytes(Message({"a": {"w": torch.arange(6.0).reshape(2, 3)}, "b": {}}, {"round": 12}))
+    path = tmp_path / "flipped"
+    undetected = []
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        try:
+            read = read_message(path)
+        except StateError:
+            continue
+        undetected.append((position, read))
+    assert not undetected
+
+
+@pytest.mark.parametrize("header", ["[]", "3", "{", '{"facts": {}}'])
+def test_header_of_another_kind_is_refused(tmp_path, header):
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(to_safetensors({"a//w": torch.zeros(2)}, metadata={"medflare": header}))
+    with pytest.raises(StateError, match=r"odd\.safetensors: not a readable"):
+        read_message(path)
+
+
+def test_file_of_somebody_else_is_refused(tmp_path):
+    path = tmp_path / "theirs.safetensors"
+    path.write_bytes(to_safetensors({"w": torch.zeros(2)}))
+    with pytest.raises(StateError, match="not a readable state file"):
+        read_message(path)
+
+
+def test_a_failed_write_leaves_the_old_content_and_no_rubbish(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    write_json(path, {"round": 1})
+    monkeypatch.setattr(os, "replace", _no_space)
+    with pytest.raises(OSError, match="No space"):
+        write_json(path, {"round": 2})
+    assert json.loads(path.read_text()) == {"round": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_json_refuses_nan_before_it_touches_the_file(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "results.json", {"dice": math.nan})
+    assert not list(tmp_path.iterdir())
+
+
+def test_written_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_json(tmp_path / "results.json", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "results.json").stat().st_mode) == 0o640
