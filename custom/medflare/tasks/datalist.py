@@ -1,0 +1,145 @@
+"""A site's `datalist.json` (MONAI / Decathlon layout) and its splits, which no patient ever crosses."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from medflare.core.errors import DataError
+from medflare.core.rng import numpy_generator
+
+FILE = "datalist.json"
+SPLITS = ("training", "validation", "test")
+_SHARES = {"training": 0.7, "validation": 0.1, "test": 0.2}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the datalist."""
+
+    image: Path
+    label: Any  # Path or list of Paths (segmentation), int or list of 0/1 (classification)
+    patient: str  # the file's own name where the datalist names no patient
+    split: str  # "" until `assign_splits` has drawn one
+    place: str  # "DIR/datalist.json training[3]", for messages
+
+    @property
+    def name(self) -> str:
+        return self.image.name
+
+
+def read_datalist(folder: Path, kind: str) -> list[Entry]:
+    """All entries, in file order.
+
+    Raises:
+        DataError: the file is missing, not JSON or empty, or an entry lacks its image or label.
+    """
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: file not found; a site's folder needs a datalist.json with a list 'training'") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
+    if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
+        raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
+    entries = []
+    for split in SPLITS:
+        listed = content.get(split)
+        if listed is None:
+            continue
+        if not isinstance(listed, list):
+            raise DataError(f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}")
+        entries += [_entry(folder, item, split, f"{path} {split}[{number}]", kind) for number, item in enumerate(listed)]
+    return entries
+
+
+def listed_splits(folder: Path) -> tuple[str, ...]:
+    """Splits that the datalist gives, be they empty."""
+    content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    return tuple(split for split in SPLITS if content.get(split) is not None)
+
+
+def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
+    if not isinstance(item, Mapping) or not isinstance(item.get("image"), str):
+        raise DataError(f'{place}: an entry is an object {{"image": FILE, "label": ...}}, found {json.dumps(item)[:80]}')
+    if item.get("label") is None:
+        raise DataError(f"{place}: the entry of {item['image']} has no label; add it or take the entry out")
+    label = item["label"]
+    if kind == "segmentation":
+        names = label if isinstance(label, list) else [label]
+        if not names or not all(isinstance(name, str) for name in names):
+            raise DataError(f"{place}: the label of a segmentation task is a mask file or a list of them, got {json.dumps(label)[:80]}")
+        label = [folder / name for name in names] if isinstance(label, list) else folder / label
+    return Entry(folder / item["image"], label, str(item.get("patient", item["image"])), split, place)
+
+
+def check_patients(entries: Iterable[Entry]) -> None:
+    """Raises DataError where a patient stands in two splits, or one image twice."""
+    home: dict[str, Entry] = {}
+    files: dict[Path, Entry] = {}
+    for entry in entries:
+        first = home.setdefault(entry.patient, entry)
+        if first.split != entry.split:
+            raise DataError(f"{entry.place}: patient {entry.patient} is also in {first.place}; keep all of a patient's images in one split")
+        if files.setdefault(entry.image, entry) is not entry:
+            raise DataError(f"{entry.place}: image {entry.name} is also in {files[entry.image].place}; list it once")
+
+
+def assign_splits(
+    entries: list[Entry], listed: tuple[str, ...], site: str, *, outside: bool = False, resplit: int | None = None
+) -> list[Entry]:
+    """Entries with the split they are used for.
+
+    A missing list is drawn from the training patients, 70 / 10 / 20 % or what of these shares is missing; `resplit` draws
+    all lists anew with as many patients in each as before. An outside site, which never trains, needs a test list only;
+    where it gives none it is tested on all its images.
+
+    Args:
+        entries: all entries of a site.
+        listed: the splits that the datalist gives.
+        site: its name, one key of the random draws.
+        outside: whether the site never trains.
+        resplit: seed of a new draw, or None.
+
+    Raises:
+        DataError: a patient in two splits, no training list, or too few patients to draw from.
+    """
+    check_patients(entries)
+    if outside and "test" not in listed:
+        return [replace(entry, split="test") for entry in entries]
+    missing = [split for split in SPLITS if split not in listed]
+    if missing and not outside:
+        if "training" in missing:
+            raise DataError(f"site {site}: datalist.json has no list 'training'; add it, or give the site the role outside")
+        entries = _draw_missing(entries, missing, site, resplit or 0)
+    return entries if resplit is None else _redraw(entries, site, resplit)
+
+
+def _draw_missing(entries: list[Entry], missing: list[str], site: str, seed: int) -> list[Entry]:
+    drawn = ["training", *missing]
+    patients = sorted({entry.patient for entry in entries if entry.split == "training"})
+    if len(patients) < len(drawn):
+        raise DataError(
+            f"site {site}: {len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}; "
+            f"list {' and '.join(missing)} in datalist.json or add patients"
+        )
+    total = sum(_SHARES[split] for split in drawn)
+    counts = {split: max(1, round(len(patients) * _SHARES[split] / total)) for split in missing}
+    order = [patients[index] for index in numpy_generator(seed, site, "splits").permutation(len(patients))]
+    home = dict.fromkeys(order, "training")
+    start = 0
+    for split in missing:
+        home.update(dict.fromkeys(order[start : start + counts[split]], split))
+        start += counts[split]
+    return [replace(entry, split=home[entry.patient]) if entry.split == "training" else entry for entry in entries]
+
+
+def _redraw(entries: list[Entry], site: str, seed: int) -> list[Entry]:
+    home = {entry.patient: entry.split for entry in entries}
+    patients = sorted(home)
+    places = sorted(home.values(), key=SPLITS.index)  # as many patients in each split as before
+    order = numpy_generator(seed, site, "resplit").permutation(len(patients))
+    new = {patients[index]: split for index, split in zip(order, places, strict=True)}
+    return [replace(entry, split=new[entry.patient]) for entry in entries]

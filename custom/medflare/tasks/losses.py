@@ -1,0 +1,163 @@
+"""Task losses by configuration, on logits; MONAI's where it has one.
+
+Every loss is a module called with logits (N, outputs, ...) and targets as in `data.Split`, and returns the scalar mean.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from medflare.core.errors import ConfigError
+from medflare.tasks.config import TaskConfig, unknown
+
+
+def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
+    """The loss named by `spec` (default: the task's), for example {"name": "dice_ce", "ce_weight": 0.5}.
+
+    Raises:
+        ConfigError: unknown name or argument, or a loss that does not fit the task.
+    """
+    settings = dict(spec or task.loss)
+    name = settings.pop("name")
+    if name not in LOSSES:
+        raise unknown("loss", name, LOSSES, "loss")
+    build = LOSSES[name]
+    accepted = [key for key in inspect.signature(build).parameters if key != "task"]
+    for key in settings:
+        if key not in accepted:
+            raise unknown("argument", key, accepted, f"loss {name}")
+    try:
+        return build(task, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss {name}: {error}; see tasks/losses.py") from error
+
+
+class CrossEntropy(nn.Module):
+    """Softmax cross entropy (multiclass), or sigmoid cross entropy averaged over all outputs (binary, multilabel).
+
+    Args:
+        weights: factor of every class (multiclass) or of every label's positives (binary, multilabel).
+    """
+
+    weights: Tensor | None
+
+    def __init__(self, task: TaskConfig, weights: list[float] | None = None):
+        super().__init__()
+        self._multiclass = task.target == "multiclass"
+        self.register_buffer("weights", _weights(task, weights), persistent=False)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self._multiclass:
+            return functional.cross_entropy(logits, targets, weight=self.weights)
+        positive = self.weights
+        if positive is not None:
+            positive = positive.reshape(-1, *[1] * (logits.ndim - 2))
+        return functional.binary_cross_entropy_with_logits(logits, _like_logits(logits, targets), pos_weight=positive)
+
+
+class SoftDice(nn.Module):
+    """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by 1e-5.
+
+    Args:
+        batch: pool the pixels of a batch, so that images without foreground do not each count as a miss.
+        squared: square the denominator's terms (V-Net).
+        include_background: whether class 0 of a multiclass task counts.
+    """
+
+    def __init__(self, task: TaskConfig, batch: bool = False, squared: bool = False, include_background: bool = True):
+        super().__init__()
+        if task.kind != "segmentation":
+            raise ConfigError(f"loss dice: task {task.name} is a classification task; use ce or focal")
+        from monai.losses.dice import DiceLoss
+
+        multiclass = task.target == "multiclass"
+        self._loss = DiceLoss(
+            include_background=include_background or not multiclass,
+            sigmoid=not multiclass,
+            softmax=multiclass,
+            squared_pred=squared,
+            batch=batch,
+        )
+        self._multiclass = multiclass
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        truth = _one_hot(targets, logits.shape[1]) if self._multiclass else _like_logits(logits, targets)
+        return self._loss(logits, truth)
+
+
+class Focal(nn.Module):
+    """Focal loss (Lin et al., 2017): cross entropy times (1 - p)^gamma, mean over images (and pixels).
+
+    Multiclass uses the softmax probability of the true class, binary and multilabel one sigmoid per output.
+
+    Args:
+        gamma: focusing exponent; 0 is cross entropy.
+        weights: factor of every class (multiclass) or of every output.
+    """
+
+    def __init__(self, task: TaskConfig, gamma: float = 2.0, weights: list[float] | None = None):
+        super().__init__()
+        from monai.losses.focal_loss import FocalLoss
+
+        self._multiclass = task.target == "multiclass"
+        self._loss = FocalLoss(gamma=gamma, use_softmax=self._multiclass, weight=_weights(task, weights))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not self._multiclass:
+            return self._loss(logits, _like_logits(logits, targets))
+        # MONAI averages over the classes too, all but one of which are zero: undo it.
+        return self._loss(logits, _one_hot(targets, logits.shape[1])) * logits.shape[1]
+
+
+class Sum(nn.Module):
+    """dice_weight * soft Dice + ce_weight * cross entropy."""
+
+    def __init__(self, dice: nn.Module, cross_entropy: nn.Module, dice_weight: float, ce_weight: float):
+        super().__init__()
+        self._dice, self._cross_entropy = dice, cross_entropy
+        self._dice_weight, self._ce_weight = dice_weight, ce_weight
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self._dice_weight * self._dice(logits, targets) + self._ce_weight * self._cross_entropy(logits, targets)
+
+
+def _dice_ce(
+    task: TaskConfig,
+    batch: bool = False,
+    squared: bool = False,
+    include_background: bool = True,
+    weights: list[float] | None = None,
+    dice_weight: float = 1.0,
+    ce_weight: float = 1.0,
+) -> Sum:
+    return Sum(SoftDice(task, batch, squared, include_background), CrossEntropy(task, weights), dice_weight, ce_weight)
+
+
+LOSSES: dict[str, Callable[..., nn.Module]] = {
+    "ce": CrossEntropy,
+    "dice": SoftDice,
+    "dice_ce": _dice_ce,
+    "focal": Focal,
+}
+
+
+def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
+    if weights is None:
+        return None
+    if len(weights) != task.outputs or any(not weight > 0 for weight in weights):
+        raise ConfigError(f"loss: weights must be {task.outputs} positive numbers ({', '.join(task.labels)}), got {weights}")
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def _like_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Binary and multilabel targets as float of the logits' shape (N, outputs, ...)."""
+    return targets.reshape(logits.shape).to(logits.dtype)
+
+
+def _one_hot(targets: Tensor, classes: int) -> Tensor:
+    """Class indices (N, ...) as float (N, classes, ...)."""
+    return functional.one_hot(targets, classes).movedim(-1, 1).to(torch.float32)

@@ -1,0 +1,212 @@
+"""The embedded default federation: generated colour photographs of the optic disc and its cup. Synthetic, no patient data.
+
+A site's name decides its camera (colour cast, gamma, vignetting, blur, noise, field of view, framing of the disc) and its
+annotator's habit of drawing boundaries, so sites differ from each other the way hospitals do and every name always gives
+the same images. Patients have two eyes, hence two images that share the optic disc's anatomy and the pigmentation.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+from medflare.core.rng import numpy_generator
+
+SIDE = 64  # pixels of the images handed out
+_OVERSAMPLING = 2  # scenes are drawn larger and reduced, which smooths edges as optics do
+_CANVAS = SIDE * _OVERSAMPLING
+_ROWS, _COLUMNS = np.mgrid[0:_CANVAS, 0:_CANVAS].astype(np.float32) / _OVERSAMPLING
+
+# Diffuse colours (R, G, B in linear light) of what a fundus camera sees.
+_RETINA = np.array([0.62, 0.25, 0.11], np.float32)
+_MACULA = np.array([0.40, 0.14, 0.06], np.float32)
+_DISC = np.array([0.92, 0.60, 0.28], np.float32)
+_CUP = np.array([1.00, 0.87, 0.62], np.float32)
+_VESSEL = np.array([0.38, 0.07, 0.04], np.float32)
+
+
+@dataclass(frozen=True)
+class Camera:
+    """What makes one site's images differ from another's; lengths in pixels of the 64 x 64 image."""
+
+    gains: tuple[float, float, float]  # colour cast: factors on red, green, blue
+    gamma: float
+    vignetting: float  # loss of light in the corners, 0 to 1
+    blur: float  # standard deviation of the optics' blur
+    noise: float  # standard deviation, of full scale
+    field: float  # radius of the illuminated circle
+    disc_radius: float  # mean radius of the optic disc: the magnification
+    offset: tuple[float, float]  # habit of framing: mean position of the disc from the centre (down, nasal)
+    disc_habit: float  # annotator: drawn over true radius of the disc
+    cup_habit: float
+    patients: int
+
+
+@dataclass(frozen=True)
+class Photograph:
+    """One generated image."""
+
+    image: np.ndarray  # uint8 (64, 64, 3)
+    mask: np.ndarray  # uint8 (64, 64): 0 background, 1 disc rim, 2 cup
+    grade: int  # vertical cup-to-disc ratio: 0 below 0.45, 1 up to 0.65, 2 above
+    patient: str
+    name: str
+    split: str
+
+
+@dataclass(frozen=True)
+class _Eye:
+    """Geometry of one eye in pixels of the 64 x 64 image; the annotator's mask and the picture are both drawn from it."""
+
+    centre: tuple[float, float]
+    radius: float
+    stretch: float  # vertical over horizontal radius of the disc
+    cup_ratio: float
+    cup_shift: tuple[float, float]
+    temporal: int  # +1: the macula lies to the right of the disc, -1: to the left
+
+
+def camera(site: str) -> Camera:
+    """The camera and the annotator of a site: a function of the site's name alone."""
+    rng = numpy_generator(0, "phantom", site, "camera")
+    warm, tint = rng.uniform(-1, 1), rng.uniform(-1, 1)
+    return Camera(
+        gains=(1.0 + 0.22 * warm, 1.0 + 0.25 * tint, 1.0 - 0.45 * warm),
+        gamma=float(np.exp(rng.uniform(-0.45, 0.45))),
+        vignetting=rng.uniform(0.1, 0.65),
+        blur=rng.uniform(0.2, 1.3),
+        noise=rng.uniform(0.005, 0.045),
+        field=rng.uniform(29, 42),
+        disc_radius=rng.uniform(10, 15.5),
+        offset=(rng.uniform(-3, 3), rng.uniform(-6, 6)),
+        disc_habit=rng.uniform(0.90, 1.12),
+        cup_habit=rng.uniform(0.82, 1.20),
+        patients=int(rng.integers(38, 51)),
+    )
+
+
+def photographs(site: str) -> list[Photograph]:
+    """All images of a site, about 88 from 44 patients; splits by patient, 55 / 18 / 27 %."""
+    device = camera(site)
+    order = numpy_generator(0, "phantom", site, "splits").permutation(device.patients)
+    validation, test = round(0.18 * device.patients), round(0.27 * device.patients)
+    splits = np.full(device.patients, "training", dtype="U10")
+    splits[order[:validation]] = "validation"
+    splits[order[validation : validation + test]] = "test"
+    found = []
+    for number in range(device.patients):
+        patient = f"synthetic-{number:03d}"
+        rng = numpy_generator(0, "phantom", site, patient)
+        anatomy = _anatomy(rng, device)
+        for eye, temporal in (("left", 1), ("right", -1)):
+            picture, mask, grade = _photograph(rng, device, anatomy, temporal)
+            found.append(Photograph(picture, mask, grade, patient, f"{patient}-{eye}", str(splits[number])))
+    return found
+
+
+def _anatomy(rng: np.random.Generator, device: Camera) -> dict[str, float]:
+    """What both eyes of a patient share."""
+    return {
+        "radius": device.disc_radius * rng.uniform(0.88, 1.12),
+        "stretch": rng.uniform(1.0, 1.16),
+        "cup_ratio": float(np.clip(rng.normal(0.52, 0.13), 0.25, 0.82)),
+        "pigment": rng.uniform(0.8, 1.15),
+    }
+
+
+def _photograph(rng: np.random.Generator, device: Camera, anatomy: dict[str, float], temporal: int) -> tuple[np.ndarray, np.ndarray, int]:
+    eye = _Eye(
+        centre=(SIDE / 2 + device.offset[0] + rng.normal(0, 1.5), SIDE / 2 - temporal * device.offset[1] + rng.normal(0, 1.5)),
+        radius=anatomy["radius"] * rng.uniform(0.96, 1.04),
+        stretch=anatomy["stretch"],
+        cup_ratio=float(np.clip(anatomy["cup_ratio"] + rng.normal(0, 0.04), 0.2, 0.85)),
+        cup_shift=(rng.normal(0, 0.05), temporal * rng.uniform(0.0, 0.12)),
+        temporal=temporal,
+    )
+    scene = _scene(rng, eye, anatomy["pigment"])
+    return _expose(rng, device, scene), _annotate(rng, device, eye), int(np.searchsorted([0.45, 0.65], eye.cup_ratio))
+
+
+def _distance(eye: _Eye, ratio: float = 1.0, shift: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+    """Elliptic radius of every canvas pixel around the disc (ratio 1) or the cup inside it: 1 on the boundary."""
+    rows = (_ROWS - eye.centre[0] - shift[0] * eye.radius) / (eye.radius * eye.stretch * ratio)
+    columns = (_COLUMNS - eye.centre[1] - shift[1] * eye.radius) / (eye.radius * ratio)
+    return np.sqrt(rows**2 + columns**2)
+
+
+def _edge(distance: np.ndarray, softness: float) -> np.ndarray:
+    """1 inside, 0 outside, with a smooth step of the given relative width at distance 1; shape (H, W, 1)."""
+    return (1 / (1 + np.exp(np.clip((distance - 1) / softness, -30, 30))))[..., None].astype(np.float32)
+
+
+def _scene(rng: np.random.Generator, eye: _Eye, pigment: float) -> np.ndarray:
+    """Linear light of the retina, float32 (canvas, canvas, 3)."""
+    texture = _smooth_noise(rng, cells=9) * 0.10 + _smooth_noise(rng, cells=28) * 0.05
+    scene = _RETINA * pigment * (1 + texture[..., None])
+    macula = (eye.centre[0] + 2, eye.centre[1] + eye.temporal * 2.6 * eye.radius)
+    spread = np.exp(-((_ROWS - macula[0]) ** 2 + (_COLUMNS - macula[1]) ** 2) / (2 * (0.9 * eye.radius) ** 2))[..., None]
+    scene = scene + spread * (_MACULA - _RETINA) * 0.8
+    halo = np.exp(-((_distance(eye) - 1).clip(0) ** 2) / 0.08)[..., None]
+    scene = scene + halo * 0.10 * (_DISC - _RETINA)
+    scene = _over(scene, _DISC * rng.uniform(0.92, 1.05), _edge(_distance(eye), 0.05))
+    scene = _over(scene, _CUP * rng.uniform(0.94, 1.04), 0.9 * _edge(_distance(eye, eye.cup_ratio, eye.cup_shift), 0.12))
+    return _over(scene, _VESSEL, _vessels(rng, eye)[..., None] * 0.8)
+
+
+def _over(below: np.ndarray, colour: np.ndarray, opacity: np.ndarray) -> np.ndarray:
+    return below + opacity * (colour - below)
+
+
+def _smooth_noise(rng: np.random.Generator, cells: int) -> np.ndarray:
+    """Choroidal texture: random values on a coarse grid, interpolated; (canvas, canvas), roughly standard normal."""
+    coarse = Image.fromarray(rng.normal(0, 1, (cells, cells)).astype(np.float32))
+    return np.asarray(coarse.resize((_CANVAS, _CANVAS), Image.Resampling.BICUBIC))
+
+
+def _vessels(rng: np.random.Generator, eye: _Eye) -> np.ndarray:
+    """Opacity (canvas, canvas) of arteries and veins that leave the disc up and down and arch around the macula."""
+    canvas = Image.new("L", (_CANVAS, _CANVAS), 0)
+    pen = ImageDraw.Draw(canvas)
+    for vertical in (-1, 1):
+        for side, reach in ((eye.temporal, 1.0), (-eye.temporal, 0.75)):
+            for width, bend in ((2.6, rng.uniform(0.7, 1.1)), (1.7, rng.uniform(0.3, 0.6))):
+                heading = vertical * math.pi / 2 + rng.normal(0, 0.12)
+                _draw_vessel(rng, pen, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
+    return np.asarray(canvas.filter(ImageFilter.GaussianBlur(0.5 * _OVERSAMPLING)), np.float32) / 255
+
+
+def _draw_vessel(
+    rng: np.random.Generator, pen: ImageDraw.ImageDraw, start: tuple[float, float], heading: float, bend: float, width: float, step: float
+) -> None:
+    """One vessel as a chain of short segments that turns by `bend` radians in all, thins out and may branch once."""
+    row, column = start
+    branch_at = int(rng.integers(4, 9)) if width > 1 else -1
+    for number in range(16):
+        heading += bend / 12 * (number < 12) + rng.normal(0, 0.07)
+        new_row, new_column = row + step * math.sin(heading), column + step * math.cos(heading)
+        drawn = [_OVERSAMPLING * value for value in (column, row, new_column, new_row)]
+        pen.line(drawn, fill=int(150 + 40 * min(width, 2.6)), width=max(1, round(width * _OVERSAMPLING / 2)))
+        row, column, width = new_row, new_column, width * 0.96
+        if number == branch_at:
+            _draw_vessel(rng, pen, (row, column), heading + rng.choice([-1, 1]) * rng.uniform(0.4, 0.8), bend / 2, width * 0.6, step)
+
+
+def _expose(rng: np.random.Generator, device: Camera, scene: np.ndarray) -> np.ndarray:
+    """What the camera stores: uint8 (64, 64, 3)."""
+    radius = np.hypot(_ROWS - SIDE / 2, _COLUMNS - SIDE / 2)
+    light = (1 - device.vignetting * (radius / (SIDE / 2)) ** 2 / 2) / (1 + np.exp(np.clip((radius - device.field) * 2.5, -30, 30)))
+    exposed = scene * np.array(device.gains, np.float32) * light[..., None] * rng.uniform(0.88, 1.12)
+    stored = Image.fromarray((255 * exposed.clip(0, 1) ** device.gamma).astype(np.uint8))
+    stored = stored.filter(ImageFilter.GaussianBlur(device.blur * _OVERSAMPLING)).resize((SIDE, SIDE), Image.Resampling.BOX)
+    noisy = np.asarray(stored, np.float32) + 255 * device.noise * rng.normal(0, 1, (SIDE, SIDE, 3))
+    return noisy.clip(0, 255).astype(np.uint8)
+
+
+def _annotate(rng: np.random.Generator, device: Camera, eye: _Eye) -> np.ndarray:
+    """The site's annotator draws both boundaries by habit a little too wide or too tight, and a little unevenly."""
+    disc = _distance(eye, device.disc_habit * rng.normal(1, 0.015)) < 1
+    ratio = min(eye.cup_ratio * device.cup_habit * rng.normal(1, 0.03), 0.95 * device.disc_habit)
+    cup = _distance(eye, ratio, eye.cup_shift) < 1
+    drawn = np.where(disc & cup, 2, disc).astype(np.uint8)
+    return drawn[::_OVERSAMPLING, ::_OVERSAMPLING].copy()

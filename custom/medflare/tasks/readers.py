@@ -1,0 +1,131 @@
+"""Image files as arrays: PNG, JPEG, BMP, TIFF, NIfTI and DICOM (a file, or a folder with one series) through MONAI's readers.
+
+Every array is laid out (rows, columns[, slices][, channels]). Oriented volumes (NIfTI) are turned to LPS and their first
+two axes swapped, so that slices along the third axis look like the DICOM pictures of the same scan: rows run to posterior,
+columns to the patient's left, whatever orientation a site stores.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from medflare.core.errors import DataError
+
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+NIFTI = (".nii", ".nii.gz")
+DICOM = (".dcm", ".dicom", ".ima")
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
+
+
+def read_image(path: Path, channels: int) -> np.ndarray:
+    """Intensities as stored, float32 (channels, H, W) or (channels, H, W, slices).
+
+    Colour becomes luminance where the task has one channel; grey is repeated where it has three.
+
+    Raises:
+        DataError: the file is missing, unreadable, of an unknown format, not an image or volume, or holds NaN or infinity.
+    """
+    array = _read(path, colour=True).astype(np.float32)
+    if not np.isfinite(array).all():
+        raise DataError(f"{path}: the image holds NaN or infinite values; repair it or take it out of datalist.json")
+    if _has_channels(path, array):
+        array = np.moveaxis(array, -1, 0)[:3]
+        if array.shape[0] == 2:
+            raise DataError(f"{path}: two-channel images are not supported; store one channel (grey) or three (RGB)")
+    else:
+        array = array[None]
+    if array.shape[0] == channels:
+        return array
+    if channels == 1:
+        return np.tensordot(_LUMA, array, axes=1)[None].astype(np.float32)
+    return np.repeat(array, channels, axis=0)
+
+
+def read_mask(path: Path) -> np.ndarray:
+    """Label values, int64 (M, H, W) or (M, H, W, slices); M is 1, or the number of channels that differ from each other.
+
+    Raises:
+        DataError: as `read_image`, or values that are not whole numbers.
+    """
+    array = _read(path, colour=False)
+    if _has_channels(path, array):
+        array = np.moveaxis(array, -1, 0)
+        array = array[:1] if (array[:3] == array[:1]).all() else array  # a grey mask saved as RGB or RGBA
+    else:
+        array = array[None]
+    whole = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
+    if not (whole == array).all():
+        raise DataError(f"{path}: the mask holds values that are not whole numbers; store label values 0, 1, 2, ...")
+    return whole
+
+
+def suffix(path: Path) -> str:
+    return ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix.lower()
+
+
+def _has_channels(path: Path, array: np.ndarray) -> bool:
+    """Whether the last axis holds channels: pictures of three axes, colour DICOM, volumes of four axes."""
+    if suffix(path) in NIFTI:
+        return array.ndim == 4
+    return array.ndim == 4 or (array.ndim == 3 and not path.is_dir() and array.shape[-1] in (2, 3, 4))
+
+
+def _read(path: Path, colour: bool) -> np.ndarray:
+    if not path.exists():
+        raise DataError(f"{path}: file not found; correct the path in datalist.json or restore the file")
+    kind = "folder" if path.is_dir() else suffix(path)
+    try:
+        if kind in PICTURES:
+            array = _read_picture(path, colour)
+        elif kind in NIFTI:
+            array = _read_nifti(path)
+        elif kind in DICOM or kind == "folder":
+            array = _read_dicom(path)
+        else:
+            formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
+            raise DataError(f"{path}: unknown image format {kind!r}; convert it to one of {formats} or a folder with a DICOM series")
+    except DataError:
+        raise
+    except Exception as error:  # the decoders of five libraries raise whatever they like on a damaged file
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or take it out of datalist.json") from error
+    if array.ndim not in (2, 3, 4) or not array.size:
+        raise DataError(f"{path}: expected a picture or a volume, found an array of shape {array.shape}")
+    return array
+
+
+def _read_picture(path: Path, colour: bool) -> np.ndarray:
+    from monai.data.image_reader import PILReader
+
+    image = PILReader().read(path)
+    if getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"{path}: the file holds {image.n_frames} pages; store pages as separate files or as a NIfTI volume")
+    if image.mode == "LA":
+        image = image.convert("L")
+    elif image.mode in ("CMYK", "YCbCr", "HSV", "LAB", "PA") or (image.mode == "P" and colour):
+        image = image.convert("RGB")
+    return PILReader(reverse_indexing=False).get_data(image)[0]
+
+
+def _read_nifti(path: Path) -> np.ndarray:
+    from monai.data.image_reader import NibabelReader
+    from monai.data.meta_tensor import MetaTensor
+    from monai.transforms.spatial.array import Orientation
+
+    reader = NibabelReader(squeeze_non_spatial_dims=True)
+    array, meta = reader.get_data(reader.read(path))
+    if array.ndim == 2:
+        return array.T
+    last_is_channel = array.ndim == 4
+    channel_first = np.moveaxis(array, -1, 0) if last_is_channel else array[None]
+    turned = Orientation(axcodes="LPS")(MetaTensor(np.ascontiguousarray(channel_first), affine=meta["affine"])).numpy()
+    turned = np.swapaxes(turned, 1, 2)
+    return np.moveaxis(turned, 0, -1) if last_is_channel else turned[0]
+
+
+def _read_dicom(path: Path) -> np.ndarray:
+    from monai.data.image_reader import PydicomReader
+
+    reader = PydicomReader(swap_ij=False)
+    array, _ = reader.get_data(reader.read(path))
+    return np.squeeze(array, axis=-1) if array.ndim == 4 and array.shape[-1] == 1 else array

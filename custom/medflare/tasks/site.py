@@ -1,0 +1,203 @@
+"""A site as a method's site half sees it: data in memory, networks, optimiser, batches, loss and metrics."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import Aborted, ConfigError
+from medflare.core.rng import Key, numpy_random_state, torch_generator
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.data import SiteData, class_counts, load_site_data, resolve_data_root
+from medflare.tasks.losses import build_loss
+from medflare.tasks.metrics import Scores, score
+from medflare.tasks.networks import FeatureNetwork, initial_network
+from medflare.tasks.transforms import Augmentation
+
+Predictor = Callable[[Tensor], Tensor]
+_SCORING_BATCH = 64  # without gradients and optimiser a larger batch costs little memory
+
+
+class Batch(NamedTuple):
+    """Images and targets on the site's device, and their rows in the split (on the CPU)."""
+
+    images: Tensor
+    targets: Tensor
+    index: Tensor  # type: ignore[assignment]  # the name hides tuple.index, which nobody needs of a batch
+
+
+class Site:
+    """One hospital: its name, task and data, and everything that a method needs to train and score models there.
+
+    Attributes:
+        abort: asked before every batch; where it answers True, `batches`, `ordered` and `score` raise `Aborted`.
+        notes: what is worth knowing about the data, one line each (absent classes, images left out).
+        n: images per split: train, validation, test.
+    """
+
+    def __init__(self, name: str, task: TaskConfig, data: SiteData, seed: int = 0, device: torch.device | str = "cpu"):
+        self.name = name
+        self.task = task
+        self.data = data
+        self.seed = seed
+        self.device = torch.device(device)
+        self.abort: Callable[[], bool] = lambda: False
+        self.notes = list(data.notes)
+        self._augmentation = Augmentation(task)
+        self._loss = build_loss(task).to(self.device)
+
+    @property
+    def n(self) -> dict[str, int]:
+        return {name: len(self.data.split(name)) for name in ("train", "validation", "test")}
+
+    def class_counts(self) -> Tensor:
+        """Training images, or pixels (segmentation), of each of `task.classes`; int64 (C,)."""
+        return class_counts(self.data.train.targets, self.task)
+
+    def network(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
+        """A network on the site's device with the initial weights that all sites share, see `networks.initial_network`."""
+        return initial_network(self.task, self.seed, purpose, spec, outputs).to(self.device)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
+        """The task's optimiser; `override` replaces or adds arguments, for example lr=1e-4.
+
+        Raises:
+            ConfigError: an argument that torch's optimiser does not take.
+        """
+        settings = {**self.task.optimizer, **override}
+        name = settings.pop("name")
+        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        try:
+            return kinds[name](parameters, **settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"task {self.task.name}: optimizer {name}: {error}; see torch.optim.{kinds[name].__name__}") from error
+
+    def batches(
+        self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True, drop_last: bool = False
+    ) -> Iterator[Batch]:
+        """One pass over a split in random order; equal (seed, name, keys) give equal batches.
+
+        A last batch of one image joins the batch before it, and the only image of a split fills a batch twice:
+        batch normalisation cannot train on a single sample. `batch_size` 1 is taken literally.
+
+        Args:
+            split: "train", "validation" or "test".
+            keys: what sets this pass apart, by habit round, purpose, epoch.
+            batch_size: other than the task's.
+            augment: whether the task's random transforms are applied.
+            drop_last: whether a last batch that is not full is left out (unless it is the only one).
+        """
+        size = batch_size or self.task.batch_size
+        order = torch.randperm(self.n[split], generator=torch_generator(self.seed, self.name, *keys, "order"))
+        random = numpy_random_state(self.seed, self.name, *keys, "augment")
+        for index in _portions(order, size, drop_last):
+            batch = self._batch(split, index)
+            yield Batch(*self._augmentation(batch.images, batch.targets, random), batch.index) if augment else batch
+
+    def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
+        """One pass in fixed order, without augmentation."""
+        for index in torch.arange(self.n[split]).split(batch_size or self.task.batch_size):
+            yield self._batch(split, index)
+
+    def _batch(self, split: str, index: Tensor) -> Batch:
+        if self.abort():
+            raise Aborted(f"site {self.name}: stopped on request")
+        data = self.data.split(split)
+        return Batch(data.images[index].to(self.device), data.targets[index].to(self.device), index)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The task's loss, a scalar mean."""
+        return self._loss(logits, targets)
+
+    def score(self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
+        """Metrics of a model on a split.
+
+        Args:
+            predictor: images (N, C, H, W) to probabilities; a module is put in evaluation mode meanwhile.
+            split: "train", "validation" or "test".
+            metrics: which of `task.metrics`; None means all of them on the test split, all but the costly hd95 elsewhere.
+        """
+        if metrics is None:
+            metrics = [name for name in self.task.metrics if split == "test" or name != "hd95"]
+        data = self.data.split(split)
+        probabilities = self.predict(predictor, split)
+        return score(probabilities, data.targets, data.patients, self.task, metrics)
+
+    def predict(self, predictor: Predictor, split: str) -> Tensor:
+        """Probabilities of a whole split in its order, on the CPU: (N, outputs, H, W) or (N, outputs)."""
+        training = predictor.training if isinstance(predictor, nn.Module) else False
+        if isinstance(predictor, nn.Module):
+            predictor.eval()
+        try:
+            with torch.no_grad():
+                parts = [predictor(batch.images).float().cpu() for batch in self.ordered(split, _SCORING_BATCH)]
+        finally:
+            if isinstance(predictor, nn.Module):
+                predictor.train(training)
+        return torch.cat(parts) if parts else torch.zeros(0, self.task.outputs)
+
+
+def _portions(order: Tensor, size: int, drop_last: bool) -> list[Tensor]:
+    """`order` in batches of `size`, see `Site.batches`."""
+    portions = list(order.split(size))
+    if drop_last and len(portions) > 1 and len(portions[-1]) < size:
+        return portions[:-1]
+    if size > 1 and portions and len(portions[-1]) == 1:
+        lonely = portions.pop()
+        portions.append(torch.cat([portions.pop(), lonely]) if portions else lonely.repeat(2))
+    return portions
+
+
+def open_site(
+    name: str,
+    task: TaskConfig,
+    *,
+    seed: int = 0,
+    role: str = "inside",
+    data_root: Path | str | None = None,
+    local: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    cache: Path | None = None,
+) -> Site:
+    """A site with its data found, read and checked.
+
+    Args:
+        name: the site's name.
+        task: what is learnt.
+        seed: of the run.
+        role: "inside" (trains) or "outside" (needs a test split only).
+        data_root: overrides every other way of naming the data.
+        local: content of the site's own local/medflare.json: "data_root", "device", "cache" (a folder, or false for none).
+        device: where models run; None means the site's own "device", else the CPU.
+        cache: folder for decoded images unless the site's own "cache" says otherwise.
+
+    Raises:
+        ConfigError: a setting of local/medflare.json that is unknown or unusable.
+        DataError: the data cannot be used as they are.
+    """
+    own = check_local(local or {})
+    chosen = own.get("cache", cache)
+    root = resolve_data_root(name, task, own, data_root)
+    data = load_site_data(name, task, root, role=role, cache=Path(chosen).expanduser() if chosen else None)
+    return Site(name, task, data, seed, device or own.get("device", "cpu"))
+
+
+def check_local(local: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of local/medflare.json that concern data and device, checked.
+
+    Raises:
+        ConfigError: a value of the wrong type or a device that this machine lacks.
+    """
+    settings = dict(local)
+    for key, kinds in (("data_root", (str,)), ("device", (str,)), ("cache", (str, bool))):
+        if key in settings and not isinstance(settings[key], kinds):
+            raise ConfigError(f"local/medflare.json: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {settings[key]!r}")
+    try:
+        device = torch.device(settings.get("device", "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"local/medflare.json: unknown device {settings['device']!r}; use cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"local/medflare.json: device {settings['device']!r} is not available here; use cpu or install a driver")
+    return settings

@@ -1,0 +1,86 @@
+"""Stored labels as training targets: which stored value means which label, and a clear refusal of any other value."""
+
+from typing import Any
+
+import numpy as np
+
+from medflare.core.errors import DataError
+from medflare.tasks.config import TaskConfig
+
+
+def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
+    """Target of one picture or volume.
+
+    Args:
+        masks: int64 (M, ...): stored values, M = 1 for one mask file, or one per label (multilabel).
+        task: a segmentation task.
+        place: the mask file, for messages.
+
+    Returns:
+        int64 (1, ...) label indices (binary: 0 or 1; multiclass), or (C, ...) of 0/1 (multilabel).
+
+    Raises:
+        DataError: a value that no label lists (see `TaskConfig.unlisted_labels`), or a wrong number of masks.
+    """
+    if task.target == "multilabel" and not task.label_values:
+        if len(masks) != len(task.labels):
+            raise DataError(
+                f"{place}: {len(masks)} mask(s) or channel(s) for {len(task.labels)} labels ({', '.join(task.labels)}); "
+                "give one mask file per label, or say in the task's label_values which values mean which label"
+            )
+        _refuse_unlisted(masks, [0, 1], task, place)
+        return (masks == 1).astype(np.int64)
+    if len(masks) != 1:
+        raise DataError(f"{place}: {len(masks)} masks or colour channels where one is expected; store label values in one grey mask")
+    values = _values(task)
+    background = [] if task.target == "multiclass" else [0]
+    _refuse_unlisted(masks, [*background, *(value for listed in values for value in listed)], task, place)
+    if task.target == "multiclass":
+        target = np.zeros_like(masks)
+        for index, listed in enumerate(values):
+            target[np.isin(masks, listed)] = index
+        return target
+    return np.concatenate([np.isin(masks, listed) for listed in values]).astype(np.int64)
+
+
+def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
+    """Target of one image of a classification task: int64 () or, for multilabel, (C,) of 0/1; None where it is left out.
+
+    Raises:
+        DataError: not a whole number (multilabel: a list of 0/1), or a value that no label lists.
+    """
+    if task.target == "multilabel":
+        if not isinstance(label, list) or len(label) != len(task.labels) or any(item not in (0, 1) for item in label):
+            names = ", ".join(task.labels)
+            raise DataError(f"{place}: the label must be a list of {len(task.labels)} zeros and ones ({names}), got {label!r}")
+        return np.array(label, np.int64)
+    if not isinstance(label, int) or isinstance(label, bool):
+        raise DataError(f"{place}: the label must be a whole number, got {label!r}")
+    values = _values(task) if task.target == "multiclass" else [[0], _values(task)[0]]
+    for index, listed in enumerate(values):
+        if label in listed:
+            return np.array(index, np.int64)
+    if task.unlisted_labels == "drop":
+        return None
+    raise _out_of_range([label], sorted({value for listed in values for value in listed}), place)
+
+
+def _values(task: TaskConfig) -> list[list[int]]:
+    """Stored values by label."""
+    if task.label_values:
+        return [task.label_values[label] for label in task.labels]
+    return [[1]] if task.target == "binary" else [[index] for index in range(len(task.labels))]
+
+
+def _refuse_unlisted(masks: np.ndarray, allowed: list[int], task: TaskConfig, place: str) -> None:
+    if task.unlisted_labels == "drop" or np.isin(masks, allowed).all():
+        return
+    raise _out_of_range(np.setdiff1d(masks, allowed).tolist(), sorted(set(allowed)), place)
+
+
+def _out_of_range(found: list[int], allowed: list[int], place: str) -> DataError:
+    shown = ", ".join(map(str, found[:4])) + (", ..." if len(found) > 4 else "")
+    return DataError(
+        f"{place}: label value {shown} out of range, the task knows {', '.join(map(str, allowed))}; "
+        "correct the file, or the task's labels or label_values"
+    )

@@ -1,0 +1,138 @@
+"""MONAI transforms by configuration: resizing and intensity scaling once per image, random augmentation per training batch."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medflare.core.errors import ConfigError
+from medflare.tasks.config import TaskConfig, unknown
+
+INTENSITY = ("NormalizeIntensity", "ScaleIntensity", "ScaleIntensityRange", "ScaleIntensityRangePercentiles")
+_SPATIAL = ("Rand2DElastic", "RandAffine", "RandFlip", "RandRotate", "RandRotate90", "RandZoom")
+_PHOTOMETRIC = (
+    "RandAdjustContrast",
+    "RandBiasField",
+    "RandCoarseDropout",
+    "RandGaussianNoise",
+    "RandGaussianSharpen",
+    "RandGaussianSmooth",
+    "RandHistogramShift",
+    "RandScaleIntensity",
+    "RandShiftIntensity",
+)
+AUGMENTATIONS = (*_SPATIAL, *_PHOTOMETRIC)
+
+
+class Preprocessing:
+    """Deterministic part: stored intensities of any size to what the network sees. Needed again at inference."""
+
+    def __init__(self, task: TaskConfig):
+        self._size = task.size
+        self._intensity = _construct("intensity", INTENSITY, "", task.intensity)
+
+    def image(self, array: np.ndarray) -> Tensor:
+        """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or bilinear interpolation."""
+        with _plain_tensors():
+            return self._resize(self._intensity(torch.as_tensor(array, dtype=torch.float32)), mask=False)
+
+    def mask(self, array: np.ndarray) -> Tensor:
+        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel."""
+        if array.shape[1:] == self._size:
+            return torch.as_tensor(array)
+        with _plain_tensors():
+            return self._resize(torch.as_tensor(array, dtype=torch.float32), mask=True).to(torch.int64)
+
+    def _resize(self, image: Tensor, mask: bool) -> Tensor:
+        from monai.transforms.spatial.array import Resize
+
+        if tuple(image.shape[1:]) == self._size:
+            return image
+        shrinks = image.shape[1] >= self._size[0] and image.shape[2] >= self._size[1]
+        mode = "nearest-exact" if mask else "area" if shrinks else "bilinear"
+        return Resize(self._size, mode=mode)(image)
+
+
+class Augmentation:
+    """Random part, by MONAI's dictionary transforms: image and mask move together, intensities change in the image alone."""
+
+    def __init__(self, task: TaskConfig):
+        self._masks = task.kind == "segmentation"
+        self._transforms = [self._build(settings) for settings in task.augment]
+
+    def _build(self, settings: Mapping[str, Any]) -> Any:
+        spatial = settings["name"] in _SPATIAL and self._masks
+        keys = ["image", "target"] if spatial else ["image"]
+        extra: dict[str, Any] = {"keys": keys}
+        if spatial and settings["name"] not in ("RandFlip", "RandRotate90"):
+            extra["mode"] = [settings.get("mode", "bilinear"), "nearest"]
+        return _construct("augment", AUGMENTATIONS, "d", {**settings, **extra})
+
+    def __call__(self, images: Tensor, targets: Tensor, random: np.random.RandomState) -> tuple[Tensor, Tensor]:
+        """A batch, image by image, with draws from `random`.
+
+        Args:
+            images: float32 (N, C, H, W).
+            targets: long (N, H, W), or float (N, C, H, W) (multilabel); classification targets pass unchanged.
+            random: the source of every draw.
+        """
+        if not self._transforms:
+            return images, targets
+        for transform in self._transforms:
+            transform.set_random_state(state=random)
+        with _plain_tensors():
+            samples = [self._sample(image, target) for image, target in zip(images, targets, strict=True)]
+        images = torch.stack([sample["image"] for sample in samples]).to(images.dtype)
+        if self._masks:
+            targets = torch.stack([sample["target"] for sample in samples]).reshape(targets.shape).to(targets.dtype)
+        return images, targets
+
+    def _sample(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
+        sample = {"image": image}
+        if self._masks:
+            sample["target"] = target.reshape(-1, *target.shape[-2:]).to(torch.float32)
+        for transform in self._transforms:
+            sample = transform(sample)
+        return sample
+
+
+def _construct(setting: str, known: tuple[str, ...], ending: str, settings: Mapping[str, Any]) -> Any:
+    """The transform that `settings` names, with its arguments checked against MONAI's signature."""
+    name = settings["name"]
+    if name not in known:
+        raise unknown("transform", name, known, setting)
+    transform = _transform_class(name + ending)
+    arguments = {key: value for key, value in settings.items() if key != "name"}
+    accepted = [key for key in inspect.signature(transform).parameters if key != "keys"]
+    for key in arguments:
+        if key not in accepted and key != "keys":
+            raise unknown("argument", key, accepted, f"{setting} {name}")
+    try:
+        return transform(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{setting} {name}: {' '.join(str(error).split())}; see MONAI's documentation of {name}") from error
+
+
+@cache
+def _transform_class(name: str) -> Any:
+    from monai import transforms
+
+    return getattr(transforms, name)
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Without MONAI's metadata tracking, which costs five times the transform itself on small images."""
+    from monai.data.meta_obj import get_track_meta, set_track_meta
+
+    before = get_track_meta()
+    set_track_meta(False)
+    try:
+        yield
+    finally:
+        set_track_meta(before)
