@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+class Batch(NamedTuple):
+    """Images and targets on the site's device, and their rows in the split (on the CPU)."""
+
+    images: Tensor
+    targets: Tensor
+    index: Tensor  # type: ignore[assignment]  # the name hides tuple.index, which nobody needs of a batch
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.rng import Key, numpy_random_state, torch_generator
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.data import SiteData, class_counts, load_site_data, resolve_data_root
+from medflare.tasks.data import Batch, SiteData, class_counts, load_site_data, resolve_data_root
 from medflare.tasks.losses import build_loss
 from medflare.tasks.metrics import Scores, score
 from medflare.tasks.networks import FeatureNetwork, initial_network
@@ -20,12 +20,16 @@ Predictor = Callable[[Tensor], Tensor]
 _SCORING_BATCH = 64  # without gradients and optimiser a larger batch costs little memory
 
 
-class Batch(NamedTuple):
-    """Images and targets on the site's device, and their rows in the split (on the CPU)."""
+class Probabilities(nn.Module):
+    """A network followed by the task's sigmoid or softmax."""
 
-    images: Tensor
-    targets: Tensor
-    index: Tensor  # type: ignore[assignment]  # the name hides tuple.index, which nobody needs of a batch
+    def __init__(self, network: nn.Module, task: TaskConfig):
+        super().__init__()
+        self.network = network
+        self._task = task
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self._task.probabilities(self.network(images))
 
 
 class Site:
@@ -111,19 +115,32 @@ class Site:
         """The task's loss, a scalar mean."""
         return self._loss(logits, targets)
 
+    def predictor(self, model: nn.Module) -> "Probabilities":
+        """A model that gives logits as one that gives the task's probabilities."""
+        return Probabilities(model, self.task)
+
     def score(self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
         """Metrics of a model on a split.
 
         Args:
             predictor: images (N, C, H, W) to probabilities; a module is put in evaluation mode meanwhile.
             split: "train", "validation" or "test".
+            metrics: see `score_outputs`.
+        """
+        return self.score_outputs(self.predict(predictor, split), split, metrics)
+
+    def score_outputs(self, probabilities: Tensor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
+        """Metrics of probabilities that stand in a split's order, (N, outputs, H, W) or (N, outputs).
+
+        Args:
+            probabilities: for example from `predict`.
+            split: "train", "validation" or "test".
             metrics: which of `task.metrics`; None means all of them on the test split, all but the costly hd95 elsewhere.
         """
         if metrics is None:
             metrics = [name for name in self.task.metrics if split == "test" or name != "hd95"]
         data = self.data.split(split)
-        probabilities = self.predict(predictor, split)
-        return score(probabilities, data.targets, data.patients, self.task, metrics)
+        return score(probabilities.cpu(), data.targets, data.patients, self.task, metrics)
 
     def predict(self, predictor: Predictor, split: str) -> Tensor:
         """Probabilities of a whole split in its order, on the CPU: (N, outputs, H, W) or (N, outputs)."""
