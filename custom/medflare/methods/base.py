@@ -13,10 +13,11 @@ from medflare.core.events import EventLog
 from medflare.core.manifest import EntrySpec, Manifest
 from medflare.core.message import Message
 from medflare.core.states import StateDict
+from medflare.inference.deployed import DeployedModel
 from medflare.methods.hyper import NoHyper
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.networks import build_network
-from medflare.tasks.site import Site, initial_network
+from medflare.tasks.networks import build_network, initial_network
+from medflare.tasks.site import Site
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class SiteHalf(ABC):
 
     def validation(self, model: nn.Module) -> float | None:
         """The task's metric of a network of logits on this site's validation images; None where it is undefined."""
-        return self.site.score(self.site.predictor(model), "validation").values[self.site.task.metric]
+        metric = self.site.task.metric
+        return self.site.score(DeployedModel(self.site.task, model), "validation", [metric]).values[metric]
 
 
 class ServerHalf(ABC):
@@ -151,6 +153,10 @@ class ServerHalf(ABC):
     @abstractmethod
     def delivery(self, site: str) -> Message:
         """What the site needs for its final models; for an outside site too."""
+
+    def models(self) -> dict[str, Message]:
+        """Delivered models that the server holds, by path below its `models` folder; personal models that never leave a site are not here."""
+        return {}
 
     @abstractmethod
     def state(self) -> Message:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from medflare.core.manifest import Manifest
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, weighted_mean
+from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step, plain_entry, sample_weights
 from medflare.methods.hyper import param
 from medflare.methods.selection import Best, mean_validation
@@ -70,7 +71,7 @@ class FedAvgSite(SiteHalf):
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """Global and deployed are the selected global model; it is also all that a site has of its own."""
-        plain = Message({"model": incoming.states["model"]}, {"kind": "plain"})
+        plain = plain_message(incoming.states["model"])
         return dict.fromkeys(("global", "personal", "deployed"), plain)
 
     def state(self) -> Message:
@@ -112,7 +113,11 @@ class FedAvgServer(ServerHalf):
         return self.model
 
     def delivery(self, site: str) -> Message:
-        return Message({"model": self.selected}, {"selected_round": self.best.round if self.hyper.selection == "best" else self.context.rounds})
+        chosen = self.best.round if self.hyper.selection == "best" and self.best.state is not None else self.context.rounds
+        return Message({"model": self.selected}, {"selected_round": chosen})
+
+    def models(self) -> dict[str, Message]:
+        return {"global": plain_message(self.selected)}
 
     def state(self) -> Message:
         message = Message({"model": self.model})

@@ -34,8 +34,8 @@ from medflare.methods.selector import (
 )
 from medflare.methods.super_model import choose_model, super_model
 from medflare.methods.training import train_epochs, trainable
-from medflare.tasks.data import Batch
-from medflare.tasks.site import Site
+from medflare.tasks.metrics import score
+from medflare.tasks.site import Batch, Site
 
 GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)
 SHARED_META = ("perfedavg", "pfedme")  # personalizations whose sites also share a model of their own beside w_g
@@ -109,6 +109,7 @@ class FedSMSite(FedAvgSite):
 
     Hyper: ClassVar[type] = FedSMHyper
     phases = ("train", "validate", "tune")
+    kind: ClassVar[str] = "super"  # of the deployed model
 
     def __init__(self, site: Site, hyper: FedSMHyper, sites: tuple[str, ...]):
         super().__init__(site, hyper, sites)
@@ -232,12 +233,14 @@ class FedSMSite(FedAvgSite):
 
     # gamma, delivery, state
 
+    @torch.no_grad()
     def tune(self, round: int, incoming: Message) -> Message:
         """The super model's validation metric for every candidate γ; the outputs are computed once, the choice is cheap.
 
         A site's images are scored by its own rule (per patient); sums over sites are the server's.
         """
-        model = super_model(self.site.task, incoming).to(self.site.device)
+        task, data = self.site.task, self.site.data.validation
+        model = super_model(task, incoming).to(self.site.device)
         images = [batch.images for batch in self.site.ordered("validation")]
         scores = torch.cat([model.scores(batch) for batch in images])
         found: dict[str, float | None] = {}
@@ -247,8 +250,8 @@ class FedSMSite(FedAvgSite):
             key = tuple(choice.tolist())
             if key not in known:
                 parts = choice.split([len(batch) for batch in images])
-                outputs = torch.cat([model.answer(batch, part) for batch, part in zip(images, parts, strict=True)])
-                known[key] = self.site.score_outputs(outputs, "validation").values[self.site.task.metric]
+                outputs = torch.cat([model.answer(batch, part).cpu() for batch, part in zip(images, parts, strict=True)])
+                known[key] = score(outputs, data.targets, data.patients, task, [task.metric]).values[task.metric]
             found[f"{gamma:g}"] = known[key]
         return Message({}, {**self.facts(validation={}), "gammas": found, "n_validation": len(scores)})
 
@@ -258,7 +261,7 @@ class FedSMSite(FedAvgSite):
         own = f"personal/{self.site.name}"
         if own in incoming.states:
             models["personal"] = plain_message(incoming.states[own])
-        models["deployed"] = Message(incoming.states, {**incoming.facts, "kind": "super"})
+        models["deployed"] = Message(incoming.states, {**incoming.facts, "kind": self.kind})
         return models
 
     def state(self) -> Message:
@@ -353,6 +356,11 @@ class FedSMServer(FedAvgServer):
         message.facts |= {"gamma": self.gamma, "sites": list(self.context.sites), "selector": dict(selector_spec(self.plan))}
         message.facts |= {"rounds": {name: found.round for name, found in sorted(self.best_personal.items())}} if best else {}
         return message
+
+    def models(self) -> dict[str, Message]:
+        whole = self.delivery(self.context.sites[0])
+        personal = {f"personal/{site}": plain_message(whole.states[f"personal/{site}"]) for site in self.context.sites}
+        return {**super().models(), **personal, "deployed": Message(whole.states, {**whole.facts, "kind": self.site_class.kind})}
 
     def state(self) -> Message:
         message = super().state()

@@ -22,8 +22,7 @@ from medflare.methods.hyper import param
 from medflare.methods.selector import SelectorLoss
 from medflare.methods.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.data import Batch
-from medflare.tasks.site import Site
+from medflare.tasks.site import Batch, Site
 
 
 def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:
@@ -49,6 +48,7 @@ class FedSMExtraHyper(FedSMHyper):
 class FedSMExtraSite(FedSMSite):
     Hyper: ClassVar[type] = FedSMExtraHyper
     phases = ("train", "validate", "train_selector")
+    kind = "super_extra"
 
     def __init__(self, site: Site, hyper: FedSMExtraHyper, sites: tuple[str, ...]):
         super().__init__(site, hyper, sites)
@@ -96,11 +96,6 @@ class FedSMExtraSite(FedSMSite):
 
         return loss
 
-    def deliver(self, incoming: Message) -> dict[str, Message]:
-        models = super().deliver(incoming)
-        models["deployed"].facts |= {"kind": "super_extra", "combine": self.hyper.combine}
-        return models
-
     def state(self) -> Message:
         message = super().state()
         message.states |= {f"frozen:{entry}": state for entry, state in self.frozen.states.items()}
@@ -145,6 +140,7 @@ class FedSMExtraServer(FedSMServer):
 
     def delivery(self, site: str) -> Message:
         message = super().delivery(site)
+        message.facts["combine"] = self.hyper.combine
         message.states["selector"] = self.selector["selector"]  # the last round's: there is no validation label to choose by
         return message
 

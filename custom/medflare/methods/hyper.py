@@ -81,10 +81,10 @@ def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
 def _converted(name: str, value: Any, hint: Any) -> Any:
     allowed = getattr(hint, "__args__", ()) or (hint,)
     if isinstance(value, str) and str not in allowed:
-        value = _parsed(value)
+        value = parsed_value(value)
     if isinstance(value, str) and str in allowed and not isinstance(value, bool):
         # a union such as `float | str` ("tune" or a number): prefer the number when the text is one
-        number = _parsed(value)
+        number = parsed_value(value)
         if isinstance(number, (int, float)) and float in allowed:
             value = number
     if isinstance(value, list):
@@ -98,7 +98,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _parsed(text: str) -> Any:
+def parsed_value(text: str) -> Any:
     import json
 
     lowered = {"true": True, "false": False, "none": None}
@@ -107,4 +107,4 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return tuple(_parsed(part) for part in text.split(",")) if "," in text else text
+        return tuple(parsed_value(part) for part in text.split(",")) if "," in text else text

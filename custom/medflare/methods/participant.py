@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from medflare.core.errors import ConfigError, DataError, StateError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.store import StateStore
@@ -28,7 +28,8 @@ class Participant:
     """Answers what the federation asks of one site.
 
     Args:
-        site: the site's data, task and seed.
+        name: the site's name.
+        opened: role -> the site with its data; called once, when the first task that needs it comes.
         store: where the half's state goes after every task, so that the next one may run in a new process; None keeps the half
             in memory.
         keep: called at delivery with (role, delivered model, metrics) for each final model, so that an engine can put it on disk.
@@ -36,14 +37,16 @@ class Participant:
 
     def __init__(
         self,
-        site: Site,
+        name: str,
+        opened: Callable[[str], Site],
         method: Method,
         hyper: Mapping[str, Any],
         *,
         store: StateStore | None = None,
         keep: Callable[[str, Message, Mapping[str, Any]], None] = lambda role, message, metrics: None,
     ):
-        self.site = site
+        self.name = name
+        self.opened = opened
         self.method = method
         self.hyper = hyper
         self.store = store
@@ -66,70 +69,69 @@ class Participant:
 
     def _enrol(self, incoming: Message) -> Message:
         """Check that server and site mean the same federation, remember the membership, and say what this site has."""
-        own = identity_of(self.method, self.hyper, self.site.task.fingerprint(), self.site.seed)
+        role, sites = incoming.facts["role"], tuple(incoming.facts["sites"])
+        site = self.opened(role)
+        own = identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed)
         for name, value in own.items():
             if name in incoming.facts and incoming.facts[name] != value:
                 raise ConfigError(
-                    f"site {self.site.name} and the server differ in {name}: {value!r} here, {incoming.facts[name]!r} there; "
+                    f"site {self.name} and the server differ in {name}: {value!r} here, {incoming.facts[name]!r} there; "
                     "submit one job folder to all, and do not edit the site's copy"
                 )
-        if incoming.facts["role"] == "inside" and self.site.n["train"] == 0:
-            raise DataError(f"site {self.site.name} has no training images; add some or let it take part as an outside site")
-        self._half = self._make_half(tuple(incoming.facts["sites"]))
+        self._half = self.method.make_site(site, self.hyper, sites)
         if self.store is not None:
-            self.store.save(_MEMBERSHIP, Message({}, {"site": self.site.name, "sites": list(incoming.facts["sites"])}))
+            self.store.save(_MEMBERSHIP, Message({}, {"site": self.name, "sites": list(sites), "role": role}))
             self.store.save(_HALF, self._half.state())
-        return Message({}, {"n": self.site.n, "class_counts": self.site.class_counts().tolist(), "events": self._notes()})
+        return Message({}, {"n": site.n, "class_counts": site.class_counts().tolist(), "events": self._notes(site)})
 
-    def _notes(self) -> list[dict[str, Any]]:
+    def _notes(self, site: Site) -> list[dict[str, Any]]:
         log = EventLog()
-        for note in self.site.notes:
-            log.add("warning", note, site=self.site.name)
+        for note in site.notes:
+            log.add("warning", note, site=self.name)
         return log.to_list()
-
-    def _make_half(self, sites: tuple[str, ...]) -> SiteHalf:
-        return self.method.make_site(self.site, self.hyper, sites)
 
     def _restored(self) -> SiteHalf:
         """The half as the last task left it."""
         if self._half is None:
             membership = self.store.load(_MEMBERSHIP) if self.store is not None else None
             if membership is None or self.store is None:
-                raise StateError(f"site {self.site.name} was asked to work before it enrolled, or its state is gone; restart the job")
-            if membership.facts["site"] != self.site.name:
-                raise StateError(f"the state in {self.store.folder} belongs to site {membership.facts['site']}, not to {self.site.name}; put it back")
-            self._half = self._make_half(tuple(membership.facts["sites"]))
+                raise StateError(f"site {self.name} was asked to work before it enrolled, or its state is gone; restart the job")
+            if membership.facts["site"] != self.name:
+                raise StateError(f"the state in {self.store.folder} belongs to site {membership.facts['site']}, not to {self.name}; put it back")
+            site = self.opened(membership.facts["role"])
+            self._half = self.method.make_site(site, self.hyper, tuple(membership.facts["sites"]))
             state = self.store.load(_HALF)
             if state is None:
-                raise StateError(f"site {self.site.name} has lost {self.store.path(_HALF)}; restore it or restart the job")
+                raise StateError(f"site {self.name} has lost {self.store.path(_HALF)}; restore it or restart the job")
             self._half.restore(state)
         return self._half
 
     def _deliver(self, half: SiteHalf, incoming: Message) -> Message:
         """Build the final models, measure them on this site's test images and hand them to the engine to keep."""
+        site = half.site
         models = half.deliver(incoming)
-        log = EventLog(self._notes())
+        log = EventLog()
         metrics: dict[str, dict[str, float | None]] = {}
         seen: dict[int, dict[str, float | None]] = {}
         reports: dict[str, Any] = {}
         for role in ROLES:
             if role not in models:
-                metrics[role] = dict.fromkeys(self.site.task.metrics)
-                log.add("undefined", f"{role}: a site that did not train has no such model", site=self.site.name)
+                metrics[role] = dict.fromkeys(site.task.metrics)
+                log.add("undefined", f"{role}: a site that did not train has no such model", site=self.name)
                 continue
             if id(models[role]) not in seen:
-                seen[id(models[role])], module = self._measure(models[role], role, log)
+                seen[id(models[role])], module = self._measure(site, models[role], role, log)
                 if hasattr(module, "report"):
                     reports[role] = module.report()
             metrics[role] = seen[id(models[role])]
             self.keep(role, models[role], metrics[role])
-        return Message({}, {"metrics": metrics, "n": self.site.n, "reports": reports, "events": log.to_list()})
+        return Message({}, {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()})
 
-    def _measure(self, message: Message, role: str, log: EventLog) -> tuple[dict[str, float | None], nn.Module]:
-        module = build_deployed(self.site.task, message).to(self.site.device)
-        scores = self.site.score(module, "test")
+    def _measure(self, site: Site, message: Message, role: str, log: EventLog) -> tuple[dict[str, float | None], nn.Module]:
+        module = build_deployed(site.task, message).to(site.device)
+        scores = site.score(module, "test")
         for metric, reason in scores.undefined.items():
-            log.add("undefined", f"{role} {metric}: {reason}", site=self.site.name)
+            log.add("undefined", f"{role} {metric}: {reason}", site=self.name)
         if scores.left_out:
-            log.add("undefined", f"{role}: {scores.left_out} image or patient scores were 0/0 and left out of the means", site=self.site.name)
+            log.add("undefined", f"{role}: {scores.left_out} image or patient scores were 0/0 and left out of the means", site=self.name)
         return {metric: finite_or_none(value) for metric, value in scores.values.items()}, module

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict
 from medflare.methods.base import Plan
-from medflare.tasks.data import Batch
 from medflare.tasks.networks import build_network
-from medflare.tasks.site import Site
+from medflare.tasks.site import Batch, Site
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,247 @@
+"""The `medflare` command. Every subcommand exits non-zero when it failed and says why in one line."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medflare.core.errors import MedflareError
+
+DEFAULT_ROUNDS = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options) or 0)
+    except MedflareError as error:
+        print(f"medflare: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("medflare: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="medflare",
+        description="Federated medical imaging: personal models for the hospitals that train, a good one for those that never did.",
+        epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores)",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_job(commands)
+    _add_results(commands)
+    _add_methods(commands)
+    _add_data(commands)
+    return parser
+
+
+def _federation_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("method", help="fedavg, fedsm, ...; `medflare methods` lists them with their hyper-parameters")
+    parser.add_argument("--task", default="phantom", help="preset name or a JSON file like those in app_configs/ (default: phantom, synthetic)")
+    parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="federation rounds (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything that is drawn (default: %(default)s)")
+    parser.add_argument("--resplit", type=int, metavar="SEED", help="draw the training / validation / test split anew by patient")
+    parser.add_argument("--outside", default="", metavar="NAMES", help="comma-separated sites that never train and only receive the final models")
+    parser.add_argument("--min-sites", type=int, help="usable answers a step needs; the round goes on with those that came (default: 2)")
+    parser.add_argument("--sites-per-round", type=int, help="draw this many sites for each round (default: all)")
+    parser.add_argument("--site-half", metavar="METHOD", help="use the site half of another method")
+    parser.add_argument("--server-half", metavar="METHOD", help="use the server half of another method")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="settings",
+        help="a hyper-parameter (lam=0.3) or, with the prefix task., a task setting (task.batch_size=8); may be repeated",
+    )
+
+
+def _settings(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """(hyper-parameters, task) from --set and --task, checked."""
+    from medflare.core.errors import ConfigError
+    from medflare.methods.hyper import parsed_value
+    from medflare.methods.registry import get_method
+    from medflare.tasks.config import load_task
+
+    hyper: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
+    for setting in options.settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting!r} has no value; write NAME=VALUE, for example lam=0.3")
+        target = changes if name.startswith("task.") else hyper
+        target[name.removeprefix("task.")] = parsed_value(value)
+    if options.resplit is not None:
+        changes["resplit"] = options.resplit
+    task = load_task(options.task)
+    if changes:
+        task = load_task(_merged(task.to_dict(), changes))
+    get_method(options.method, site=options.site_half, server=options.server_half).check(hyper)
+    return hyper, task
+
+
+def _merged(task: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The task with dotted names set: `optimizer.lr` reaches into the mapping `optimizer`."""
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        target = task
+        for part in path:
+            target = target.setdefault(part, {})
+        target[last] = value
+    return task
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+# -- run -------------------------------------------------------------------------------------------------------------------
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser("run", help="run a federation on this machine", description="Run a federation here and print its results.")
+    _federation_options(parser)
+    parser.add_argument("--sites", default="4", help="number of sites (site-1, ...) or comma-separated names (default: %(default)s)")
+    parser.add_argument("--engine", choices=("flare", "local"), default="flare", help="FLARE's simulator or a loop in this process (default: flare)")
+    parser.add_argument("--data-root", type=Path, help="folder with one subfolder per site (default: MEDFLARE_DATA_ROOT, else embedded images)")
+    parser.add_argument("--threads", type=int, help="sites that train at the same time under FLARE (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="where results go (default: %(default)s)")
+    parser.set_defaults(command=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from medflare.evaluation.console import results_table
+
+    hyper, task = _settings(options)
+    sites = [f"site-{i + 1}" for i in range(int(options.sites))] if options.sites.isdigit() else _names(options.sites)
+    folder = options.out / f"{options.method}-{task.name}-seed{options.seed}"
+    if options.engine == "local":
+        from medflare.local import run_local
+
+        results = run_local(
+            options.method,
+            task,
+            [site for site in sites if site not in _names(options.outside)],
+            rounds=options.rounds,
+            seed=options.seed,
+            outside=_names(options.outside),
+            data_root=options.data_root,
+            site_half=options.site_half,
+            server_half=options.server_half,
+            min_sites=options.min_sites,
+            sites_per_round=options.sites_per_round,
+            out=folder,
+            progress=True,
+            **hyper,
+        )
+    else:
+        from medflare.flare.simulate import run_simulator
+
+        results = run_simulator(options, task, hyper, sites, folder)
+    print(results_table(results))
+    print(f"report: {folder / 'report.html'}")
+    return 0 if results["status"] == "COMPLETED" else 1
+
+
+# -- job -------------------------------------------------------------------------------------------------------------------
+
+
+def _add_job(commands: Any) -> None:
+    parser = commands.add_parser("job", help="write a FLARE job folder", description="Write a job folder for nvflare simulator, POC or production.")
+    _federation_options(parser)
+    parser.add_argument("--out", type=Path, required=True, help="job folder to write")
+    parser.add_argument("--no-byoc", action="store_true", help="without app/custom/: sites have medflare installed and allow it in class_allow_list")
+    parser.set_defaults(command=_job)
+
+
+def _job(options: argparse.Namespace) -> int:
+    from medflare.flare.jobs import build_job
+
+    hyper, task = _settings(options)
+    folder = build_job(
+        options.method,
+        task,
+        rounds=options.rounds,
+        hyper=hyper,
+        out=options.out,
+        seed=options.seed,
+        outside=_names(options.outside),
+        min_sites=options.min_sites,
+        sites_per_round=options.sites_per_round,
+        site_half=options.site_half,
+        server_half=options.server_half,
+        byoc=not options.no_byoc,
+    )
+    print(f"job folder: {folder}\ntry it with: nvflare simulator {folder} -n 4 -t 4 -w workspace")
+    return 0
+
+
+# -- results ---------------------------------------------------------------------------------------------------------------
+
+
+def _add_results(commands: Any) -> None:
+    parser = commands.add_parser("results", help="show the results of a finished run; exits non-zero if it failed")
+    parser.add_argument("path", type=Path, help="results.json, or a folder somewhere above it (a simulator workspace, a downloaded job)")
+    parser.set_defaults(command=_results)
+
+
+def _results(options: argparse.Namespace) -> int:
+    from medflare.evaluation.console import results_table
+    from medflare.evaluation.results import find_results, read_results
+
+    path = find_results(options.path)
+    results = read_results(path)
+    print(results_table(results))
+    print(f"results: {path}\nreport:  {path.parent / 'report.html'}")
+    return 0 if results["status"] == "COMPLETED" else 1
+
+
+# -- methods ---------------------------------------------------------------------------------------------------------------
+
+
+def _add_methods(commands: Any) -> None:
+    parser = commands.add_parser("methods", help="list methods with hyper-parameters, defaults, paper symbols and equations")
+    parser.add_argument("name", nargs="?", help="one method (default: all)")
+    parser.set_defaults(command=_methods)
+
+
+def _methods(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from medflare.evaluation.console import methods_table
+    from medflare.methods.registry import METHODS, get_method
+
+    console = Console()
+    for method in [get_method(options.name)] if options.name else METHODS.values():
+        console.print(methods_table(method))
+    return 0
+
+
+# -- data ------------------------------------------------------------------------------------------------------------------
+
+
+def _add_data(commands: Any) -> None:
+    parser = commands.add_parser("data", help="look at a site's data before it joins")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    check = actions.add_parser("check", help="validate a site's folder, or a folder of sites; counts, sizes, classes, shift, thumbnails")
+    check.add_argument("root", type=Path, help="folder with datalist.json, or with one such folder per site")
+    check.add_argument("--task", required=True, help="preset name or JSON file")
+    check.add_argument("--out", type=Path, help="folder for thumbnails (default: none are written)")
+    check.set_defaults(command=_data_check)
+
+
+def _data_check(options: argparse.Namespace) -> int:
+    from medflare.tasks.check import check_site
+    from medflare.tasks.config import load_task
+
+    report = check_site(options.root, load_task(options.task), out=options.out)
+    print(report.render())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
