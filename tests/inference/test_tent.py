@@ -77,6 +77,14 @@ def test_online_answers_before_its_step_and_remembers():
     torch.testing.assert_close(tent(images(6)), first)
 
 
+def test_many_images_are_adapted_to_in_batches():
+    shown = images(7)
+    together, apart = Tent(Classifier(), "multiclass", rate=0.05, batch_size=3), Tent(Classifier(), "multiclass", rate=0.05)
+    expected = torch.cat([apart(batch) for batch in shown.split([3, 2, 2])])
+    assert torch.equal(together(shown), expected)
+    assert not torch.allclose(expected[3:], Tent(Classifier(), "multiclass", rate=0.0, batch_size=3)(shown)[3:])
+
+
 def test_episodic_answers_after_its_steps_and_forgets():
     tent = Tent(Classifier(), "multiclass", rate=0.05, steps=3, episodic=True)
     first, _, again = tent(images(6)), tent(images(6, seed=1)), tent(images(6))

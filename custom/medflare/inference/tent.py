@@ -4,6 +4,8 @@ Every BatchNorm layer normalises by the batch at hand, and one Adam step per bat
 lowers the entropy of the predictions. Nothing else of the model changes.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ class Tent(nn.Module):
     """A model, images to probabilities, adapted while it predicts.
 
     Online, a batch is answered by the model that the batches before it have shaped, and its own step serves those to come, as
-    in the paper; so answers depend on the order of the batches. Episodic, every batch starts from the trained model and is
+    in the paper (Sec. 3.3); so answers depend on the order of the batches. Episodic, every batch starts from the trained model and is
     answered after its own steps.
 
     Args:
@@ -38,19 +40,22 @@ class Tent(nn.Module):
         rate: of Adam.
         steps: gradient steps per batch.
         episodic: forget after every batch.
+        batch_size: images that come together are cut into even batches of at most this many; None: taken together.
 
     Raises:
         ConfigError: the model has no BatchNorm, or none with scale and shift.
     """
 
-    def __init__(self, model: nn.Module, target: str, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False):
+    def __init__(
+        self, model: nn.Module, target: str, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False, batch_size: int | None = None
+    ):
         super().__init__()
         self.model, layers = with_batch_statistics(model)
         self.model.requires_grad_(False)
         self._affine = [parameter for layer in dict.fromkeys(layers.values()) for parameter in layer.parameters()]
         if not self._affine:
             raise ConfigError("the BatchNorm layers of this network have no scale and shift, which Tent adapts; use dsbn instead")
-        self.target, self.rate, self.steps, self.episodic = target, rate, steps, episodic
+        self.target, self.rate, self.steps, self.episodic, self.batch_size = target, rate, steps, episodic, batch_size
         self._trained = [parameter.detach().clone() for parameter in self._affine]
         self.reset()
 
@@ -63,15 +68,18 @@ class Tent(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) to probabilities; works inside `torch.no_grad` and `torch.inference_mode` too."""
+        batches = images.tensor_split(math.ceil(len(images) / self.batch_size)) if self.batch_size else [images]
+        with torch.inference_mode(False), torch.enable_grad():
+            return torch.cat([self._adapted(batch.clone() if batch.is_inference() else batch) for batch in batches])
+
+    def _adapted(self, images: Tensor) -> Tensor:
         if self.episodic:
             self.reset()
-        with torch.inference_mode(False), torch.enable_grad():
-            images = images.clone() if images.is_inference() else images
-            for _ in range(self.steps):
-                probabilities = self.model(images)
-                self.optimizer.zero_grad()
-                prediction_entropy(probabilities, self.target).backward()
-                self.optimizer.step()
-            if self.episodic:
-                probabilities = self.model(images)
+        for _ in range(self.steps):
+            probabilities = self.model(images)
+            self.optimizer.zero_grad()
+            prediction_entropy(probabilities, self.target).backward()
+            self.optimizer.step()
+        if self.episodic:
+            probabilities = self.model(images)
         return probabilities.detach()

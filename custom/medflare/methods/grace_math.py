@@ -251,6 +251,15 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1
 # Site: meta-train and meta-update (Sec. 2.2)
 
 
+def gradients_of(
+    parameters: Mapping[str, Tensor], loss: Callable[[Mapping[str, Tensor]], Tensor], create_graph: bool = False
+) -> dict[str, Tensor]:
+    """Gradients of a loss of named parameters; zero for a parameter that it does not use."""
+    values = list(parameters.values())
+    found = torch.autograd.grad(loss(parameters), values, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
+
+
 def meta_trained(
     parameters: Mapping[str, Tensor],
     task_loss: Callable[[Mapping[str, Tensor]], Tensor],
@@ -268,10 +277,8 @@ def meta_trained(
         rate: eta.
         second_order: differentiate through the inner step.
     """
-    gradients = torch.autograd.grad(
-        task_loss(parameters), list(parameters.values()), create_graph=second_order, allow_unused=True, materialize_grads=True
-    )
-    return {name: value - rate * gradient for (name, value), gradient in zip(parameters.items(), gradients, strict=True)}
+    gradients = gradients_of(parameters, task_loss, create_graph=second_order)
+    return {name: value - rate * gradients[name] for name, value in parameters.items()}
 
 
 # Probe (Fig. 2)

@@ -11,7 +11,7 @@ from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf
+from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, extended
 from medflare.methods.hyper import build_hyper, check_names
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.site import Site
@@ -33,7 +33,7 @@ class Method:
 
     @cached_property
     def site_class(self) -> type[SiteHalf]:
-        return _load(self.site_half)
+        return extended(_load(self.site_half), self.server_class.site_extension)
 
     @cached_property
     def server_class(self) -> type[ServerHalf]:
@@ -66,13 +66,22 @@ METHODS: dict[str, Method] = {
         Method("fedavg", "fedavg:FedAvgSite", "fedavg:FedAvgServer", "McMahan et al., AISTATS 2017"),
         Method("fedsm", "fedsm:FedSMSite", "fedsm:FedSMServer", "Xu et al., FedSM, CVPR 2022"),
         Method("fedsm_extra", "fedsm_extra:FedSMExtraSite", "fedsm_extra:FedSMExtraServer", "Xu et al., FedSM, CVPR 2022, Sec. 3.1"),
+        Method("feddag", "feddag:FedDAGSite", "feddag:FedDAGServer", "Che et al., FedDAG, arXiv 2501.13967"),
+        Method("sha", "fedavg:FedAvgSite", "sha:SHAServer", "Che et al., FedDAG, arXiv 2501.13967, Sec. III-C"),
+        Method("iop_fl", "iop_fl:IOPSite", "iop_fl:IOPServer", "Jiang et al., IOP-FL, IEEE TMI 2023"),
+        Method("grace", "grace:GraceSite", "grace:GraceServer", "Zhang et al., GRACE, MICCAI 2023"),
+        Method("moon", "moon:MoonSite", "moon:MoonServer", "Li et al., MOON, CVPR 2021"),
     )
 }
 
 # kind of a delivered model -> "module:function" that builds its module; "plain" is built by medflare.inference.deployed
 BUILDERS: dict[str, str] = {
+    "dsbn": "adaptation:dsbn_model",
+    "ensemble": "iop_outside:ensemble_model",
+    "routed": "iop_outside:routed_model",
     "super": "super_model:super_model",
     "super_extra": "fedsm_extra:extra_super_model",
+    "tent": "adaptation:tent_model",
 }
 
 

@@ -31,6 +31,11 @@ class FeatureNetwork(nn.Module):
         return self.features_and_output(images)[1]
 
 
+def pooled(features: Tensor) -> Tensor:
+    """One vector per image, (N, D): a feature map (N, D, H, W) by its mean over the pixels, vectors as they are."""
+    return features.flatten(2).mean(dim=2) if features.ndim > 2 else features
+
+
 def build_network(spec: Mapping[str, Any], in_channels: int, out_channels: int) -> FeatureNetwork:
     """The network that `spec` names, for example {"name": "unet", "channels": [16, 32, 64]}, with random weights.
 

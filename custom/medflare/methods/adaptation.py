@@ -1,0 +1,59 @@
+"""Test-time adaptation as part of a method: a delivered model of any kind, used outside with DSBN or Tent (GRACE paper, Table 3)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from medflare.core.message import Message
+from medflare.inference.batch_statistics import TargetStatistics, batch_norm_layers
+from medflare.inference.tent import Tent
+from medflare.methods.hyper import param
+from medflare.methods.registry import build_deployed
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.networks import build_network
+
+
+@dataclass(frozen=True)
+class AdaptationHyper:
+    tta: str = param("none", "how the global model adapts at an outside site", source="Table 3", choices=("none", "dsbn", "tent"))
+    tent_rate: float = param(1e-3, "Tent's Adam rate", source="Table 3", low=0)
+    tent_steps: int = param(1, "Tent's steps per batch", source="Table 3", low=1)
+    tent_episodic: bool = param(False, "Tent forgets after every batch", source="Table 3")
+
+
+def check_adaptable(task: TaskConfig, hyper: AdaptationHyper) -> None:
+    """Before anything is trained: ConfigError where test-time adaptation is asked of a network without BatchNorm."""
+    if hyper.tta != "none":
+        with torch.device("meta"):
+            batch_norm_layers(build_network(task.network, task.channels, task.outputs))
+
+
+def with_adaptation(message: Message, task: TaskConfig, hyper: AdaptationHyper) -> Message:
+    """The delivered model with the chosen test-time adaptation around it; the same one for "none"."""
+    if hyper.tta == "none":
+        return message
+    facts: dict[str, Any] = {**message.facts, "kind": hyper.tta, "base": message.facts["kind"]}
+    if hyper.tta == "tent":
+        facts["tent"] = {
+            "rate": hyper.tent_rate,
+            "steps": hyper.tent_steps,
+            "episodic": hyper.tent_episodic,
+            "batch_size": task.batch_size,
+        }
+    return Message(message.states, facts)
+
+
+def dsbn_model(task: TaskConfig, message: Message) -> nn.Module:
+    """The module of a delivered model of kind "dsbn": its `adapt` takes the site's unlabelled images."""
+    return TargetStatistics(_base(task, message))
+
+
+def tent_model(task: TaskConfig, message: Message) -> nn.Module:
+    """The module of a delivered model of kind "tent"; it adapts while it predicts."""
+    return Tent(_base(task, message), task.target, **message.facts["tent"])
+
+
+def _base(task: TaskConfig, message: Message) -> nn.Module:
+    return build_deployed(task, Message(message.states, {**message.facts, "kind": message.facts["base"]}))
