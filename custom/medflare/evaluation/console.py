@@ -1,0 +1,140 @@
+"""What a run says while it works and when it ends: one line a step, one table. Plain text in a log file, colour on a terminal."""
+
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from medflare.evaluation.presentation import (
+    best_value,
+    format_bytes,
+    format_metric,
+    format_seconds,
+    lower_is_better,
+    metric_label,
+    metric_names,
+    model_names,
+    ordered_sites,
+    synthetic_source,
+)
+from medflare.evaluation.results import COMPLETED, REPORT_FILE, ROLES, SPLITS, find_results, load_results
+
+
+def round_line(
+    phase: str,
+    round: int,
+    rounds: int,
+    facts: Mapping[str, Mapping[str, Any]],
+    rejected: Mapping[str, str],
+    seconds: float,
+) -> str:
+    """One step in one line: every site's loss and validation metrics, or why its update was not used.
+
+    Args:
+        round: 0-based; `rounds` itself for the look at the last round's models.
+        facts: site -> facts of its reply; "loss" and "validation" (model -> metric) are shown.
+        rejected: site -> reason.
+
+    Returns:
+        For example "round 2 (3/20) train: A loss 0.4120 global 0.801 personal 0.833 | B rejected (holds NaN) | 1.2 s".
+    """
+    place = f"after round {rounds - 1}" if round >= rounds else f"round {round} ({round + 1}/{rounds})"
+    shown = {site: f"{site} {_step_facts(facts[site])}".rstrip() for site in facts}
+    shown.update({site: f"{site} rejected ({' '.join(reason.split())})" for site, reason in rejected.items()})
+    return f"{place} {phase}: " + " | ".join([*(shown[site] for site in sorted(shown)), format_seconds(seconds)])
+
+
+def _step_facts(facts: Mapping[str, Any]) -> str:
+    parts = [] if facts.get("loss") is None else [f"loss {facts['loss']:.4f}"]
+    parts += [f"{model} {format_metric('', value)}" for model, value in facts.get("validation", {}).items()]
+    return " ".join(parts)
+
+
+def results_table(results: Mapping[str, Any]) -> str:
+    """The result table as plain text that a log can hold: no control characters, as wide as it needs to be."""
+    return _plain(_summary(results), _table(results, metric_names(results)))
+
+
+def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> None:
+    """The result table on a terminal, with colour and cut to the task's own metric where the window is narrow; else plain text."""
+    stream = sys.stdout if file is None else file
+    if not stream.isatty():
+        stream.write(results_table(results) + "\n")
+        return
+    console = Console(file=stream)
+    metrics = metric_names(results)
+    table = _table(results, metrics)
+    fits = Measurement.get(console, console.options.update_width(10_000), table).maximum <= console.width
+    console.print(_summary(results))
+    console.print(table if fits else _table(results, metrics[:1]))
+
+
+def show_results(path: Path, file: IO[str] | None = None) -> bool:
+    """Print the results found at `path` (see `results.find_results`) and where the report lies; whether the run completed.
+
+    Raises:
+        StateError: there is no results.json, or it is damaged.
+    """
+    results = load_results(path)
+    print_results(results, file)
+    report = find_results(path).with_name(REPORT_FILE)
+    if report.is_file():
+        (sys.stdout if file is None else file).write(f"report: {report.resolve()}\n")
+    return bool(results["status"] == COMPLETED)
+
+
+def _plain(*parts: Text | Table) -> str:
+    buffer = io.StringIO()
+    console = Console(file=buffer, force_terminal=False, color_system=None, width=10_000, legacy_windows=False, highlight=False)
+    console.width = max(80, *(Measurement.get(console, console.options, part).maximum for part in parts))
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def _summary(results: Mapping[str, Any]) -> Text:
+    """Method, task, status and cost; the reason where the run failed."""
+    text = Text(f"{results['method']} on {results['task']}, {results['rounds']} rounds, seed {results['seed']}: ")
+    text.append(results["status"], "bold green" if results["status"] == COMPLETED else "bold red")
+    if results["reason"]:
+        text.append(f": {results['reason']}", "red")
+    if synthetic_source(results):
+        text.append(f"\n{synthetic_source(results)}", "italic")
+    traffic, total = results["traffic"], results["seconds"].get("total")
+    cost = [f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"]
+    cost += [format_seconds(total)] if total is not None else []
+    cost += [f"{len(results['events'])} event{'s' if len(results['events']) > 1 else ''}"] if results["events"] else []
+    return text.append("\n" + "; ".join(cost))
+
+
+def _table(results: Mapping[str, Any], metrics: Sequence[str]) -> Table:
+    """Sites down, models across, metric by metric; the best model of a site stands out."""
+    columns = [(model, metric) for metric in metrics for model in model_names(results)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("site", "role", "images\n" + "/".join(SPLITS)):
+        table.add_column(heading)
+    for model, metric in columns:
+        table.add_column(f"{metric_label(metric)}{' ↓' if lower_is_better(metric) else ''}\n{model}", justify="right")
+    sites = ordered_sites(results)
+    for name, site in sites.items():
+        counts = "/".join("?" if site["n"][split] is None else str(site["n"][split]) for split in SPLITS)
+        table.add_row(name, site["role"], counts, *_cells(site["metrics"], columns))
+    for role in ROLES if columns else ():
+        if sum(site["role"] == role for site in sites.values()) > 1:
+            table.add_row("mean", role, "", *_cells(results["mean"][role], columns), style="bold")
+    return table
+
+
+def _cells(models: Mapping[str, Mapping[str, float | None]], columns: list[tuple[str, str]]) -> list[Text]:
+    cells = []
+    for model, metric in columns:
+        value = models[model][metric]
+        best = value is not None and value == best_value(metric, (values[metric] for values in models.values()))
+        cells.append(Text(format_metric(metric, value), "green" if best else ""))
+    return cells

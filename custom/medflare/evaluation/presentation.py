@@ -1,0 +1,84 @@
+"""How names and numbers of a results dict are shown: the same on the console, in the report and in tables of the documentation."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+UNDEFINED: Final = "–"
+
+_LABELS: Final = {
+    "dice": "Dice",
+    "iou": "IoU",
+    "hd95": "HD95 (px)",
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "f1_macro": "F1 (macro)",
+    "auc_macro": "AUC (macro)",
+}
+_LOWER_IS_BETTER: Final = frozenset({"hd95"})
+
+
+def metric_label(metric: str) -> str:
+    """The metric's name in words; unknown metrics keep their own."""
+    return _LABELS.get(metric, metric.replace("_", " "))
+
+
+def lower_is_better(metric: str) -> bool:
+    """True for distances."""
+    return metric in _LOWER_IS_BETTER
+
+
+def format_metric(metric: str, value: float | None) -> str:
+    """Three decimals for shares, one for pixels, a dash where the metric is undefined."""
+    if value is None:
+        return UNDEFINED
+    return f"{value:.1f}" if lower_is_better(metric) else f"{value:.3f}"
+
+
+def best_value(metric: str, values: Iterable[float | None]) -> float | None:
+    """The best of the defined values; None where fewer than two are defined: there is nothing to be better than."""
+    defined = [value for value in values if value is not None]
+    if len(defined) < 2:
+        return None
+    return min(defined) if lower_is_better(metric) else max(defined)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with binary prefixes: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration a person can read: "0.43 s", "12.1 s", "3 min 20 s", "2 h 05 min"."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
+    """The metrics that have a value anywhere, the task's own metric (the one that selects models) first."""
+    models = [model for site in results["sites"].values() for model in site["metrics"].values()]
+    found = tuple(dict.fromkeys(metric for model in models for metric, value in model.items() if value is not None))
+    key = results.get("configuration", {}).get("task", {}).get("metric")
+    return (key, *(metric for metric in found if metric != key)) if key in found else found
+
+
+def model_names(results: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kinds of model that sites report: "global", "personal", "deployed", and what else a method compares."""
+    return tuple(dict.fromkeys(model for site in results["sites"].values() for model in site["metrics"]))
+
+
+def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Sites by name, those inside the federation before those outside."""
+    sites = results["sites"]
+    return {name: sites[name] for name in sorted(sites, key=lambda name: (sites[name]["role"] != "inside", name))}
+
+
+def synthetic_source(results: Mapping[str, Any]) -> str:
+    """The task's own words on its images where they are synthetic, else ""."""
+    source = str(results.get("configuration", {}).get("task", {}).get("source", ""))
+    return source if "synthetic" in source.lower() else ""

@@ -1,0 +1,116 @@
+"""report.html: one page, self-contained, that says what a run was, how it ended and what came out."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from medflare.evaluation.figures import models_by_site, training_curves
+from medflare.evaluation.presentation import (
+    best_value,
+    format_bytes,
+    format_metric,
+    format_seconds,
+    lower_is_better,
+    metric_label,
+    metric_names,
+    model_names,
+    ordered_sites,
+    synthetic_source,
+)
+from medflare.evaluation.results import ROLES, SPLITS
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+
+def render_report(
+    results: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]] = (),
+    pictures: Mapping[str, bytes] | None = None,
+) -> str:
+    """The page as HTML text.
+
+    Args:
+        results: a results dict (`results.build_results`).
+        history: steps as `results.read_rounds` gives them.
+        pictures: title -> PNG file content.
+    """
+    return _template().render(
+        results=results,
+        metrics=metric_names(results),
+        models=model_names(results),
+        sites=ordered_sites(results),
+        means=[role for role in ROLES if any(site["role"] == role for site in results["sites"].values())],
+        splits=SPLITS,
+        synthetic=synthetic_source(results),
+        tiles=_tiles(results),
+        comparison=models_by_site(results),
+        curves=training_curves(results, history),
+        reports=_reports(results),
+        pictures={title: base64.b64encode(content).decode() for title, content in (pictures or {}).items()},
+        seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
+        traffic=_flattened(results["traffic"]),
+    )
+
+
+@cache
+def _template() -> "Template":
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("medflare.evaluation"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(bytes=format_bytes, label=metric_label, words=lambda name: str(name).replace("_", " "))
+    environment.globals.update(shown=format_metric, best=_is_best, lower_is_better=lower_is_better)
+    return environment.get_template("report.html")
+
+
+def _is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
+    """Whether this model is the best of the site's (or the mean's) models by the metric."""
+    value = models[model][metric]
+    return value is not None and value == best_value(metric, (other[metric] for other in models.values()))
+
+
+def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(heading, number, explanation) of the few numbers that a reader looks for first."""
+    tiles = []
+    for metric in metric_names(results)[:1]:
+        for role in ROLES:
+            count = sum(site["role"] == role for site in results["sites"].values())
+            value = results["mean"][role]["deployed"][metric]
+            if value is not None:
+                where = f"mean over {count} {role} site{'s' if count > 1 else ''}, deployed model"
+                tiles.append((f"{metric_label(metric)}, {role}", format_metric(metric, value), where))
+    traffic = results["traffic"]
+    moved = f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"
+    tiles.append(("Traffic", format_bytes(traffic["down_bytes"] + traffic["up_bytes"]), moved))
+    if results["seconds"].get("total") is not None:
+        tiles.append(("Time", format_seconds(results["seconds"]["total"]), f"{results['rounds']} rounds, start to finish"))
+    return tiles
+
+
+def _reports(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Model -> {"columns", "rows": site -> values}: what models say of their own work, one table for each kind of model."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, site in ordered_sites(results).items():
+        for model, report in site.get("reports", {}).items():
+            table = tables.setdefault(model, {"columns": {}, "rows": {}})
+            table["rows"][name] = _flattened(report)
+            table["columns"].update(dict.fromkeys(table["rows"][name]))
+    return tables
+
+
+def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by spaces; lists as text."""
+    if not isinstance(content, Mapping):
+        shown = f"{content:.4g}" if isinstance(content, float) else content
+        return {prefix or "value": ", ".join(map(str, shown)) if isinstance(shown, list) else shown}
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat.update(_flattened(value, f"{prefix} {key}".strip()))
+    return flat

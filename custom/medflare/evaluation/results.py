@@ -1,0 +1,219 @@
+"""results.json, metrics.jsonl and report.html: what every run leaves behind, whichever engine ran it."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+from medflare.core.errors import StateError
+from medflare.core.events import Event
+from medflare.core.store import write_atomically, write_json
+from medflare.core.versions import installed_versions
+from medflare.tasks.config import TaskConfig
+
+SCHEMA: Final = 1
+MODELS: Final = ("global", "personal", "deployed")
+ROLES: Final = ("inside", "outside")
+SPLITS: Final = ("train", "validation", "test")
+COMPLETED, FAILED = "COMPLETED", "FAILED"
+
+FOLDER: Final = "medflare"  # below the server's job folder
+RESULTS_FILE, ROUNDS_FILE, REPORT_FILE = "results.json", "metrics.jsonl", "report.html"
+
+
+@dataclass
+class SiteRecord:
+    """What is known about one site when a run ends.
+
+    Attributes:
+        role: "inside" (trains) or "outside" (never trains).
+        n: split -> number of images; a split that the site never reported is left out.
+        metrics: model ("global", "personal", "deployed", or another that the method compares) -> metric -> test value, None
+            where undefined.
+        reports: model -> what it says about its own work, for example how often each network of a super model answered.
+    """
+
+    role: str
+    n: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    reports: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RunRecord:
+    """A finished run, in whatever way it finished; knows nothing of the engine.
+
+    Attributes:
+        sites: every site of the federation by name, also those that failed.
+        reason: why the run failed, one line; empty for a completed run.
+        down_bytes, up_bytes: tensors sent to all sites and received from them.
+        seconds: stage ("training", "total", ...) -> wall-clock seconds.
+        hyper: the method's hyper-parameters as they were used.
+        settings: further settings that shaped the run (engine, min_sites, resplit, ...).
+        history: one mapping a step: {"phase", "round", "seconds", "sites": {site: facts}}, as `append_round` takes them.
+        pictures: title -> PNG file content, shown in the report.
+    """
+
+    method: str
+    task: TaskConfig
+    seed: int
+    rounds: int
+    sites: Mapping[str, SiteRecord]
+    reason: str = ""
+    events: Iterable[Event] = ()
+    down_bytes: int = 0
+    up_bytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+
+
+# -- results.json ----------------------------------------------------------------------------------------------------------
+
+
+def build_results(record: RunRecord) -> dict[str, Any]:
+    """The results dict of a run; `contract.validate_results` holds for it.
+
+    Every site and every mean names the same models and metrics, so that a reader need not ask what is there; what is
+    undefined is None.
+    """
+    models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
+    sites = {name: _site_results(record.sites[name], models, record.task.metrics) for name in sorted(record.sites)}
+    results = {
+        "schema": SCHEMA,
+        "method": record.method,
+        "task": record.task.name,
+        "seed": record.seed,
+        "rounds": record.rounds,
+        "status": FAILED if record.reason else COMPLETED,
+        "reason": record.reason or None,
+        "sites": sites,
+        "mean": {role: _mean_over(sites, role, models, record.task.metrics) for role in ROLES},
+        "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
+        "seconds": dict(record.seconds),
+        "events": list(record.events),
+        "versions": installed_versions(),
+        "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict()},
+    }
+    return json_ready(results)
+
+
+def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...]) -> dict[str, Any]:
+    found = {
+        "role": site.role,
+        "n": {split: site.n.get(split) for split in SPLITS},
+        "metrics": {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models},
+    }
+    return {**found, "reports": site.reports} if site.reports else found
+
+
+def _mean_over(sites: Mapping[str, Any], role: str, models: tuple[str, ...], metrics: tuple[str, ...]) -> dict[str, Any]:
+    chosen = [site["metrics"] for site in sites.values() if site["role"] == role]
+    return {model: {metric: mean_of_defined(site[model][metric] for site in chosen) for metric in metrics} for model in models}
+
+
+def mean_of_defined(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are neither None nor NaN nor infinite; None where there is none."""
+    defined = [value for value in values if value is not None and math.isfinite(value)]
+    return fmean(defined) if defined else None
+
+
+def json_ready(value: Any) -> Any:
+    """The same content in plain JSON types: keys as text, tuples as lists, numbers of numpy as Python's, NaN and infinity as None."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_ready(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} of type {type(value).__name__} cannot stand in results")
+
+
+def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
+    """Write results.json and then report.html into `folder` and return the results dict."""
+    from medflare.evaluation.report import render_report
+
+    results = build_results(record)
+    write_json(folder / RESULTS_FILE, results)
+    report = render_report(results, json_ready(record.history), record.pictures)
+    write_atomically(folder / REPORT_FILE, report.encode())
+    return results
+
+
+def find_results(path: Path) -> Path:
+    """The results.json meant by `path`: the file itself, or the newest one in the folder (a simulator's or POC's workspace, ...).
+
+    Raises:
+        StateError: there is none.
+    """
+    if path.is_file():
+        return path
+    found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else [*path.rglob(f"{FOLDER}/{RESULTS_FILE}")]
+    if not found:
+        raise StateError(f"{path}: no {FOLDER}/{RESULTS_FILE} here; the run never reached its end, see its log for the first error")
+    return max(found, key=lambda file: file.stat().st_mtime)
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """The results dict of a run, checked against the contract; `path` as for `find_results`.
+
+    Raises:
+        StateError: there is no results.json, or it is damaged.
+    """
+    from medflare.evaluation.contract import validate_results
+
+    file = find_results(Path(path))
+    try:
+        results = json.loads(file.read_bytes())
+        validate_results(results)
+    except ValueError as error:
+        raise StateError(f"{file}: {error}; run the job again") from error
+    return results
+
+
+# -- metrics.jsonl ---------------------------------------------------------------------------------------------------------
+
+
+def append_round(folder: Path, line: Mapping[str, Any]) -> None:
+    """Append one step to metrics.jsonl: {"phase", "round", "seconds", "sites": {site: facts}}, on disk when this returns.
+
+    A line that a crash cut short stays alone on its line, so that it spoils nothing but itself.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
+    with (folder / ROUNDS_FILE).open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else b"\n" + text
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rounds(folder: Path) -> list[dict[str, Any]]:
+    """The steps in metrics.jsonl; where a resumed run repeated a step, its last line counts; lines cut short are left out."""
+    path = folder / ROUNDS_FILE
+    steps: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):  # a number may be what a crash left of a line
+            key = (line.get("phase"), line.get("round"))
+            steps.pop(key, None)
+            steps[key] = line
+    return list(steps.values())
