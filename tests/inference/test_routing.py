@@ -218,3 +218,35 @@ def test_errors_name_the_offender():
         RoutedNetwork(nn.BatchNorm2d(2), [nn.BatchNorm2d(2).state_dict()] * 2)
     with pytest.raises(ValueError, match="at least two"):
         MLPRouter(3, 1)
+
+
+def monai_networks():
+    from monai.networks.nets.attentionunet import AttentionUnet
+    from monai.networks.nets.basic_unet import BasicUNet
+    from monai.networks.nets.densenet import DenseNet
+    from monai.networks.nets.segresnet import SegResNet
+    from monai.networks.nets.unet import UNet
+
+    return {
+        "residual unet": lambda: UNet(2, 1, 2, (4, 8), (2,), num_res_units=2, norm="batch"),
+        "attention unet": lambda: AttentionUnet(2, 1, 2, (4, 8), (2,)),
+        "basic unet": lambda: BasicUNet(2, 1, 2, (4, 4, 4, 4, 4, 4)),
+        "segresnet": lambda: SegResNet(2, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1), blocks_up=(1,)),
+        "densenet": lambda: DenseNet(2, 1, 2, init_features=4, growth_rate=4, block_config=(2, 2)),
+    }
+
+
+@pytest.mark.parametrize("name", ["residual unet", "attention unet", "basic unet", "segresnet", "densenet"])
+def test_monai_networks_are_routed_as_they_are(name):
+    make = monai_networks()[name]
+    states, images = states_of(make, 3), torch.rand(2, 1, 32, 32)
+    mean = weighted_mean({str(k): state for k, state in enumerate(states)}, dict.fromkeys("012", 1.0))
+    routed = RoutedNetwork(make(), states, Routing(statistics="running"))
+    layers = [place for place, module in routed.network.named_modules() if isinstance(module, RoutedLayer)]
+    mixed = {f"{place}.{part}" for place in layers for part in ("weight", "bias")}
+    plain = make().eval()
+    plain.load_state_dict({entry: mean[entry] if entry in mixed else tensor for entry, tensor in states[-1].items()})
+    with torch.no_grad():
+        torch.testing.assert_close(routed(images), plain(images), rtol=1e-4, atol=1e-5)
+    routed(images).square().sum().backward()
+    assert len(layers) >= 5 and all(parameter.grad is not None for parameter in routed.adaptable().values())

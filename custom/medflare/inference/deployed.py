@@ -71,7 +71,8 @@ def network_with(
         network = build_network(chosen, task.channels, outputs or task.outputs)
     if reason := misfit(state, network.state_dict()):
         raise StateError(
-            f"these weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; use the task the model was trained with"
+            f"these weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; "
+            "use the task that the model was trained with"
         )
     network.load_state_dict(state)
     return network.eval()

@@ -1,0 +1,139 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.errors import MedflareError, StateError
+from medflare.core.message import Message
+from medflare.inference import deployed
+from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model
+from medflare.tasks.config import load_task
+from medflare.tasks.networks import initial_network
+
+TASK = load_task("phantom")
+
+
+@pytest.fixture
+def message():
+    return plain_message(initial_network(TASK, seed=3).state_dict(), selected_round=7)
+
+
+def test_plain_model_gives_the_networks_probabilities(message):
+    network, images = initial_network(TASK, seed=3).eval(), torch.rand(2, 3, 64, 64)
+    model = plain_model(TASK, message)
+    assert not model.training
+    with torch.no_grad():
+        assert torch.equal(model(images), network(images).sigmoid())
+
+
+def test_a_stored_model_is_the_delivered_one(tmp_path, message):
+    save_model(tmp_path / "model", TASK, message, {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5, "hd95": None}})
+    stored = load_model(tmp_path / "model")
+    assert stored.task == TASK and stored.kind == "plain" and stored.message.facts["selected_round"] == 7
+    images = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(stored.build()(images), plain_model(TASK, message)(images))
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {"model.safetensors", "card.json"}
+
+
+def test_card_says_what_a_reader_needs(tmp_path, message):
+    save_model(tmp_path, TASK, message, {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5}})
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert card["schema"] == 1 and card["method"] == "fedavg" and card["kind"] == "plain"
+    assert card["labels"] == list(TASK.labels) and card["network"]["name"] == "unet" and card["preprocessing"]["size"] == [64, 64]
+    assert card["fingerprint"] == TASK.fingerprint() and card["bytes"] == message.nbytes and card["versions"]["torch"]
+    assert load_task(card["task"]) == TASK
+
+
+def test_other_kinds_are_built_by_the_given_builder(tmp_path):
+    save_model(tmp_path, TASK, Message({"scale": {"by": torch.tensor(2.0)}}, {"kind": "doubled"}), {})
+
+    class Scaled(nn.Module):
+        def __init__(self, by):
+            super().__init__()
+            self.by = by
+
+        def forward(self, images):
+            return images * self.by
+
+    stored = load_model(tmp_path)
+    built = stored.build(lambda task, message: Scaled(message.states["scale"]["by"]))
+    assert torch.equal(built(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(StateError, match="needs the entry 'model'"):
+        stored.build()
+
+
+def test_building_leaves_the_global_generator_alone(message):
+    before = torch.get_rng_state()
+    plain_model(TASK, message)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_weights_of_another_network_are_refused_by_name(message):
+    state = message.states["model"]
+    name = next(iter(state))
+    with pytest.raises(StateError, match=name.replace(".", r"\.")):
+        network_with(TASK, {key: tensor for key, tensor in state.items() if key != name})
+    with pytest.raises(StateError, match="another shape"):
+        network_with(TASK, {**state, name: torch.zeros(1)})
+
+
+def test_a_network_by_its_own_specification(message):
+    small = {**TASK.network, "channels": [8, 16]}
+    state = initial_network(TASK, 0, "selector", small, 5).state_dict()
+    assert network_with(TASK, state, small, 5)(torch.rand(1, 3, 64, 64)).shape == (1, 5, 64, 64)
+    with pytest.raises(StateError, match="do not fit"):
+        network_with(TASK, state)
+
+
+def _damage(folder, name):
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+
+
+def _swap_weights(folder, message):
+    other = {name: tensor + 1 for name, tensor in message.states["model"].items()}
+    save_model(folder / "other", TASK, plain_message(other), {})
+    (folder / "other" / "model.safetensors").replace(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda folder, message: (folder / "card.json").unlink(), r"card\.json missing"),
+        (lambda folder, message: (folder / "model.safetensors").unlink(), r"model\.safetensors missing"),
+        (lambda folder, message: (folder / "card.json").write_text("{"), "not a model card"),
+        (lambda folder, message: (folder / "card.json").write_text("[]"), "not a model card"),
+        (lambda folder, message: _damage(folder, "model.safetensors"), "is not the file"),
+        (lambda folder, message: _swap_weights(folder, message), "is not the file"),
+    ],
+)
+def test_damaged_folders_are_refused(tmp_path, message, spoil, text):
+    save_model(tmp_path, TASK, message, {"method": "fedavg"})
+    spoil(tmp_path, message)
+    with pytest.raises(StateError, match=text):
+        load_model(tmp_path)
+
+
+def test_another_schema_is_refused(tmp_path, message, monkeypatch):
+    monkeypatch.setattr(deployed, "CARD_SCHEMA", 2)
+    save_model(tmp_path, TASK, message, {})
+    monkeypatch.undo()
+    with pytest.raises(StateError, match="schema 2, this version reads 1"):
+        load_model(tmp_path)
+
+
+def test_an_edited_task_in_the_card_is_an_error_not_a_crash(tmp_path, message):
+    save_model(tmp_path, TASK, message, {})
+    card = json.loads((tmp_path / "card.json").read_text())
+    card["task"]["channels"] = "three"
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    with pytest.raises(MedflareError, match="channels"):
+        load_model(tmp_path)
+
+
+def test_a_model_must_say_of_which_kind_it_is(tmp_path):
+    with pytest.raises(ValueError, match="kind"):
+        save_model(tmp_path, TASK, Message({"model": {}}), {})
