@@ -285,8 +285,7 @@ def test_the_state_with_the_lowest_loss_is_kept():
     losses, chosen = report["losses"], report["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
     model = build_deployed(SEGMENTATION, models["deployed"])
-    batches = [batch.images for batch in half.site.ordered("test")]
-    assert model.measure(batches) == pytest.approx(losses[chosen], rel=1e-5)
+    assert model.measure(half.site.data.test.images.tensor_split(2)) == pytest.approx(losses[chosen], rel=1e-5)
 
 
 def test_the_last_state_on_request():
@@ -299,6 +298,14 @@ def test_labels_decide_nothing():
     spoilt.data = dataclasses.replace(spoilt.data, test=dataclasses.replace(spoilt.data.test, targets=1 - spoilt.data.test.targets))
     first, second = (delivered(outside=where)[1]["deployed"].states["router"] for where in (honest, spoilt))
     assert equal(first, second)
+
+
+def test_predictions_do_not_depend_on_how_many_images_are_handed_over():
+    """Eight images at once are answered in the two batches of four that they were adapted in."""
+    half, models = delivered(counts=(0, 0, 8))
+    model, images = build_deployed(SEGMENTATION, models["deployed"]), half.site.data.test.images
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
 
 
 def test_no_epoch_leaves_the_uniform_router():
@@ -419,10 +426,11 @@ def test_a_binary_output_counts_as_two_classes():
 
 def test_comparisons_of_table_two():
     half, models = delivered(comparisons=True)
-    assert models.keys() >= {"global", "deployed", "ensemble", "model of A", "model of B", "model of C"}
+    assert models.keys() == {"global", "deployed", "ensemble", "tent", "personal/A", "personal/B", "personal/C"}
+    assert "tent" not in delivered(with_network(SEGMENTATION, norm="instance"), comparisons=True)[1]
     images = half.site.data.test.images
     with torch.no_grad():
-        single = [build_deployed(SEGMENTATION, models[f"model of {name}"])(images).logit() for name in SITES]
+        single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
         together = build_deployed(SEGMENTATION, models["ensemble"])(images)
         torch.testing.assert_close(together, torch.stack(single).mean(dim=0).sigmoid(), rtol=1e-4, atol=1e-5)
     _, with_global = delivered(comparisons=True, ensemble_global=True)

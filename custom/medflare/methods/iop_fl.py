@@ -12,8 +12,9 @@ from typing import ClassVar
 from medflare.core.errors import StateError
 from medflare.core.manifest import Manifest
 from medflare.core.message import Message
-from medflare.core.states import StateDict, copy_state, difference
+from medflare.core.states import StateDict, batch_norm_entries, copy_state, difference
 from medflare.inference.deployed import plain_message
+from medflare.methods.adaptation import AdaptationHyper, with_adaptation
 from medflare.methods.base import Plan, ServerContext, Step, plain_entry
 from medflare.methods.fedavg import FedAvgServer, FedAvgServerHyper, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.hyper import param
@@ -28,7 +29,7 @@ from medflare.methods.iop_math import (
 from medflare.methods.iop_outside import EXPERT, ROUTER, OutsideHyper, experts_of, routed_message, routed_model
 from medflare.methods.selection import Best
 from medflare.methods.training import finite_or_none
-from medflare.tasks.site import Site
+from medflare.tasks.site import SCORING_BATCH, Site
 
 __all__ = ["IOPHyper", "IOPServer", "IOPSite", "consistency_loss", "entropy_loss", "local_adapted", "shape_loss"]
 
@@ -135,17 +136,20 @@ class IOPSite(FedAvgSite):
     def _routed(self, incoming: Message) -> Message:
         message = routed_message(incoming, self.hyper, self.site.seed)
         model = routed_model(self.site.task, message).to(self.site.device)
-        model.adapt([batch.images for batch in self.site.ordered("test")])
+        model.adapt([batch.images for batch in self.site.ordered("test", SCORING_BATCH)])
         message.states[ROUTER] = model.network.adapted_state()
         message.facts["adaptation"] = model.adaptation
         return message
 
     def _comparisons(self, incoming: Message) -> dict[str, Message]:
-        """Table II beside routing: every single personal model (their mean metric is "Average") and their ensemble."""
-        experts = experts_of(incoming.states)
-        members = {**experts, "global": incoming.states["model"]} if self.hyper.ensemble_global else experts
-        single = {f"model of {site}": plain_message(state) for site, state in experts.items()}
-        return {"ensemble": Message(dict(members), {"kind": "ensemble"}), **single}
+        """Table II beside routing: every personal model by itself (their mean metric is "Average"), their ensemble, and Tent."""
+        experts, global_ = experts_of(incoming.states), incoming.states["model"]
+        members = {**experts, "global": global_} if self.hyper.ensemble_global else experts
+        models = {"ensemble": Message(dict(members), {"kind": "ensemble"})}
+        models |= {f"personal/{site}": plain_message(state) for site, state in experts.items()}
+        if batch_norm_entries(self.network("model", global_)):
+            models["tent"] = with_adaptation(plain_message(global_), self.site.task, AdaptationHyper(tta="tent"))
+        return models
 
     def state(self) -> Message:
         message = super().state()

@@ -5,6 +5,7 @@ noise, shape and entropy (Eq. 7-10); the state with the lowest loss is kept, so 
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,12 +99,16 @@ class RoutedModel(nn.Module):
         return torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
 
     def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([self._predicted(part) for part in self._cut(images)])
+
+    def _cut(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Even batches of at most the task's size: how many images a caller hands over at once must not shape their statistics."""
+        return images.tensor_split(math.ceil(len(images) / self.task.batch_size))
+
+    def _predicted(self, images: Tensor) -> Tensor:
         if self.hyper.online:
             self._online_step(images)
-        self.network.eval()
-        if not self.hyper.predict_dropout:
-            return self._probabilities(images)
-        self.network.train()
+        self.network.train(self.hyper.predict_dropout)
         with seeded(self.seed, "predict"):
             return self._probabilities(images)
 
@@ -111,11 +116,12 @@ class RoutedModel(nn.Module):
         return self.task.probabilities(self.network(images))
 
     def adapt(self, batches: Sequence[Tensor]) -> None:
-        """Fit the coefficients to these images, batch by batch.
+        """Fit the coefficients to these images, cut as `forward` cuts them.
 
         Every epoch ends with one look at all images, without dropout and with the same noise each time, so that the losses of
         two epochs can be compared; the start is a candidate too, so the result is never worse than no adaptation by that measure.
         """
+        batches = [part for images in batches for part in self._cut(images)]
         self.optimizer, self.online_steps = self._new_optimizer(), 0
         losses, kept, chosen = [self.measure(batches)], self.network.adapted_state(), 0
         for epoch in range(self.hyper.route_epochs):
@@ -134,7 +140,7 @@ class RoutedModel(nn.Module):
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Tensor]) -> float:
-        """Mean test-time loss over all images, dropout off."""
+        """Mean test-time loss over all images of these batches, dropout off."""
         self.network.eval()
         values = [float(self.loss(images, "measure", place)) * len(images) for place, images in enumerate(batches)]
         return sum(values) / sum(map(len, batches))

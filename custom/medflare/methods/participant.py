@@ -114,7 +114,7 @@ class Participant:
         metrics: dict[str, dict[str, float | None]] = {}
         seen: dict[int, dict[str, float | None]] = {}
         reports: dict[str, Any] = {}
-        for role in ROLES:
+        for role in dict.fromkeys([*ROLES, *models]):  # a method may deliver further models, to be compared with its own
             if role not in models:
                 metrics[role] = dict.fromkeys(site.task.metrics)
                 log.add("undefined", f"{role}: a site that did not train has no such model", site=self.name)

@@ -17,7 +17,7 @@ from medflare.tasks.networks import FeatureNetwork, initial_network
 from medflare.tasks.transforms import Augmentation
 
 Predictor = Callable[[Tensor], Tensor]
-_SCORING_BATCH = 64  # without gradients and optimiser a larger batch costs little memory
+SCORING_BATCH = 64  # without gradients and optimiser a larger batch costs little memory
 
 
 class Probabilities(nn.Module):
@@ -149,7 +149,7 @@ class Site:
             predictor.eval()
         try:
             with torch.no_grad():
-                parts = [predictor(batch.images).float().cpu() for batch in self.ordered(split, _SCORING_BATCH)]
+                parts = [predictor(batch.images).float().cpu() for batch in self.ordered(split, SCORING_BATCH)]
         finally:
             if isinstance(predictor, nn.Module):
                 predictor.train(training)
