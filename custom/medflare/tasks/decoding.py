@@ -139,7 +139,7 @@ def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
     images, targets, rows, names = [], [], [], []
     for number, entry in enumerate(entries):
         image = source.image(entry)
-        target = _target(task, source, entry, image)
+        target = target_of(task, source, entry, image)
         for name, picture, label in _pictures(task, entry.name, image, target):
             images.append(preprocessing.image(picture))
             targets.append(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label))
@@ -156,7 +156,12 @@ def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
     return Decoded(torch.stack(images), stacked, rows, names)
 
 
-def _target(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray) -> np.ndarray:
+def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray) -> np.ndarray:
+    """The entry's target at its stored size.
+
+    Raises:
+        DataError: a label or mask that does not fit the task or the image.
+    """
     if task.kind == "classification":
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # entries without a target were left out before

@@ -52,17 +52,20 @@ def score(probabilities: Tensor, targets: Tensor, patients: Sequence[str], task:
     return _score_classification(probabilities.double().cpu().numpy(), targets.cpu().numpy(), task, metrics)
 
 
-def foreground(probabilities: Tensor, targets: Tensor, task: TaskConfig) -> tuple[Tensor, Tensor]:
-    """Predicted and true masks of the foreground classes, bool (N, C, H, W).
+def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
+    """Predicted masks of the foreground classes, bool (N, C, H, W).
 
     A binary or multilabel structure is where its probability exceeds one half; multiclass takes the most probable class and
     leaves class 0, the background, out.
     """
+    return structures(probabilities.argmax(dim=1), task) if task.target == "multiclass" else probabilities > 0.5
+
+
+def structures(targets: Tensor, task: TaskConfig) -> Tensor:
+    """True masks of the foreground classes, bool (N, C, H, W), from targets as in `data.Split`."""
     if task.target == "multiclass":
-        classes = torch.arange(1, len(task.labels), device=targets.device).view(1, -1, 1, 1)
-        return probabilities.argmax(dim=1, keepdim=True) == classes, targets[:, None] == classes
-    truth = targets[:, None] if task.target == "binary" else targets
-    return probabilities > 0.5, truth > 0.5
+        return targets[:, None] == torch.arange(1, len(task.labels), device=targets.device).view(1, -1, 1, 1)
+    return (targets[:, None] if task.target == "binary" else targets) > 0.5
 
 
 def pooled_overlap(predicted: Tensor, truth: Tensor, groups: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -96,7 +99,9 @@ def boundary_distance(predicted: Tensor, truth: Tensor, groups: Tensor, number: 
     count = torch.zeros_like(total)
     if len(images):
         pairs = [masks[images, classes][:, None].float().cpu() for masks in (predicted, truth)]
-        distances = compute_hausdorff_distance(*pairs, include_background=True, percentile=95)[:, 0].double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # MONAI uses an argument that MONAI deprecates
+            distances = compute_hausdorff_distance(*pairs, include_background=True, percentile=95)[:, 0].double()
         place = (groups.cpu()[images.cpu()], classes.cpu())
         total.index_put_(place, distances, accumulate=True)
         count.index_put_(place, torch.ones_like(distances), accumulate=True)
@@ -112,7 +117,7 @@ def patient_mean(values: Tensor) -> float:
 def _score_segmentation(
     probabilities: Tensor, targets: Tensor, patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]
 ) -> Scores:
-    predicted, truth = foreground(probabilities, targets, task)
+    predicted, truth = foreground(probabilities, task), structures(targets, task)
     names = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
     groups = torch.tensor([names[patient] for patient in patients])
     dice, iou = pooled_overlap(predicted, truth, groups, len(names))

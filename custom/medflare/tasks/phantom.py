@@ -28,7 +28,7 @@ _VESSEL = np.array([0.38, 0.07, 0.04], np.float32)
 
 @dataclass(frozen=True)
 class Camera:
-    """What makes one site's images differ from another's; lengths in pixels of the 64 x 64 image."""
+    """What makes one site's images differ from another's: device, annotator, patients; lengths in pixels of the 64 x 64 image."""
 
     gains: tuple[float, float, float]  # colour cast: factors on red, green, blue
     gamma: float
@@ -40,6 +40,7 @@ class Camera:
     offset: tuple[float, float]  # habit of framing: mean position of the disc from the centre (down, nasal)
     disc_habit: float  # annotator: drawn over true radius of the disc
     cup_habit: float
+    cup_ratio: float  # mean cup-to-disc ratio of its patients: a screening centre or a glaucoma clinic
     patients: int
 
 
@@ -82,6 +83,7 @@ def camera(site: str) -> Camera:
         offset=(rng.uniform(-3, 3), rng.uniform(-6, 6)),
         disc_habit=rng.uniform(0.90, 1.12),
         cup_habit=rng.uniform(0.82, 1.20),
+        cup_ratio=rng.uniform(0.44, 0.64),
         patients=int(rng.integers(38, 51)),
     )
 
@@ -110,7 +112,7 @@ def _anatomy(rng: np.random.Generator, device: Camera) -> dict[str, float]:
     return {
         "radius": device.disc_radius * rng.uniform(0.88, 1.12),
         "stretch": rng.uniform(1.0, 1.16),
-        "cup_ratio": float(np.clip(rng.normal(0.52, 0.13), 0.25, 0.82)),
+        "cup_ratio": float(np.clip(rng.normal(device.cup_ratio, 0.13), 0.25, 0.82)),
         "pigment": rng.uniform(0.8, 1.15),
     }
 
