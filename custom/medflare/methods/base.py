@@ -130,9 +130,14 @@ class SiteHalf(ABC):
 
 
 class ServerHalf(ABC):
-    """A method's work at the server: what each site is sent, and what becomes of the answers."""
+    """A method's work at the server: what each site is sent, and what becomes of the answers.
+
+    Attributes:
+        site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `extended`).
+    """
 
     Hyper: ClassVar[type] = NoHyper
+    site_extension: ClassVar[type[SiteHalf] | None] = None
 
     def __init__(self, context: ServerContext, hyper: Any):
         self.context = context
@@ -164,6 +169,15 @@ class ServerHalf(ABC):
 
     @abstractmethod
     def restore(self, state: Message) -> None: ...
+
+
+def extended(site_class: type[SiteHalf], extension: type[SiteHalf] | None) -> type[SiteHalf]:
+    """The site half with a server half's `site_extension` mixed in: its phases and hyper-parameters join the site's own."""
+    if extension is None or issubclass(site_class, extension):
+        return site_class
+    name = f"{extension.__name__}{site_class.__name__}"
+    hyper: type = dataclass(frozen=True)(type(f"{name}Hyper", (extension.Hyper, site_class.Hyper), {}))
+    return type(name, (extension, site_class), {"Hyper": hyper, "phases": (*site_class.phases, *extension.phases)})
 
 
 def sample_weights(replies: Mapping[str, Message], weighting: str = "samples") -> dict[str, float]:

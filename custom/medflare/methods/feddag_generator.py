@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class _ResidualBlock(nn.Module):
@@ -31,10 +32,13 @@ class DomainGenerator(nn.Module):
         channels: of the image.
         width: feature channels; the paper's FCN16 and FCN32.
         blocks: residual blocks.
+        scale: works on the image shrunk by this factor and enlarges the perturbation again (bilinear, so still within [-1, 1]). At
+            full size (1) it computes more than a slim task network: 15 thousand weights at every pixel.
     """
 
-    def __init__(self, channels: int, width: int = 32, blocks: int = 3):
+    def __init__(self, channels: int, width: int = 32, blocks: int = 3, scale: int = 1):
         super().__init__()
+        self.scale = scale
         stem = [*_convolution(channels, width), nn.ReLU(inplace=True)]
         self.backbone = nn.Sequential(*stem, *(_ResidualBlock(width) for _ in range(blocks)))
         self.fusion = nn.Sequential(*_convolution(2 * width, width, kernel=1), nn.ReLU(inplace=True))
@@ -45,10 +49,14 @@ class DomainGenerator(nn.Module):
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, C, H, W) -> perturbations (N, C, H, W) in [-1, 1]; H and W at least 2."""
+        """Images (N, C, H, W) -> perturbations (N, C, H, W) in [-1, 1]; H and W at least 2 after shrinking."""
+        size = x.shape[-2:]
+        if self.scale > 1:
+            x = F.interpolate(x, size=[max(2, side // self.scale) for side in size], mode="area")
         features = self.backbone(x)
         context = features.mean(dim=(2, 3), keepdim=True).expand_as(features)
-        return torch.tanh(self.head(self.fusion(torch.cat([features, context], dim=1))))
+        perturbation = torch.tanh(self.head(self.fusion(torch.cat([features, context], dim=1))))
+        return perturbation if self.scale == 1 else F.interpolate(perturbation, size=size, mode="bilinear")
 
 
 def generated(images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[float, float] | None = None) -> Tensor:
