@@ -190,14 +190,9 @@ def _add_results(commands: Any) -> None:
 
 
 def _results(options: argparse.Namespace) -> int:
-    from medflare.evaluation.console import results_table
-    from medflare.evaluation.results import find_results, read_results
+    from medflare.evaluation.console import show_results
 
-    path = find_results(options.path)
-    results = read_results(path)
-    print(results_table(results))
-    print(f"results: {path}\nreport:  {path.parent / 'report.html'}")
-    return 0 if results["status"] == "COMPLETED" else 1
+    return 0 if show_results(options.path) else 1
 
 
 # -- methods ---------------------------------------------------------------------------------------------------------------

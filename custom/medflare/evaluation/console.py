@@ -1,10 +1,12 @@
 """What a run says while it works and when it ends: one line a step, one table. Plain text in a log file, colour on a terminal."""
 
+import dataclasses
 import io
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -24,6 +26,9 @@ from medflare.evaluation.presentation import (
     synthetic_source,
 )
 from medflare.evaluation.results import COMPLETED, REPORT_FILE, ROLES, SPLITS, find_results, load_results
+
+if TYPE_CHECKING:
+    from medflare.methods.registry import Method
 
 
 def round_line(
@@ -124,7 +129,7 @@ def _table(results: Mapping[str, Any], metrics: Sequence[str]) -> Table:
     sites = ordered_sites(results)
     for name, site in sites.items():
         counts = "/".join("?" if site["n"][split] is None else str(site["n"][split]) for split in SPLITS)
-        table.add_row(name, site["role"], counts, *_cells(site["metrics"], columns))
+        table.add_row(Text(name), site["role"], counts, *_cells(site["metrics"], columns))
     for role in ROLES if columns else ():
         if sum(site["role"] == role for site in sites.values()) > 1:
             table.add_row("mean", role, "", *_cells(results["mean"][role], columns), style="bold")
@@ -138,3 +143,29 @@ def _cells(models: Mapping[str, Mapping[str, float | None]], columns: list[tuple
         best = value is not None and value == best_value(metric, (values[metric] for values in models.values()))
         cells.append(Text(format_metric(metric, value), "green" if best else ""))
     return cells
+
+
+def methods_table(method: "Method") -> Table:
+    """A method's hyper-parameters: default, the paper's symbol, where it stands in the paper, allowed values, which half reads it."""
+    title = f"{method.name}: {method.paper}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
+    for heading in ("name", "default", "symbol", "source", "allowed", "half", "meaning"):
+        table.add_column(heading, overflow="fold")
+    halves = {"site": method.site_class.Hyper, "server": method.server_class.Hyper}
+    fields = {field.name: field for hyper in halves.values() for field in dataclasses.fields(hyper)}
+    for name, field in fields.items():
+        readers = [half for half, hyper in halves.items() if name in {other.name for other in dataclasses.fields(hyper)}]
+        about = field.metadata
+        cells = (name, field.default, about["symbol"], about["source"], _allowed(about), " and ".join(readers), about["text"])
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    return table
+
+
+def _allowed(metadata: Mapping[str, Any]) -> str:
+    """The choices or the closed range of a hyper-parameter; empty where anything of its type goes."""
+    if metadata["choices"]:
+        return ", ".join(map(str, metadata["choices"]))
+    low, high = metadata["low"], metadata["high"]
+    if math.isinf(low) and math.isinf(high):
+        return ""
+    return f"≥ {low:g}" if math.isinf(high) else f"≤ {high:g}" if math.isinf(low) else f"{low:g} to {high:g}"

@@ -69,6 +69,14 @@ class EventEntry(_Open):
         return self
 
 
+class Configuration(_Open):
+    """What a reader needs to repeat the run."""
+
+    hyper: dict[str, Any]
+    settings: dict[str, Any]
+    task: dict[str, Any]
+
+
 class Results(_Open):
     schema_: Literal[1] = Field(alias="schema")
     method: str = Field(min_length=1)
@@ -83,6 +91,7 @@ class Results(_Open):
     seconds: dict[str, float]
     events: list[EventEntry]
     versions: dict[str, str]
+    configuration: Configuration
 
     @model_validator(mode="after")
     def _status_and_reason_agree(self) -> "Results":

@@ -3,7 +3,7 @@
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from medflare.evaluation.presentation import lower_is_better, metric_label, metric_names, model_names, ordered_sites
 
@@ -25,7 +25,7 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     panels = _curves(history)
     if not panels:
         return None
-    metric = metric_label(results.get("configuration", {}).get("task", {}).get("metric", "metric"))
+    metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
     sites = sorted({site for lines in panels.values() for site in lines})
 
     def draw(figure: "Figure") -> None:
@@ -80,7 +80,7 @@ def models_by_site(results: Mapping[str, Any]) -> str | None:
         _quiet(axis, grid="x")
         figure.legend(loc="outside upper left", ncols=len(models), frameon=False)
 
-    return _svg(draw, width=7.2, height=1.3 + 0.34 * len(sites))
+    return _svg(draw, width=10.2, height=1.1 + 0.34 * len(sites))
 
 
 def _style(place: int, line: bool = True) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _style(place: int, line: bool = True) -> dict[str, Any]:
     return {**look, "linestyle": ("-", "--", ":", "-.")[place // len(_COLOURS) % 4]} if line else look
 
 
-def _quiet(axis: "Axes", grid: str = "y") -> None:
+def _quiet(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
     axis.grid(axis=grid, color=_INK, alpha=0.12, linewidth=0.8)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(length=0)

@@ -63,7 +63,7 @@ def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
     """The metrics that have a value anywhere, the task's own metric (the one that selects models) first."""
     models = [model for site in results["sites"].values() for model in site["metrics"].values()]
     found = tuple(dict.fromkeys(metric for model in models for metric, value in model.items() if value is not None))
-    key = results.get("configuration", {}).get("task", {}).get("metric")
+    key = results["configuration"]["task"].get("metric")
     return (key, *(metric for metric in found if metric != key)) if key in found else found
 
 
@@ -80,5 +80,5 @@ def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def synthetic_source(results: Mapping[str, Any]) -> str:
     """The task's own words on its images where they are synthetic, else ""."""
-    source = str(results.get("configuration", {}).get("task", {}).get("source", ""))
+    source = str(results["configuration"]["task"].get("source", ""))
     return source if "synthetic" in source.lower() else ""

@@ -1,0 +1,78 @@
+"""A small run, written down once: three inside sites of which one is odd, one outside site."""
+
+import math
+from typing import Any
+
+import pytest
+
+from medflare.core.events import EventLog
+from medflare.evaluation.results import RunRecord, SiteRecord
+from medflare.tasks.config import TaskConfig
+
+
+@pytest.fixture
+def task() -> TaskConfig:
+    return TaskConfig(
+        name="tiny",
+        kind="segmentation",
+        target="binary",
+        labels=("disc",),
+        channels=1,
+        size=(8, 8),
+        network={"name": "unet"},
+        loss={"name": "dice"},
+        optimizer={"name": "adam", "lr": 0.001},
+        batch_size=2,
+        local_epochs=1,
+        metric="dice",
+        source="Synthetic discs, generated for tests.",
+    )
+
+
+@pytest.fixture
+def history() -> list[dict[str, Any]]:
+    """Two rounds and the look at the last models; site C has nothing to show in round 1."""
+
+    def facts(loss: float | None, value: float | None) -> dict[str, Any]:
+        return {"n_samples": 4, "loss": loss, "validation": {"global": value, "personal": None}}
+
+    return [
+        {"phase": "train", "round": 0, "seconds": 1.5, "sites": {"A": facts(0.9, 0.1), "B": facts(0.8, 0.2), "C": facts(0.7, 0.3)}},
+        {"phase": "train", "round": 1, "seconds": 1.0, "sites": {"A": facts(0.5, 0.4), "B": facts(0.4, 0.5)}},
+        {"phase": "validate", "round": 2, "seconds": 0.2, "sites": {"A": facts(None, 0.6), "B": facts(None, 0.7), "C": facts(None, None)}},
+    ]
+
+
+@pytest.fixture
+def record(task: TaskConfig, history: list[dict[str, Any]]) -> RunRecord:
+    def scores(dice: float, hd95: float) -> dict[str, float]:
+        return {"dice": dice, "iou": dice / (2 - dice), "hd95": hd95}
+
+    sites = {
+        "B": SiteRecord("inside", {"train": 6, "validation": 2, "test": 2}, {"global": scores(0.6, 4), "personal": scores(0.8, 2)}),
+        "A": SiteRecord("inside", {"train": 4, "validation": 1, "test": 3}, {"global": scores(0.4, 8), "personal": scores(0.5, math.nan)}),
+        "C": SiteRecord("inside", {"train": 3}, {"global": {"dice": None}}),
+        "X": SiteRecord(
+            "outside",
+            {"train": 0, "validation": 0, "test": 9},
+            {"global": scores(0.7, 3), "deployed": scores(0.75, 2.5)},
+            {"deployed": {"global": 5, "A": 1, "B": 3}},
+        ),
+    }
+    events = EventLog()
+    events.add("rejected", "update to 'train' not used: model/w holds NaN or infinity", site="C", round=1)
+    events.add("undefined", "personal hd95: no image has a boundary", site="A")
+    return RunRecord(
+        "fedsm",
+        task,
+        7,
+        2,
+        sites,
+        events=events.to_list(),
+        down_bytes=3 * 2**20,
+        up_bytes=2**20,
+        seconds={"training": 2.7, "total": 4.25},
+        hyper={"lam": 0.7, "gamma": "tune"},
+        settings={"engine": "local"},
+        history=history,
+    )

@@ -1,0 +1,103 @@
+"""The console says everything on one line a step and in one table, and nothing but text where nobody looks at a terminal."""
+
+import dataclasses
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from medflare.core.errors import StateError
+from medflare.evaluation.console import methods_table, print_results, results_table, round_line, show_results
+from medflare.evaluation.results import build_results, write_results
+from medflare.methods.registry import METHODS
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_round_line_names_every_site(history):
+    line = round_line("train", 1, 20, history[1]["sites"], {"C": "model/w holds\n NaN"}, 1.234)
+    sites = ["A loss 0.5000 global 0.400 personal –", "B loss 0.4000 global 0.500 personal –", "C rejected (model/w holds NaN)"]
+    assert line == f"round 1 (2/20) train: {' | '.join(sites)} | 1.23 s"
+
+
+def test_round_line_after_the_last_round_has_no_loss(history):
+    line = round_line("validate", 2, 2, history[2]["sites"], {}, 0.2)
+    assert line.startswith("after round 1 validate: A global 0.600")
+    assert "loss" not in line
+
+
+def test_table_is_plain_and_complete(record):
+    text = results_table(build_results(record))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text), "no control characters but line ends"
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
+    assert "COMPLETED" in text
+    assert "Synthetic discs" in text
+    assert lines["A"] == ["A", "inside", "4/1/3", "0.400", "0.500", "–", "0.250", "0.333", "–", "8.0", "–", "–"]
+    assert lines["C"][:3] == ["C", "inside", "3/?/?"]
+    assert lines["X"][1] == "outside"
+    assert lines["mean"][:4] == ["mean", "inside", "0.500", "0.650"]
+    order = [line.split()[0] for line in text.splitlines()]
+    assert order.index("C") < order.index("X") < order.index("mean")
+
+
+def test_every_method_lists_its_hyper_parameters():
+    for method in METHODS.values():
+        stream = io.StringIO()
+        Console(file=stream, width=240).print(methods_table(method))
+        text = stream.getvalue()
+        assert method.paper in text
+        for hyper in (method.site_class.Hyper, method.server_class.Hyper):
+            assert all(field.name in text for field in dataclasses.fields(hyper))
+
+
+def test_hyper_parameter_line_by_hand():
+    stream = io.StringIO()
+    Console(file=stream, width=240).print(methods_table(METHODS["fedsm"]))
+    line = next(line for line in stream.getvalue().splitlines() if line.startswith("lam "))
+    assert "λ" in line
+    assert "0.7" in line
+
+
+def test_failed_run_says_so_and_why(record):
+    text = results_table(build_results(dataclasses.replace(record, reason="site B: mask of another size")))
+    assert "FAILED: site B: mask of another size" in text
+
+
+def test_terminal_gets_colour_and_a_narrow_one_the_key_metric_alone(record, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for columns, shown in (("200", True), ("70", False)):
+        monkeypatch.setenv("COLUMNS", columns)
+        terminal = Terminal()
+        print_results(build_results(record), terminal)
+        text = terminal.getvalue()
+        assert "\x1b[" in text
+        assert "Dice" in text
+        assert ("HD95" in text) == shown
+
+
+def test_a_file_gets_the_plain_table(record):
+    stream = io.StringIO()
+    results = build_results(record)
+    print_results(results, stream)
+    assert stream.getvalue() == results_table(results) + "\n"
+
+
+def test_site_names_are_never_markup(record):
+    record.sites["[red]evil[/red]"] = record.sites.pop("B")
+    assert "[red]evil[/red]" in results_table(build_results(record))
+
+
+def test_show_results_tells_success_from_failure(tmp_path, record):
+    stream = io.StringIO()
+    write_results(tmp_path / "good" / "medflare", record)
+    assert show_results(tmp_path / "good", stream) is True
+    assert stream.getvalue().endswith(f"report: {(tmp_path / 'good' / 'medflare' / 'report.html').resolve()}\n")
+    write_results(tmp_path / "bad" / "medflare", dataclasses.replace(record, reason="no data"))
+    assert show_results(tmp_path / "bad", stream) is False
+    with pytest.raises(StateError):
+        show_results(tmp_path / "none", stream)

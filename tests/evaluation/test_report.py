@@ -1,0 +1,145 @@
+"""The report is one self-contained page that shows what the results hold, whatever they hold."""
+
+import dataclasses
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+
+from medflare.evaluation.figures import models_by_site, training_curves
+from medflare.evaluation.report import render_report
+from medflare.evaluation.results import RunRecord, build_results
+
+_VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced and collects the tables' cells and the text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.text = ""
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+        assert not self.open, f"unclosed {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "title"):
+            self.text += data
+        if "td" in self.open or "th" in self.open:
+            self.tables[-1][-1][-1] += data.strip()
+
+
+def test_page_holds_the_numbers(record, history):
+    page = Page(render_report(build_results(record), history))
+    headline = {row[0]: row[1:] for row in page.tables[0]}
+    assert headline["site"] == ["train", "validation", "test", "global", "personal", "deployed"]
+    assert headline["A"] == ["4", "1", "3", "0.400", "0.500(best)", "–undefined"]
+    assert headline["C"][:3] == ["3", "?", "?"]
+    assert headline["Xoutside"][3:] == ["0.700", "–undefined", "0.750(best)"]
+    assert headline["mean, inside"][1:] == ["0.500", "0.650(best)", "–undefined"]
+    full = {row[0]: row[1:] for row in page.tables[1] if row}
+    assert full["B"] == ["0.600", "0.800(best)", "–undefined", "0.429", "0.667(best)", "–undefined", "4.0", "2.0(best)", "–undefined"]
+    selected = {row[0]: row[1:] for row in page.tables[2]}
+    assert selected == {"site": ["global", "A", "B"], "X": ["5", "1", "3"]}
+    assert ["1", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in page.tables[3]
+    assert ["lam", "0.7"] in [row for table in page.tables for row in table]
+
+
+def test_page_is_self_contained_and_accessible(record, history):
+    html = render_report(build_results(record), history, {"Generated images": b"\x89PNG"})
+    page = Page(html)
+    assert not re.search(r'(?:src|href)="(?!data:|#)', html), "nothing is fetched"
+    assert not re.search(r"@import|url\((?!#|data:)", html)
+    assert "<script" not in html
+    assert {"html", "main", "h1", "caption"} <= {tag for tag, _ in page.tags}
+    assert ("html", {"lang": "en"}) in page.tags
+    assert all(attributes.get("scope") for tag, attributes in page.tags if tag == "th")
+    assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
+    assert "prefers-color-scheme: dark" in html
+    assert html.count("<svg") == 2
+    identifiers = [attributes["id"] for tag, attributes in page.tags if tag in ("h2", "section") and "id" in attributes]
+    assert len(set(identifiers)) == len(identifiers)
+
+
+def test_synthetic_images_are_said_to_be_synthetic(record):
+    assert "Synthetic images." in Page(render_report(build_results(record))).text
+    real = dataclasses.replace(record, task=dataclasses.replace(record.task, source="A paper, 2020, CC BY."))
+    text = Page(render_report(build_results(real))).text
+    assert "Synthetic" not in text
+    assert "A paper, 2020, CC BY." in text
+
+
+def test_failed_run_shows_its_reason(task):
+    page = Page(render_report(build_results(RunRecord("fedavg", task, 0, 5, {}, reason="site B: <empty> split"))))
+    assert "FAILED" in page.text
+    assert "site B: <empty> split" in page.text
+    assert "No model was evaluated." in page.text
+
+
+def test_names_are_escaped(record, history):
+    record.sites["<script>alert(1)</script>"] = record.sites.pop("B")
+    html = render_report(build_results(record), history)
+    Page(html)
+    assert "<script" not in html
+
+
+def test_one_round_and_nothing_defined(record, history):
+    Page(render_report(build_results(record), history[:1]))
+    Page(render_report(build_results(record), [{"phase": "score", "round": 0, "seconds": 0.1, "sites": {"A": {}}}]))
+
+
+def test_curves_hold_every_defined_point(record, history):
+    svg = training_curves(build_results(record), history)
+    root = ElementTree.fromstring(svg)
+    text = "".join(root.itertext())
+    assert "Training loss" in text
+    assert "Validation Dice, global" in text
+    assert "personal" not in text, "no personal value is defined, so there is no such panel"
+    assert all(site in text for site in "ABC")
+    assert "currentColor" in svg
+    assert "#010203" not in svg
+    assert training_curves(build_results(record), []) is None
+
+
+def test_curves_of_many_sites(record):
+    many = [f"site-{number}" for number in range(20)]
+    facts = [{site: {"loss": 1 / (r + 1), "validation": {"global": r / 30}} for site in many} for r in range(30)]
+    steps = [{"phase": "train", "round": r, "seconds": 1.0, "sites": sites} for r, sites in enumerate(facts)]
+    root = ElementTree.fromstring(training_curves(build_results(record), steps))
+    assert all(site in "".join(root.itertext()) for site in many)
+
+
+def test_comparison_names_sites_and_models(record):
+    text = "".join(ElementTree.fromstring(models_by_site(build_results(record))).itertext())
+    assert "X (outside)" in text
+    assert "test Dice" in text
+    undefined = dataclasses.replace(record, sites={"A": dataclasses.replace(record.sites["A"], metrics={"global": {"dice": math.nan}})})
+    assert models_by_site(build_results(undefined)) is None
+
+
+@pytest.mark.parametrize("value", [{"min_sites": 2, "nested": {"a": [1, 2]}}, {}])
+def test_settings_of_any_shape(record, value):
+    Page(render_report(build_results(dataclasses.replace(record, settings=value))))

@@ -1,0 +1,125 @@
+"""Statistics over repeated runs against numbers worked out by hand."""
+
+import dataclasses
+import math
+
+import pytest
+
+from medflare.evaluation.results import SiteRecord, build_results
+from medflare.evaluation.statistics import Comparison, Estimate, compare, estimate, markdown_table, summarise, values_of
+
+
+@pytest.fixture
+def runs(record):
+    """Three seeds; global Dice of A is 0.4, 0.5, 0.6 and of B 0.6, 0.5, undefined."""
+
+    def run(seed: int, a: float, b: float | None, deployed: float):
+        sites = {
+            "A": SiteRecord("inside", metrics={"global": {"dice": a, "hd95": 10 * a}}),
+            "B": SiteRecord("inside", metrics={"global": {"dice": b}}),
+            "X": SiteRecord("outside", metrics={"deployed": {"dice": deployed}}),
+        }
+        return build_results(dataclasses.replace(record, seed=seed, sites=sites))
+
+    return [run(0, 0.4, 0.6, 0.1), run(1, 0.5, 0.5, 0.2), run(2, 0.6, None, 0.6)]
+
+
+def test_estimate_by_hand():
+    found = estimate([1.0, 2.0, 6.0])
+    assert found.mean == pytest.approx(3.0)
+    assert found.sd == pytest.approx(math.sqrt((4 + 1 + 9) / 2)), "n - 1 in the denominator"
+    assert found.n == 3
+    low, high = found.interval
+    assert 1.0 <= low < 3.0 < high <= 6.0
+
+
+def test_interval_of_three_runs_is_the_range_of_their_resampled_means():
+    # 1/27 = 3.7 % of all resamples are (0, 0, 0): more than 2.5 %, so the interval reaches the smallest and the largest value.
+    assert estimate([0.0, 1.0, 3.0]).interval == (0.0, 3.0)
+    assert estimate([0.0, 1.0, 3.0], confidence=0.5).interval[0] > 0.0
+
+
+def test_estimate_repeats_itself():
+    values = [0.1, 0.5, 0.4, 0.9, 0.35]
+    assert estimate(values) == estimate(values)
+
+
+def test_estimate_of_little():
+    assert estimate([]) == Estimate(None, None, 0, None)
+    assert estimate([None, math.nan, 0.5]) == Estimate(0.5, None, 1, None)
+    assert estimate([0.5, 0.5]) == Estimate(0.5, 0.0, 2, (0.5, 0.5))
+
+
+def test_compare_by_hand():
+    # Differences 1, 2, 3: t = 2 / (1 / sqrt(3)) = 3.4641 with 2 degrees of freedom, p = 1 - t / sqrt(t^2 + 2) = 0.0742;
+    # signed ranks all positive: p = 2 * (1/2)^3 = 0.25.
+    found = compare([1.0, 1.0, 1.0], [2.0, 3.0, 4.0])
+    assert found.difference == 2.0
+    assert found.t_test == pytest.approx(1 - 12**0.5 / 14**0.5)
+    assert found.wilcoxon == pytest.approx(0.25)
+    assert found.n == 3
+
+
+def test_compare_is_antisymmetric():
+    first, second = [0.3, 0.5, 0.2, 0.9], [0.4, 0.45, 0.5, 0.95]
+    one, other = compare(first, second), compare(second, first)
+    assert one.difference == pytest.approx(-other.difference)
+    assert (one.t_test, one.wilcoxon) == pytest.approx((other.t_test, other.wilcoxon))
+
+
+def test_compare_degenerate():
+    assert compare([], []) == Comparison(None, None, None, 0)
+    assert compare([0.5], [0.75]) == Comparison(0.25, None, None, 1)
+    assert compare([0.5, None, math.nan], [None, 0.5, 0.5]) == Comparison(None, None, None, 0)
+    assert compare([0.5, 0.2], [0.5, 0.2]) == Comparison(0.0, None, 1.0, 2)
+    shifted = compare([0.1, 0.2, 0.3], [0.6, 0.7, 0.8])
+    assert shifted.t_test is None, "equal differences have no spread"
+    assert shifted.wilcoxon == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="pairs"):
+        compare([0.5], [0.5, 0.5])
+
+
+def test_values_of(runs):
+    assert values_of(runs, "global", "dice") == pytest.approx([0.5, 0.5, 0.6])
+    assert values_of(runs, "global", "dice", site="B") == [0.6, 0.5, None]
+    assert values_of(runs, "deployed", "dice", role="outside") == [0.1, 0.2, 0.6]
+    assert values_of(runs, "global", "dice", role="outside", site="B") == [None] * 3, "B is never outside"
+    assert values_of(runs, "global", "dice", site="nobody") == [None] * 3
+
+
+def test_summarise(runs):
+    rows = {(row.role, row.site, row.model, row.metric): row.estimate for row in summarise(runs)}
+    assert rows["inside", None, "global", "dice"].mean == pytest.approx((0.5 + 0.5 + 0.6) / 3)
+    assert rows["inside", "A", "global", "dice"].sd == pytest.approx(0.1)
+    assert rows["inside", "B", "global", "dice"].n == 2
+    assert rows["outside", "X", "deployed", "dice"].mean == pytest.approx(0.3)
+    assert ("inside", None, "personal", "dice") not in rows, "what no run defines has no row"
+
+
+def test_summarise_keeps_methods_apart(runs):
+    other = [{**run, "method": "fedavg"} for run in runs[:1]]
+    rows = [row for row in summarise([*runs, *other]) if row.site == "A" and row.metric == "dice"]
+    assert {row.method: row.estimate.n for row in rows} == {"fedsm": 3, "fedavg": 1}
+
+
+def test_markdown_table(runs):
+    table = markdown_table({"FedSM": runs, "single-site": runs[:1]}, "dice")
+    assert table.splitlines() == [
+        "| method | model | A | B | mean inside | X (outside) | mean outside | runs |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| FedSM | global | **0.500 ± 0.100** | 0.550 ± 0.071 | **0.533 ± 0.058** | – | – | 3 |",
+        "| FedSM | deployed | – | – | – | **0.300 ± 0.265** | **0.300 ± 0.265** | 3 |",
+        "| single-site | global | 0.400 | **0.600** | 0.500 | – | – | 1 |",
+        "| single-site | deployed | – | – | – | 0.100 | 0.100 | 1 |",
+    ]
+
+
+def test_markdown_table_of_a_distance_marks_the_smallest(runs):
+    table = markdown_table({"all": runs, "first": runs[:1]}, "hd95", ["global"])
+    assert "| first | global | **4.0** | – | **4.0** |" in table
+
+
+def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs):
+    turned = {**runs[0], "sites": {**runs[0]["sites"], "A": {**runs[0]["sites"]["A"], "role": "outside"}}}
+    heading = markdown_table({"all": [runs[1], turned]}, "dice").splitlines()[0]
+    assert "| A | B | mean inside | A (outside) | X (outside) |" in heading
