@@ -124,6 +124,14 @@ def test_curves_hold_every_defined_point(record, history):
     assert training_curves(build_results(record), []) is None
 
 
+def test_a_selectors_accuracy_is_not_called_dice(record):
+    facts = {"loss": 0.1, "validation": {"global": 0.2, "personal": 0.3, "selector": 0.4}}
+    svg = training_curves(build_results(record), [{"phase": "train", "round": 0, "seconds": 1.0, "sites": {"A": facts}}])
+    text = "".join(ElementTree.fromstring(svg).itertext())
+    assert "Validation, selector" in text
+    assert "Validation Dice, personal" in text
+
+
 def test_curves_of_many_sites(record):
     many = [f"site-{number}" for number in range(20)]
     facts = [{site: {"loss": 1 / (r + 1), "validation": {"global": r / 30}} for site in many} for r in range(30)]

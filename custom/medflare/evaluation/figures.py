@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from medflare.evaluation.presentation import lower_is_better, metric_label, metric_names, model_names, ordered_sites
+from medflare.evaluation.results import MODELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,21 +29,33 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
     sites = sorted({site for lines in panels.values() for site in lines})
 
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+
     def draw(figure: "Figure") -> None:
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+        for axis, (title, lines) in zip(axes, panels.items(), strict=False):
             for site, points in sorted(lines.items()):
                 rounds, values = zip(*points, strict=True)
                 style = _style(sites.index(site))
                 axis.plot(rounds, values, label=site, linewidth=1.6, markersize=3.5 if len(rounds) < 40 else 0, **style)
-            axis.set_title("Training loss" if title == "loss" else f"Validation {metric}, {title}", fontsize=10, loc="left")
-            axis.set_xlabel("rounds of training" if title != "loss" else "round")
+            axis.set_title(_heading(title, metric), fontsize=10, loc="left")
+            axis.set_xlabel("round" if title == "loss" else "rounds of training")
             axis.xaxis.get_major_locator().set_params(integer=True)
             _quiet(axis)
-        handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(8, len(handles)), frameon=False)
 
-    return _svg(draw, width=3.4 * max(2, len(panels)), height=3.1 + 0.2 * (len(sites) // 8))
+    return _svg(draw, width=3.4 * max(2, columns), height=2.7 * rows + 0.4 + 0.2 * (len(sites) // 8))
+
+
+def _heading(panel: str, metric: str) -> str:
+    """A method may validate what is no model of the task: a selector has an accuracy of its own."""
+    if panel == "loss":
+        return "Training loss"
+    return f"Validation {metric}, {panel}" if panel in MODELS else f"Validation, {panel}"
 
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
