@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.inference.batch_statistics import TargetStatistics, batch_norm_layers, estimate_statistics
 
 
@@ -70,6 +70,17 @@ def test_layer_used_twice_sees_both():
     assert list(batch_norm_layers(network)) == ["0", "2"]
     estimate_statistics(network, [images(5)])
     assert torch.isfinite(shared.running_var).all()
+
+
+def test_statistics_can_be_kept_and_taken_up():
+    adapted, other = TargetStatistics(model()), TargetStatistics(model())
+    adapted.adapt([images(4)])
+    kept = adapted.statistics()
+    assert kept.keys() == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
+    other.load_statistics(kept)
+    assert torch.equal(other(images(3)), adapted(images(3)))
+    with pytest.raises(StateError, match="another network"):
+        other.load_statistics({"0.running_mean": torch.zeros(2)})
 
 
 def test_is_the_adaptive_model_of_deployment():

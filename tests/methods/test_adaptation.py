@@ -7,7 +7,7 @@ from medflare.core.errors import ConfigError
 from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.inference.tent import Tent
-from medflare.methods.adaptation import AdaptationHyper, check_adaptable, with_adaptation
+from medflare.methods.adaptation import AdaptationHyper, adapted_to, check_adaptable, with_adaptation
 from medflare.methods.registry import build_deployed
 
 
@@ -37,6 +37,25 @@ def test_stored_built_and_used(squares, task, tta, kind, tmp_path):
     found, unadapted = module(images), build_deployed(task, plain)(images)
     assert found.shape == unadapted.shape and not torch.allclose(found, unadapted, atol=1e-3)
     assert ((found >= 0) & (found <= 1)).all()
+
+
+def test_dsbn_is_delivered_with_the_sites_statistics(squares, task, tmp_path):
+    plain, site = plain_message(squares.start(task)), squares.site("O", task)
+    message = adapted_to(site, plain, AdaptationHyper(tta="dsbn"))
+    save_model(tmp_path, task, message, {})
+    expected = TargetStatistics(build_deployed(task, plain))
+    expected.adapt([site.data.test.images])
+    images = site.data.test.images
+    torch.testing.assert_close(load_model(tmp_path).build(build_deployed)(images), expected(images))
+    assert adapted_to(site, plain, AdaptationHyper(tta="tent")).states.keys() == {"model"}
+    assert plain.states.keys() == {"model"}
+
+
+def test_dsbn_at_a_site_without_test_images_keeps_the_trained_statistics(squares):
+    plain = plain_message(squares.start())
+    message = adapted_to(squares.site("O", counts=(3, 0, 0)), plain, AdaptationHyper(tta="dsbn"))
+    images = squares.site("O").data.test.images
+    torch.testing.assert_close(build_deployed(squares.segmentation, message)(images), build_deployed(squares.segmentation, plain)(images))
 
 
 @pytest.mark.parametrize("tta", ["dsbn", "tent"])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import ConfigError, DataError, StateError
+from medflare.core.states import StateDict, copy_state, misfit
 from medflare.inference.routing import TestTimeNorm
 
 
@@ -72,9 +73,9 @@ class _Moments:
 def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """Replace, in place, the running statistics of every BatchNorm layer by those of these images (N, C, H, W).
 
-    While they are collected every layer normalises by the batch at hand, so deep layers see what they will see afterwards. The
-    statistics are those of all images together, however they were cut into batches; a layer that saw a single value per
-    channel (one image, 1x1 features) keeps its own.
+    While they are collected every layer normalises by the batch at hand, so deep layers are fed nearly what they will be fed
+    afterwards. Mean and variance are those over all images together; a layer that saw a single value per channel (one image,
+    1x1 features) keeps its own.
 
     Raises:
         ConfigError: the model has no BatchNorm.
@@ -82,8 +83,8 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """
     working, layers = with_batch_statistics(model)
     moments = {name: _Moments() for name in layers}
-    for name, layer in layers.items():
-        layer.register_forward_pre_hook(lambda _layer, inputs, name=name: moments[name].add(inputs[0]))
+    for name, replacement in layers.items():
+        replacement.register_forward_pre_hook(lambda _layer, inputs, name=name: moments[name].add(inputs[0]))
     images = 0
     for batch in batches:
         working(batch)
@@ -115,3 +116,19 @@ class TargetStatistics(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images)
+
+    def statistics(self) -> StateDict:
+        """Mean and variance of every layer that keeps them, by name: what `adapt` estimated."""
+        layers = [name for name, layer in batch_norm_layers(self.model).items() if layer.track_running_stats]
+        names = {f"{layer}.{statistic}" for layer in layers for statistic in ("running_mean", "running_var")}
+        return copy_state({name: tensor for name, tensor in self.model.state_dict().items() if name in names})
+
+    def load_statistics(self, state: StateDict) -> None:
+        """Take up what `statistics` of such a model gave.
+
+        Raises:
+            StateError: it came from another network.
+        """
+        if reason := misfit(state, self.statistics()):
+            raise StateError(f"these BatchNorm statistics belong to another network: {reason}; adapt the model anew")
+        self.model.load_state_dict(state, strict=False)

@@ -13,6 +13,9 @@ from medflare.methods.hyper import param
 from medflare.methods.registry import build_deployed
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.networks import build_network
+from medflare.tasks.site import SCORING_BATCH, Site
+
+STATISTICS = "statistics"  # the entry with the BatchNorm statistics that DSBN estimated
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,28 @@ def with_adaptation(message: Message, task: TaskConfig, hyper: AdaptationHyper) 
             "episodic": hyper.tent_episodic,
             "batch_size": task.batch_size,
         }
-    return Message(message.states, facts)
+    return Message(dict(message.states), facts)
 
 
-def dsbn_model(task: TaskConfig, message: Message) -> nn.Module:
-    """The module of a delivered model of kind "dsbn": its `adapt` takes the site's unlabelled images."""
-    return TargetStatistics(_base(task, message))
+def adapted_to(site: Site, message: Message, hyper: AdaptationHyper) -> Message:
+    """The delivered model for one site: as `with_adaptation`, for DSBN with the statistics of the site's unlabelled test images."""
+    message = with_adaptation(message, site.task, hyper)
+    if hyper.tta == "dsbn" and site.n["test"]:
+        module = dsbn_model(site.task, message).to(site.device)
+        module.adapt(batch.images for batch in site.ordered("test", SCORING_BATCH))
+        message.states[STATISTICS] = module.statistics()
+    return message
 
 
-def tent_model(task: TaskConfig, message: Message) -> nn.Module:
+def dsbn_model(task: TaskConfig, message: Message) -> TargetStatistics:
+    """The module of a delivered model of kind "dsbn", with the statistics it was delivered with; `adapt` takes other images'."""
+    model = TargetStatistics(_base(task, message))
+    if STATISTICS in message.states:
+        model.load_statistics(message.states[STATISTICS])
+    return model
+
+
+def tent_model(task: TaskConfig, message: Message) -> Tent:
     """The module of a delivered model of kind "tent"; it adapts while it predicts."""
     return Tent(_base(task, message), task.target, **message.facts["tent"])
 

@@ -13,7 +13,7 @@ from medflare.core.message import Message
 from medflare.core.rng import derived_seed
 from medflare.core.states import StateDict, batch_norm_entries, split_state
 from medflare.inference.deployed import plain_message
-from medflare.methods.adaptation import AdaptationHyper, check_adaptable, with_adaptation
+from medflare.methods.adaptation import AdaptationHyper, adapted_to, check_adaptable
 from medflare.methods.fedavg import FedAvgSite, FedAvgSiteHyper
 from medflare.methods.grace_math import a_distance
 from medflare.methods.hyper import param
@@ -79,7 +79,7 @@ class LocalModelSite(FedAvgSite):
         """Inside: the local model (the global one where the site never trained). Outside: the global one, adapted as chosen."""
         shared = plain_message(incoming.states["model"])
         if self.site.name not in self.sites:
-            return {"global": shared, "deployed": with_adaptation(shared, self.site.task, self.hyper)}
+            return {"global": shared, "deployed": adapted_to(self.site, shared, self.hyper)}
         own = shared if self.personal.state is None else plain_message(self.personal.state)
         return {"global": shared, "personal": own, "deployed": own}
 
