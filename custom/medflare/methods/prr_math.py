@@ -348,6 +348,22 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
     return mean + noise * deviation * (sites > 0)
 
 
+def most_representative(counts: Mapping[str, Tensor]) -> str:
+    """The site whose class distribution is closest to the federation's: whose model serves an outside site (PRR, Sec. IV-E).
+
+    Closest in total variation, summed over the groups of classes; of equals the first by name.
+
+    Args:
+        counts: site -> (G, C) training images or pixels of each class.
+    """
+
+    def shares(table: Tensor) -> Tensor:
+        return table / table.sum(dim=1, keepdim=True).clamp(min=1)
+
+    everyone = shares(torch.stack(list(counts.values())).sum(dim=0))
+    return min(sorted(counts), key=lambda site: float((shares(counts[site]) - everyone).abs().sum()))
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
