@@ -143,11 +143,16 @@ def _read(source: str | Path) -> tuple[str, str]:
 
 
 def unknown(what: str, value: str, known: Iterable[str], place: str = "") -> ConfigError:
-    """The error for a name that does not exist, with the closest names that do."""
+    """The error for a setting's name that does not exist."""
+    return ConfigError(no_such(what, value, known, place))
+
+
+def no_such(what: str, value: str, known: Iterable[str], place: str = "") -> str:
+    """One line about a name that does not exist, with the closest names that do."""
     names = sorted(known)
     close = get_close_matches(str(value), names, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return ConfigError(f"{place + ': ' if place else ''}unknown {what} {value!r}; {hint}known: {', '.join(names)}")
+    return f"{place + ': ' if place else ''}unknown {what} {value!r}; {hint}known: {', '.join(names)}"
 
 
 def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
@@ -173,6 +178,8 @@ def _check_together(task: TaskConfig, place: str) -> None:
         raise ConfigError(f"{place}: a multiclass task needs at least two labels, got {list(task.labels)}; use target 'binary'")
     if task.metric not in task.metrics or task.metric == "hd95":
         raise unknown("metric", task.metric, [name for name in task.metrics if name != "hd95"], place)
+    if task.kind == "classification" and task.slices["keep"] == "foreground":
+        raise ConfigError(f"{place}: slices.keep 'foreground' needs masks, which a classification task lacks; use 'all'")
     for label in task.label_values:
         if label not in task.labels:
             raise unknown("label", label, task.labels, f"{place}: label_values")

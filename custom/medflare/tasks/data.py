@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import DataError
-from medflare.tasks.config import TaskConfig, unknown
+from medflare.tasks.config import TaskConfig, no_such
 from medflare.tasks.datalist import FILE, SPLITS, Entry, assign_splits
 from medflare.tasks.decoding import Decoded, FileSource, PhantomSource, Source, decoded_once
 from medflare.tasks.targets import encode_label
@@ -97,7 +97,7 @@ def _site_folder(root: Path, site: str, origin: str) -> Path:
         raise DataError(f"site {site}: {root / site} holds no {FILE}; add one (MONAI / Decathlon layout)")
     known = sorted(folder.parent.name for folder in root.glob(f"*/{FILE}"))
     if known:
-        raise unknown("site", site, known, f"data root {root} ({origin})")
+        raise DataError(no_such("site", site, known, f"data root {root} ({origin})"))
     raise DataError(f"site {site}: data root {root} ({origin}) holds no {FILE} and no folder {site}; correct the path or add the data")
 
 

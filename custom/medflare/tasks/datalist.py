@@ -11,7 +11,7 @@ from medflare.core.rng import numpy_generator
 
 FILE = "datalist.json"
 SPLITS = ("training", "validation", "test")
-_SHARES = {"training": 0.7, "validation": 0.1, "test": 0.2}
+_SHARES = {"training": 7, "validation": 1, "test": 2}
 
 
 @dataclass(frozen=True)

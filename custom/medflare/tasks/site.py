@@ -17,7 +17,7 @@ from medflare.tasks.networks import FeatureNetwork, initial_network
 from medflare.tasks.transforms import Augmentation
 
 Predictor = Callable[[Tensor], Tensor]
-SCORING_BATCH = 64  # without gradients and optimiser a larger batch costs little memory
+SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
 
 
 class Probabilities(nn.Module):

@@ -70,7 +70,8 @@ class Augmentation:
         keys = ["image", "target"] if spatial else ["image"]
         extra: dict[str, Any] = {"keys": keys}
         if spatial and settings["name"] not in ("RandFlip", "RandRotate90"):
-            extra["mode"] = [settings.get("mode", "bilinear"), "nearest"]
+            nearest = "nearest-exact" if settings["name"] == "RandZoom" else "nearest"  # the other transforms sample a grid
+            extra["mode"] = [settings.get("mode", "bilinear"), nearest]
         return _construct("augment", AUGMENTATIONS, "d", {**settings, **extra})
 
     def __call__(self, images: Tensor, targets: Tensor, random: np.random.RandomState) -> tuple[Tensor, Tensor]:
