@@ -1,0 +1,153 @@
+"""The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders."""
+
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.client import Client
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+from nvflare.apis.workspace import Workspace
+
+from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.events import EventLog
+from medflare.evaluation.results import FAILED, FOLDER
+from medflare.evaluation.run import Run
+from medflare.flare.aggregators import MethodAggregator
+from medflare.flare.exchange import TaskExchange
+from medflare.flare.executors import TASK_FILE
+from medflare.flare.pulse import TOPIC
+from medflare.flare.streams import share_cleanup_thread
+from medflare.flare.tracking import Tracking
+from medflare.flare.wire import register_tensors
+from medflare.methods.federation import Rules
+from medflare.methods.registry import get_method
+from medflare.tasks.config import load_task
+
+
+class MedflareController(Controller):
+    """Runs a federation: enrol, the method's rounds, deliver and evaluate; leaves its results in the job's folder.
+
+    Args:
+        aggregator_id: the component that owns the server half, a `MethodAggregator`.
+        rounds: of the federation.
+        seed: of the run.
+        outside: names of sites that never train and only receive the final models.
+        site_half: method whose site half the sites run, where it is not the aggregator's.
+        min_sites: usable answers that a step needs; None: two, or one in a federation of one.
+        sites_per_round: how many inside sites are drawn for a round; None: all.
+        step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
+        silence: seconds without a sign of life after which a site counts as gone.
+    """
+
+    def __init__(
+        self,
+        aggregator_id: str = "aggregator",
+        rounds: int = 10,
+        seed: int = 0,
+        outside: list[str] | None = None,
+        site_half: str = "",
+        min_sites: int | None = None,
+        sites_per_round: int | None = None,
+        step_timeout: float = 0.0,
+        silence: float = 120.0,
+    ):
+        super().__init__(task_check_period=0.1)
+        register_tensors()
+        share_cleanup_thread()
+        self.aggregator_id = aggregator_id
+        self.rounds = rounds
+        self.seed = seed
+        self.outside = outside
+        self.site_half = site_half
+        self.min_sites = min_sites
+        self.sites_per_round = sites_per_round
+        self.step_timeout = step_timeout
+        self.silence = silence
+        self._exchange: TaskExchange | None = None
+        self._events = EventLog()
+        self._stop_reason = ""
+
+    # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        self._engine.register_aux_message_handler(TOPIC, self._alive)
+
+    def stop_controller(self, fl_ctx: FLContext) -> None:
+        self.cancel_all_tasks(fl_ctx=fl_ctx)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        if event_type == EventType.BEFORE_PROCESS_TASK_REQUEST:
+            self._sign_of_life(fl_ctx)
+        elif event_type == EventType.FATAL_SYSTEM_ERROR:
+            self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
+
+    def process_result_of_unknown_task(
+        self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+    ) -> None:
+        self._events.add("late", f"an answer to '{task_name}' came after its step was closed and was not used", site=client.name)
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
+        try:
+            run = self._run(fl_ctx)
+            self._exchange = TaskExchange(
+                self,
+                fl_ctx,
+                abort_signal,
+                members=self._members,
+                stop_reason=lambda: self._stop_reason or "stopped on request",
+                step_timeout=self.step_timeout,
+                silence=self.silence,
+            )
+            results = run.execute(self._exchange)
+        except Aborted as error:
+            self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
+        except MedflareError as error:
+            self._fail(str(error), fl_ctx)
+        else:
+            if results["status"] == FAILED:
+                self._fail(results["reason"], fl_ctx)
+
+    # -- parts -------------------------------------------------------------------------------------------------------------
+
+    def _run(self, fl_ctx: FLContext) -> Run:
+        workspace: Workspace = self._engine.get_workspace()
+        job = fl_ctx.get_job_id()
+        aggregator = self._engine.get_component(self.aggregator_id)
+        if not isinstance(aggregator, MethodAggregator):
+            raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
+        outside = tuple(self.outside or ())
+        return Run(
+            method=get_method(self.site_half or aggregator.method_name, server=aggregator.method_name),
+            task=load_task(Path(workspace.get_app_config_dir(job)) / TASK_FILE),
+            hyper=aggregator.hyper or {},
+            rounds=self.rounds,
+            seed=self.seed,
+            sites=tuple(site for site in sorted(self._members()) if site not in outside),
+            outside=outside,
+            rules=Rules(min_sites=self.min_sites, sites_per_round=self.sites_per_round),
+            folder=Path(workspace.get_run_dir(job)) / FOLDER,
+            say=lambda line: self.log_info(fl_ctx, line),
+            observe=Tracking(self, fl_ctx, self.rounds),
+            events=self._events,
+        )
+
+    def _members(self) -> list[str]:
+        return [client.name for client in self._engine.get_clients()]
+
+    def _fail(self, reason: str, fl_ctx: FLContext) -> None:
+        self.log_error(fl_ctx, f"medflare: FAILED: {reason}")
+        self.system_panic(reason, fl_ctx)
+
+    def _alive(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+        self._sign_of_life(fl_ctx)
+        return make_reply(ReturnCode.OK)
+
+    def _sign_of_life(self, fl_ctx: FLContext) -> None:
+        peer: Any = fl_ctx.get_peer_context()
+        if self._exchange is not None and peer is not None:
+            self._exchange.watch.sign_of_life(peer.get_identity_name())

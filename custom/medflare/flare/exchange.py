@@ -1,0 +1,178 @@
+"""How a step's messages reach the sites under FLARE and their answers come back: one task per site, one wait for all.
+
+Nothing here can hang on a site: an answer comes, or the step's time is over, or the site shows no sign of life any more. Signs
+of life are its polls for work and the pulse that `MedflareExecutor` sends while a task runs.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+from nvflare.app_common.app_constant import AppConstants
+
+from medflare.core.errors import Aborted, UpdateError
+from medflare.core.message import Message
+from medflare.flare.wire import error_of, to_message, to_shareable
+from medflare.methods.base import Step
+from medflare.methods.federation import Reply
+
+_LOOK = 0.1  # seconds between two looks at the clock and the abort signal; answers wake the wait at once
+
+
+@dataclass
+class _Asked:
+    """One site's task in the current step."""
+
+    task: Task
+    since: float
+    fetched: bool = False
+    answer: Shareable | None = None
+
+
+@dataclass
+class Watch:
+    """When each site was heard of last, and which ones are given up until they are heard of again."""
+
+    silence: float
+    heard: dict[str, float] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+
+    def sign_of_life(self, site: str) -> None:
+        self.heard[site] = time.monotonic()
+        self.lost.discard(site)
+
+    def silent_since(self, site: str, *moments: float) -> float:
+        """Seconds since the site was heard of or the latest of `moments`, whichever is shorter ago."""
+        return time.monotonic() - max(self.heard.get(site, 0.0), *moments)
+
+
+class TaskExchange:
+    """The exchange that the schedule uses under FLARE.
+
+    Args:
+        controller: schedules the tasks.
+        members: names of the sites that FLARE has in this job at the moment.
+        stop_reason: why the job is being stopped, asked for when the abort signal is set.
+        step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that lives.
+        silence: seconds without a sign of life after which a site counts as gone.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        fl_ctx: FLContext,
+        abort_signal: Signal,
+        *,
+        members: Callable[[], Iterable[str]],
+        stop_reason: Callable[[], str],
+        step_timeout: float,
+        silence: float,
+    ):
+        self.controller = controller
+        self.fl_ctx = fl_ctx
+        self.abort_signal = abort_signal
+        self.members = members
+        self.stop_reason = stop_reason
+        self.step_timeout = step_timeout
+        self.watch = Watch(silence)
+        self._asked: dict[str, _Asked] = {}
+        self._changed = threading.Condition()
+
+    def present(self, round: int) -> list[str]:
+        """The job's sites that are not given up; one that was comes back with its first sign of life."""
+        return sorted(site for site in self.members() if site not in self.watch.lost)
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        with self._changed:
+            self._asked = {site: self._ask(step, site, message) for site, message in sorted(outgoing.items())}
+        try:
+            problems = self._wait(step)
+        finally:
+            with self._changed:
+                asked, self._asked = self._asked, {}
+            for one in asked.values():
+                if one.answer is None:
+                    self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
+        return {site: problems.get(site) or _reply(one.answer) for site, one in asked.items()}
+
+    # -- asking ------------------------------------------------------------------------------------------------------------
+
+    def _ask(self, step: Step, site: str, message: Message) -> _Asked:
+        shareable = to_shareable(message)
+        shareable.set_header(AppConstants.CURRENT_ROUND, step.round)
+        task = Task(step.phase, shareable, after_task_sent_cb=self._fetched, result_received_cb=self._answered)
+        self.controller.send(task, self.fl_ctx, targets=[site])
+        return _Asked(task, time.monotonic())
+
+    def _fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        site = client_task.client.name
+        self.watch.sign_of_life(site)
+        with self._changed:
+            if site in self._asked and self._asked[site].task is client_task.task:
+                self._asked[site].fetched = True
+
+    def _answered(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        """Only stores the answer: FLARE holds its locks while this runs."""
+        site, result = client_task.client.name, client_task.result
+        client_task.result = None  # FLARE would keep it until the task monitor comes round
+        self.watch.sign_of_life(site)
+        with self._changed:
+            if site in self._asked and self._asked[site].task is client_task.task:
+                self._asked[site].answer = result
+                self._changed.notify_all()
+
+    # -- waiting -----------------------------------------------------------------------------------------------------------
+
+    def _wait(self, step: Step) -> dict[str, Reply]:
+        """Returns when every site has answered or is given up; gives the replies that stand for missing answers."""
+        started = busy = time.monotonic()
+        problems: dict[str, Reply] = {}
+        with self._changed:
+            while pending := {site: one for site, one in self._asked.items() if one.answer is None and site not in problems}:
+                if self.abort_signal.triggered:
+                    raise Aborted(self.stop_reason())
+                if self.step_timeout and time.monotonic() - started > self.step_timeout:
+                    problems |= {site: self._overdue(step, one) for site, one in pending.items()}
+                    break
+                gone = {site for site, one in pending.items() if self._gone(site, one, busy)}
+                self.watch.lost |= gone
+                silent = f"no sign of life in '{step.phase}' of round {step.round}; going on without the site"
+                problems |= {site: Reply(problem=silent, kind="missing") for site in gone}
+                if any(one.fetched for site, one in pending.items() if site not in gone):
+                    busy = time.monotonic()
+                self._changed.wait(_LOOK)
+        return problems
+
+    def _gone(self, site: str, asked: _Asked, busy: float) -> bool:
+        """Whether a site cannot be expected to answer.
+
+        A site that works on its task sends a pulse. One that has not fetched its task may be waiting for its turn (FLARE's
+        simulator with fewer threads than sites), so its silence counts only while no other site is at work either.
+        """
+        if self.controller.get_client_disconnect_time(site):
+            return True
+        since = (asked.since,) if asked.fetched else (asked.since, busy)
+        return self.watch.silent_since(site, *since) > self.watch.silence
+
+    def _overdue(self, step: Step, asked: _Asked) -> Reply:
+        state = "was still at work" if asked.fetched else "had not fetched its task"
+        problem = f"'{step.phase}' of round {step.round} was closed after {self.step_timeout:g} s; the site {state}"
+        return Reply(problem=problem, kind="late")
+
+
+def _reply(answer: Shareable | None) -> Reply:
+    if answer is None:
+        return Reply(problem="no answer", kind="missing")
+    problem = error_of(answer)
+    if problem is not None:
+        return Reply(problem=problem, kind="failed")
+    try:
+        return Reply(to_message(answer))
+    except UpdateError as error:
+        return Reply(problem=str(error), kind="rejected")

@@ -1,0 +1,88 @@
+"""FLARE recipes: a federation in three lines of Python, in FLARE's simulator (SimEnv), POC (PocEnv) or production (ProdEnv).
+
+from medflare.flare.recipes import FedSMRecipe
+from nvflare.recipe import SimEnv
+
+FedSMRecipe(task="phantom", num_rounds=10, lam=0.3).execute(SimEnv(num_clients=4))
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nvflare.recipe.spec import Recipe
+
+from medflare.flare.jobs import FederationJob, JobSettings
+from medflare.tasks.config import TaskConfig, load_task
+
+
+class MedflareRecipe(Recipe):
+    """Any method by name; the subclasses are the methods of the five papers.
+
+    Args:
+        task: preset name, JSON file, mapping or configuration.
+        num_rounds: of the federation.
+        method: name of the method; the subclasses name it themselves.
+        seed, outside, site_half, server_half, min_sites, sites_per_round, step_timeout, silence: see `jobs.JobSettings`.
+        hyper: the method's hyper-parameters by name.
+
+    Raises:
+        ConfigError: an unknown method or hyper-parameter, or a value out of its range.
+    """
+
+    default_method: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        *,
+        task: TaskConfig | str | Path | Mapping[str, Any] = "phantom",
+        num_rounds: int = 10,
+        method: str = "",
+        seed: int = 0,
+        outside: Sequence[str] = (),
+        site_half: str | None = None,
+        server_half: str | None = None,
+        min_sites: int | None = None,
+        sites_per_round: int | None = None,
+        step_timeout: float = 0.0,
+        silence: float = 120.0,
+        **hyper: Any,
+    ):
+        settings = JobSettings(
+            method or self.default_method,
+            num_rounds,
+            seed,
+            hyper,
+            outside,
+            site_half,
+            server_half,
+            min_sites,
+            sites_per_round,
+            step_timeout,
+            silence,
+        )
+        super().__init__(FederationJob(load_task(task), settings))
+
+
+class FedAvgRecipe(MedflareRecipe):
+    default_method = "fedavg"
+
+
+class FedSMRecipe(MedflareRecipe):
+    default_method = "fedsm"
+
+
+class PRRRecipe(MedflareRecipe):
+    default_method = "prr"
+
+
+class GraceRecipe(MedflareRecipe):
+    default_method = "grace"
+
+
+class IOPRecipe(MedflareRecipe):
+    default_method = "iop_fl"
+
+
+class FedDAGRecipe(MedflareRecipe):
+    default_method = "feddag"
