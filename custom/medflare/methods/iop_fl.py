@@ -68,9 +68,12 @@ class IOPSite(FedAvgSite):
         return super().outbound(phase, plan)
 
     def train(self, round: int, incoming: Message) -> Message:
-        personal = self._look(round, incoming.states["model"])
+        global_ = incoming.states["model"]
+        personal = self._look(round, global_)
         reply = super().train(round, incoming)
-        self._accumulate(incoming.states["model"], reply.states["model"])
+        if self.adapted is None and self.hyper.start == "global":  # P_k^0 = w_g, which has just been measured
+            self.adapted, personal = copy_state(global_), reply.facts["validation"]["global"]
+        self._accumulate(global_, reply.states["model"])
         reply.facts["validation"]["personal"] = personal
         return reply
 
@@ -82,8 +85,6 @@ class IOPSite(FedAvgSite):
 
     def _look(self, round: int, global_: StateDict) -> float | None:
         """P_k as of this round's start, measured and offered for delivery; None while there is none."""
-        if self.adapted is None and self.hyper.start == "global":
-            self.adapted = copy_state(global_)
         if self.adapted is None:
             return None
         if self.local_step is not None:
