@@ -29,7 +29,7 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
     sites = sorted({site for lines in panels.values() for site in lines})
 
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
 
     def draw(figure: "Figure") -> None:
