@@ -1,20 +1,23 @@
 """The plain loop: a whole federation in one process, for tests, sweeps and studies. Same halves, same schedule as under FLARE."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medflare.core.errors import Aborted, ConfigError, FederationFailed, MedflareError
-from medflare.core.events import EventLog
+from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.evaluation.results import RunRecord, build_results, write_results
-from medflare.methods.base import ServerContext, Step
-from medflare.methods.federation import ENROL, Federation, Reply, Rules, StepReport
-from medflare.methods.participant import Participant, identity_of
-from medflare.methods.registry import Method, get_method
+from medflare.evaluation.run import Run
+from medflare.inference.deployed import save_model
+from medflare.methods.base import Step
+from medflare.methods.federation import Reply, Rules
+from medflare.methods.participant import Participant
+from medflare.methods.registry import get_method
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.site import Site, open_site
+
+SITES = "sites"  # below `out`: what each site would keep at home
 
 
 class LocalExchange:
@@ -47,3 +50,85 @@ class LocalExchange:
             except MedflareError as error:
                 replies[site] = Reply(problem=str(error))
         return replies
+
+
+def run_local(
+    method: str,
+    task: TaskConfig | str | Path | Mapping[str, Any],
+    sites: int | Iterable[str],
+    *,
+    rounds: int,
+    seed: int,
+    outside: Iterable[str] = (),
+    data_root: Path | str | None = None,
+    resplit: int | None = None,
+    site_half: str | None = None,
+    server_half: str | None = None,
+    min_sites: int | None = None,
+    sites_per_round: int | None = None,
+    absent: Mapping[int, Iterable[str]] | None = None,
+    out: Path | str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    **hyper: Any,
+) -> dict[str, Any]:
+    """Run a federation in this process and return its results dict (the content of results.json).
+
+    Args:
+        method: name of the method; `site_half` and `server_half` swap in the half of another one.
+        task: preset name, JSON file, mapping or configuration.
+        sites: names of the sites that train, or how many (site-1, site-2, ...).
+        rounds: federation rounds.
+        seed: of everything that is drawn.
+        outside: sites that never train and only receive the final models.
+        data_root: folder with one subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
+        resplit: draw the splits anew by patient with this seed.
+        min_sites, sites_per_round: see `federation.Rules`.
+        absent: round -> sites that cannot be reached in it.
+        out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
+        say: takes a progress line a step.
+        hyper: the method's hyper-parameters by name.
+
+    Raises:
+        ConfigError: the method, task, a hyper-parameter or a site name is wrong. Whatever fails later is a result: status FAILED.
+    """
+    chosen = get_method(method, site=site_half, server=server_half)
+    chosen.check(hyper)
+    config = load_task(task)
+    config = config if resplit is None else replace(config, resplit=resplit)
+    inside, apart = _names(sites), tuple(sorted(outside))
+    if both := set(inside) & set(apart):
+        raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
+    folder = None if out is None else Path(out)
+
+    def opened(name: str) -> Participant:
+        def site(role: str) -> Site:
+            return open_site(name, config, seed=seed, role=role, data_root=data_root)
+
+        def keep(role: str, model: Message, metrics: Mapping[str, Any]) -> None:
+            if folder is not None:
+                card = {"method": chosen.name, "site": name, "role": role, "seed": seed, "metrics": dict(metrics)}
+                save_model(folder / SITES / name / role, config, model, card)
+
+        return Participant(name, site, chosen, hyper, keep=keep)
+
+    run = Run(
+        chosen,
+        config,
+        hyper,
+        rounds,
+        seed,
+        inside,
+        apart,
+        Rules(min_sites=min_sites, sites_per_round=sites_per_round),
+        folder=folder,
+        settings={"engine": "local"},
+        say=say,
+    )
+    return run.execute(LocalExchange((*inside, *apart), opened, absent))
+
+
+def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
+    names = [f"site-{number + 1}" for number in range(sites)] if isinstance(sites, int) else list(sites)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"sites = {names}: name at least one site, each once")
+    return tuple(sorted(names))

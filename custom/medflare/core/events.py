@@ -63,6 +63,11 @@ class EventLog:
                 round=round if own_round is None else own_round,
             )
 
+    def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Start over with these events: a resumed run takes up those of the run before it."""
+        self._events.clear()
+        self.extend(events)
+
     def of(self, *kinds: str, site: str | None = None) -> list[Event]:
         """The events of the given kinds (all kinds where none is given), of one site where `site` is given."""
         return [event for event in self if (not kinds or event["kind"] in kinds) and site in (None, event["site"])]

@@ -28,11 +28,13 @@ class Step:
         phase: the name of the site half's method that answers: "train", "validate", ...
         round: 0-based; steps after the last round carry the number of rounds.
         everyone: ask all inside sites, also in a round for which only some were drawn.
+        part: 0-based number of the exchange where a phase comes more than once in a round.
     """
 
     phase: str
     round: int
     everyone: bool = False
+    part: int = 0
 
 
 @dataclass(frozen=True)

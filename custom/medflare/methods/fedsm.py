@@ -25,10 +25,15 @@ from medflare.methods.personalization import adapt, train_apfl, train_per_fedavg
 from medflare.methods.selection import Best, mean_validation
 from medflare.methods.selector import (
     MOMENTS,
+    SelectorLoss,
+    accumulate_gradient,
+    adam_step,
     adam_with_moments,
+    gradient_of,
     initial_moments,
     moments_of,
     parameter_names,
+    selector_rate,
     selector_spec,
     train_selector,
 )
@@ -85,9 +90,15 @@ class FedSMHyper(FedAvgServerHyper):
         "softpull", "where personal models come from", source="Table 6", choices=("softpull", "finetune", "apfl", "perfedavg", "pfedme")
     )
     selector: str = param("auto", "selector network; auto: VGG-11 unless larger than the task's", choices=("auto", "compact_selector", "vgg11"))
-    selector_lr: float = param(1e-3, "Adam rate of the selector", low=0)
-    selector_steps: str = param("fullbatch", "one Adam step a round, or one a batch", source="code / Alg. 1", choices=("fullbatch", "minibatch"))
-    sync_moments: bool = param(True, "average the selector's Adam moments over sites; each alone sees one label only", source="code")
+    selector_lr: float | str = param("auto", "Adam rate of the selector; auto: 0.001 for VGG-11, 0.01 for the compact one", low=0)
+    selector_steps: str = param(
+        "server",
+        "server: one Adam step with the sites' mean gradient; fullbatch: one at each site; minibatch: one a batch",
+        source="code / Alg. 1",
+        choices=("server", "fullbatch", "minibatch"),
+    )
+    selector_updates: int = param(1, "selector updates a round; each further one is an exchange of the selector alone", low=1)
+    sync_moments: bool = param(True, "fullbatch, minibatch: average Adam's moments over sites; each alone sees one label only", source="code")
     reset_optimizer: bool = param(False, "fresh optimizers every round; false keeps the moments of w_g and w_p", source="code")
     apfl_share: float = param(0.5, "APFL's share of the local model", symbol="α", source="Table 6", low=0, high=1)
     adapt_steps: int = param(1, "Per-FedAvg's adaptation steps", source="Table 6", low=1)
@@ -108,7 +119,7 @@ class FedSMSite(FedAvgSite):
     """Trains the global model, the site's personal model and the selector, one after the other, on the same images."""
 
     Hyper: ClassVar[type] = FedSMHyper
-    phases = ("train", "validate", "tune")
+    phases = ("train", "train_selector", "validate", "tune")
     kind: ClassVar[str] = "super"  # of the deployed model
 
     def __init__(self, site: Site, hyper: FedSMHyper, sites: tuple[str, ...]):
@@ -121,6 +132,8 @@ class FedSMSite(FedAvgSite):
     @classmethod
     def outbound(cls, phase: str, plan: Plan) -> Manifest:
         entries: Manifest = {}
+        if phase == "train_selector":
+            return cls.selector_entries(plan)
         if phase == "train":
             entries["model"] = plain_entry(plan, "the site's locally trained global model, for the weighted mean")
             entries["personal"] = plain_entry(plan, "the site's personal model, a part of everybody's super model")
@@ -138,12 +151,14 @@ class FedSMSite(FedAvgSite):
     def selector_entries(cls, plan: Plan) -> Manifest:
         outputs = cls.selector_outputs(plan.sites)
         state = plan.template(selector_spec(plan), outputs)
+        names = parameter_names(plan, outputs)
+        parameters = {name: tensor for name, tensor in state.items() if name in names}
+        if plan.hyper.selector_steps == "server":
+            return {"selector_gradient": EntrySpec.like(parameters, "the gradient of the selector, which tells sites apart by their images")}
         entries = {"selector": EntrySpec.like(state, "the selector that tells sites apart by their images")}
         if plan.hyper.sync_moments:
-            names = parameter_names(plan, outputs)
-            for moment in MOMENTS:
-                purpose = f"Adam's {moment} of the selector: a site sees one label only, the mean has seen all"
-                entries[f"selector_{moment}"] = EntrySpec.like({n: t for n, t in state.items() if n in names}, purpose)
+            purpose = "Adam's {} of the selector: a site sees one label only, the mean has seen all"
+            entries |= {f"selector_{m}": EntrySpec.like(parameters, purpose.format(m)) for m in MOMENTS}
         return entries
 
     def train(self, round: int, incoming: Message) -> Message:
@@ -155,6 +170,11 @@ class FedSMSite(FedAvgSite):
             selector, losses["selector"] = self.selector_round(round, incoming, self._own_label_loss)
             states |= selector
         return Message(states, self.facts(loss=losses["global"], validation=validation, losses=losses))
+
+    def train_selector(self, round: int, incoming: Message) -> Message:
+        """A further update of the selector alone within a round."""
+        states, loss = self.selector_round(round, incoming, self._own_label_loss)
+        return Message(states, self.facts(loss=loss, validation={}))
 
     def validate(self, round: int, incoming: Message) -> Message:
         return Message({}, self.facts(validation=self._validations(incoming)))
@@ -216,20 +236,23 @@ class FedSMSite(FedAvgSite):
         with torch.no_grad():
             return torch.cat([selector(batch.images).softmax(dim=1).cpu() for batch in self.site.ordered(split)])
 
-    def selector_round(self, round: int, incoming: Message, loss: Any) -> tuple[dict[str, StateDict], float]:
-        """One round of selector training with the server's Adam moments (or, unsynchronised, the site's own)."""
+    def selector_round(self, round: int, incoming: Message, loss: SelectorLoss) -> tuple[dict[str, StateDict], float]:
+        """One update of the selector: its gradient for the server, or local steps with the server's (else the site's) moments."""
         selector = self._selector(incoming.states["selector"])
+        keys = (round, "selector", incoming.facts.get("update", 0))
+        if self.hyper.selector_steps == "server":
+            value = accumulate_gradient(selector, self.site, (*keys, 0), loss)
+            return {"selector_gradient": gradient_of(selector)}, value
         synced = self.hyper.sync_moments
         moments = {m: incoming.states[f"selector_{m}"] for m in MOMENTS} if synced else self.selector_moments
-        optimizer = adam_with_moments(selector, self.hyper.selector_lr, moments, self.selector_step)
-        value = train_selector(selector, optimizer, self.site, round, loss, self.hyper.selector_steps)
+        optimizer = adam_with_moments(selector, selector_rate(self.plan), moments, self.selector_step)
+        value = train_selector(selector, optimizer, self.site, keys, loss, self.hyper.selector_steps)
         moments, self.selector_step = moments_of(selector, optimizer)
         states = {"selector": copy_state(selector.state_dict())}
-        if synced:
-            states |= {f"selector_{m}": state for m, state in moments.items()}
-        else:
+        if not synced:
             self.selector_moments = moments
-        return states, value
+            return states, value
+        return {**states, **{f"selector_{m}": state for m, state in moments.items()}}, value
 
     # gamma, delivery, state
 
@@ -296,8 +319,9 @@ class FedSMServer(FedAvgServer):
         self.personal: dict[str, StateDict] = {site: copy_state(self.model) for site in context.sites}
         self.meta = copy_state(self.model)
         self.selector = {"selector": selector}
-        if hyper.sync_moments:
-            moments = initial_moments(selector, parameter_names(self.plan, outputs))
+        moments = initial_moments(selector, parameter_names(self.plan, outputs))
+        self.server_moments, self.selector_step = (moments, 0) if hyper.selector_steps == "server" else ({}, 0)
+        if hyper.selector_steps != "server" and hyper.sync_moments:
             self.selector |= {f"selector_{moment}": state for moment, state in moments.items()}
         self.best_personal = {site: Best() for site in context.sites}
         self.best_selector = Best()
@@ -306,12 +330,18 @@ class FedSMServer(FedAvgServer):
             context.events.add("warning", f"lam = {hyper.lam:g} is below 1/K = {1 / len(context.sites):.3g}: SoftPull overshoots the mean")
 
     def steps(self) -> list[Step]:
+        steps = []
+        for step in super().steps():
+            further = self.hyper.selector_updates - 1 if step.phase == "train" else 0
+            steps += [step, *(Step("train_selector", step.round, part=part + 1) for part in range(further))]
         tune = [Step("tune", self.context.rounds, everyone=True)] if self.hyper.gamma == "tune" else []
-        return [*super().steps(), *tune]
+        return [*steps, *tune]
 
     def outgoing(self, step: Step, site: str) -> Message:
         if step.phase == "tune":
             return self.delivery(site)
+        if step.phase == "train_selector":
+            return Message(dict(self.selector), {"update": step.part})
         message = Message({"model": self.model, "personal": self.personal[site], **self.selector})
         if self.hyper.personalization in SHARED_META:
             message.states["meta"] = self.meta
@@ -320,6 +350,9 @@ class FedSMServer(FedAvgServer):
     def accept(self, step: Step, replies: Mapping[str, Message]) -> None:
         if step.phase == "tune":
             self.gamma = tuned_gamma({site: reply.facts for site, reply in replies.items()})
+            return
+        if step.phase == "train_selector":
+            self.aggregate_selector(replies)
             return
         self._select(step, replies)
         super().accept(step, replies)
@@ -341,8 +374,14 @@ class FedSMServer(FedAvgServer):
             self.meta = blend(self.meta, mean, self.hyper.pfedme_beta) if self.hyper.personalization == "pfedme" else mean
 
     def aggregate_selector(self, replies: Mapping[str, Message]) -> None:
-        """The selector and its moments, averaged with the same weights as the global model."""
+        """The selector (and its moments) averaged with the weights of the global model, or one step along the mean gradient."""
         weights = sample_weights(replies, self.hyper.weighting)
+        if self.hyper.selector_steps == "server":
+            mean = weighted_mean({site: reply.states["selector_gradient"] for site, reply in replies.items()}, weights)
+            self.selector_step += 1
+            stepped = adam_step(self.selector["selector"], mean, self.server_moments, self.selector_step, selector_rate(self.plan))
+            self.selector["selector"], self.server_moments = stepped
+            return
         for entry in self.selector:
             self.selector[entry] = weighted_mean({site: reply.states[entry] for site, reply in replies.items()}, weights)
 
@@ -364,8 +403,9 @@ class FedSMServer(FedAvgServer):
 
     def state(self) -> Message:
         message = super().state()
-        message.facts["gamma"] = self.gamma
+        message.facts |= {"gamma": self.gamma, "selector_step": self.selector_step}
         message.states |= {"meta": self.meta, **self.selector, **{f"personal/{site}": s for site, s in self.personal.items()}}
+        message.states |= {f"server_{moment}": state for moment, state in self.server_moments.items()}
         self.best_selector.pack("selector", message)
         for site, found in self.best_personal.items():
             found.pack(f"personal/{site}", message)
@@ -374,6 +414,8 @@ class FedSMServer(FedAvgServer):
     def restore(self, state: Message) -> None:
         super().restore(state)
         self.gamma, self.meta = state.facts["gamma"], state.states["meta"]
+        self.selector_step = state.facts["selector_step"]
+        self.server_moments = {moment: state.states[f"server_{moment}"] for moment in self.server_moments}
         self.selector = {entry: state.states[entry] for entry in self.selector}
         self.personal = {site: state.states[f"personal/{site}"] for site in self.personal}
         self.best_selector.unpack("selector", state)

@@ -42,6 +42,7 @@ def extra_labels(losses: Tensor) -> Tensor:
 class FedSMExtraHyper(FedSMHyper):
     combine: str = param("extra", "label by the best model, or learn the weighted output", source="Sec. 3.1", choices=("extra", "ensemble"))
     selector_rounds: int = param(50, "extra rounds for the selector", source="Sec. 4", low=1)
+    selector_updates: int = param(1, "not used: the selector has rounds of its own", choices=(1,))
     gamma: float | str = param(0.0, "not used: the selector's K + 1 scores include the global model", choices=(0.0,))
 
 
@@ -125,7 +126,7 @@ class FedSMExtraServer(FedSMServer):
             message = super().outgoing(step, site)
             return Message({e: s for e, s in message.states.items() if not e.startswith("selector")}, message.facts)
         models = Message() if site in self.given else super().delivery(site)
-        return Message({**models.states, **self.selector}, models.facts)
+        return Message({**models.states, **self.selector}, {**models.facts, "update": 0})
 
     def accept(self, step: Step, replies: Mapping[str, Message]) -> None:
         if step.phase == "train_selector":
@@ -135,7 +136,8 @@ class FedSMExtraServer(FedSMServer):
             super().accept(step, replies)
 
     def aggregate_selector(self, replies: Mapping[str, Message]) -> None:
-        if all("selector" in reply.states for reply in replies.values()):
+        """Not before the other models are finished."""
+        if all(entry.startswith("selector") for reply in replies.values() for entry in reply.states):
             super().aggregate_selector(replies)
 
     def delivery(self, site: str) -> Message:

@@ -56,6 +56,14 @@ def build_hyper(cls: type[H], values: Mapping[str, Any]) -> H:
     return cls(**chosen)
 
 
+def effective(values: Mapping[str, Any], *hyper_classes: type) -> dict[str, Any]:
+    """Every hyper-parameter by name as it is used: the given values, checked, and the defaults of the others."""
+    merged: dict[str, Any] = {}
+    for cls in hyper_classes:
+        merged |= dataclasses.asdict(build_hyper(cls, values))
+    return dict(sorted(merged.items()))
+
+
 def check_names(values: Mapping[str, Any], hyper_classes: Sequence[type], method: str) -> None:
     """Every name must belong to one of the classes; otherwise a ConfigError that suggests the nearest one."""
     known = field_names(*hyper_classes)

@@ -1,0 +1,173 @@
+"""One run from settings to results: what the plain loop and the FLARE controller have in common around the schedule."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from medflare.core.errors import Aborted, MedflareError, StateError
+from medflare.core.events import EventLog
+from medflare.core.manifest import Manifest
+from medflare.core.store import StateStore
+from medflare.evaluation.console import round_line
+from medflare.evaluation.results import RunRecord, SiteRecord, append_round, build_results, write_results
+from medflare.inference.deployed import save_model
+from medflare.methods.base import ServerContext, ServerHalf
+from medflare.methods.federation import Exchange, Federation, Outcome, Rules, StepReport
+from medflare.methods.hyper import effective
+from medflare.methods.participant import identity_of
+from medflare.methods.registry import Method
+from medflare.tasks.config import TaskConfig
+
+MODELS = "models"
+_CHECKPOINT = "checkpoint"
+
+
+@dataclass
+class Run:
+    """A federation's settings, and where its results go.
+
+    Attributes:
+        sites: inside sites; sorted, their places are their labels.
+        folder: results.json, metrics.jsonl, report.html, models and the checkpoint go here; None: only the returned dict.
+        settings: further settings that a reader of the results should know (the engine, for example).
+        say: takes progress lines.
+        observe: called after every step, for tracking.
+    """
+
+    method: Method
+    task: TaskConfig
+    hyper: Mapping[str, Any]
+    rounds: int
+    seed: int
+    sites: tuple[str, ...]
+    outside: tuple[str, ...] = ()
+    rules: Rules = Rules()
+    folder: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    say: Callable[[str], None] = lambda line: None
+    observe: Callable[[StepReport], None] = lambda report: None
+    events: EventLog = field(default_factory=EventLog)
+
+    def execute(self, exchange: Exchange, *, resume: bool = False) -> dict[str, Any]:
+        """Run to the end and return the results dict; a failure is a result too (status FAILED and the reason), never silence.
+
+        Args:
+            resume: go on after the last step that a checkpoint in `folder` holds, where there is one.
+
+        Raises:
+            Aborted: stopped from outside, after the results were written.
+        """
+        started = time.monotonic()
+        outcome, reason = Outcome(), ""
+        server: ServerHalf | None = None
+        try:
+            server = self._server()
+            self._federation(server, exchange, outcome).run(self._restore(server, outcome) if resume else 0)
+            self._keep_models(server)
+        except Aborted as error:
+            reason = f"aborted: {error}"
+            self.events.add("aborted", str(error))
+            raise
+        except MedflareError as error:
+            reason = str(error)
+            self.events.add("failed", reason)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.events.add("failed", reason)
+            raise
+        finally:
+            outcome.seconds["total"] = time.monotonic() - started
+            results = self._results(outcome, reason)
+        return results
+
+    def _server(self) -> ServerHalf:
+        self.method.check(self.hyper)
+        context = ServerContext(self.task, self.seed, self.rounds, self.sites, self.outside, events=self.events)
+        return self.method.make_server(context, self.hyper)
+
+    def _federation(self, server: ServerHalf, exchange: Exchange, outcome: Outcome) -> Federation:
+        plan = self.method.plan(self.task, self.sites, self.hyper)
+
+        @cache  # the networks behind a manifest are built once, not once a round
+        def manifest(phase: str) -> Manifest:
+            return self.method.site_class.outbound(phase, plan)
+
+        identity = identity_of(self.method, self.hyper, self.task.fingerprint(), self.seed)
+        return Federation(server, exchange, manifest, self.rules, identity, self._after_step, self._checkpoint, outcome)
+
+    def _after_step(self, report: StepReport) -> None:
+        step = report.step
+        self.say(round_line(step.phase, step.round, self.rounds, report.facts, report.rejected, report.seconds))
+        if self.folder is not None:
+            append_round(self.folder, {"phase": step.phase, "round": step.round, "seconds": report.seconds, "sites": report.facts})
+        self.observe(report)
+
+    # -- checkpoints: the server half after every step, so that a killed server goes on after the last finished one ----------
+
+    def _checkpoint(self, finished: int, federation: Federation) -> None:
+        if self.folder is None:
+            return
+        message, outcome = federation.server.state(), federation.outcome
+        message.facts["run"] = {
+            "finished": finished,
+            "sites": list(self.sites),
+            "events": self.events.to_list(),
+            "history": outcome.history,
+            "bytes": [outcome.down_bytes, outcome.up_bytes],
+        }
+        StateStore(self.folder).save(_CHECKPOINT, message)
+
+    def _restore(self, server: ServerHalf, outcome: Outcome) -> int:
+        """Take up the checkpoint in `folder`; returns the number of finished steps."""
+        message = StateStore(self.folder).load(_CHECKPOINT) if self.folder is not None else None
+        if message is None:
+            return 0
+        stored = message.facts.pop("run")
+        if stored["sites"] != list(self.sites):
+            raise StateError(
+                f"the checkpoint in {self.folder} belongs to the sites {', '.join(stored['sites'])}, here are {', '.join(self.sites)}; "
+                "resume with the same sites"
+            )
+        server.restore(message)
+        outcome.history = stored["history"]
+        outcome.down_bytes, outcome.up_bytes = stored["bytes"]
+        before = self.events.to_list()
+        self.events.replace([*stored["events"], *before])
+        self.events.add("resumed", f"went on after {stored['finished']} finished steps")
+        return int(stored["finished"])
+
+    # -- results ------------------------------------------------------------------------------------------------------------
+
+    def _keep_models(self, server: ServerHalf) -> None:
+        """The models that the server holds go beside the results; a personal model that never left its site is not among them."""
+        if self.folder is None:
+            return
+        for path, model in server.models().items():
+            card = {"method": self.method.name, "site": None, "role": path, "seed": self.seed, "rounds": self.rounds}
+            save_model(self.folder / MODELS / path, self.task, model, card)
+
+    def _results(self, outcome: Outcome, reason: str) -> dict[str, Any]:
+        record = RunRecord(
+            method=self.method.name,
+            task=self.task,
+            seed=self.seed,
+            rounds=self.rounds,
+            sites={site: self._site_record(site, outcome) for site in (*self.sites, *self.outside)},
+            reason=reason,
+            events=self.events.to_list(),
+            down_bytes=outcome.down_bytes,
+            up_bytes=outcome.up_bytes,
+            seconds=outcome.seconds,
+            hyper=effective(self.hyper, self.method.site_class.Hyper, self.method.server_class.Hyper),
+            settings={**asdict(self.rules), **self.settings},
+            history=outcome.history,
+        )
+        return build_results(record) if self.folder is None else write_results(self.folder, record)
+
+    def _site_record(self, site: str, outcome: Outcome) -> SiteRecord:
+        enrolled, delivered = outcome.enrolled.get(site, {}), outcome.delivered.get(site, {})
+        role = "outside" if site in self.outside else "inside"
+        return SiteRecord(role, enrolled.get("n", {}), delivered.get("metrics", {}), delivered.get("reports", {}))
