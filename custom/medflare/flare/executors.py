@@ -85,7 +85,7 @@ class MedflareExecutor(Executor):
 
     def _join(self, fl_ctx: FLContext) -> "Participant":
         """The participant of this site; its data are read when the first task needs them."""
-        from medflare.core.store import StateStore
+        from medflare.core.store import StateStore, write_atomically
         from medflare.inference.deployed import save_model
         from medflare.methods.participant import Participant
         from medflare.methods.registry import get_method
@@ -109,8 +109,11 @@ class MedflareExecutor(Executor):
                 card = {"method": method.name, "site": name, "role": role, "seed": self.seed, "metrics": dict(metrics)}
                 save_model(folder / role, task, model, card)
 
+        def show(title: str, png: bytes) -> None:
+            write_atomically(folder / "pictures" / f"{title}.png", png)
+
         method.check(self.hyper or {})
-        return Participant(name, opened, method, self.hyper or {}, store=StateStore(folder / "state"), keep=keep)
+        return Participant(name, opened, method, self.hyper or {}, store=StateStore(folder / "state"), keep=keep, show=show)
 
 
 class Preload:

@@ -15,7 +15,14 @@ from nvflare.job_config.api import FedJob
 from medflare.core.errors import ConfigError
 from medflare.core.manifest import Manifest
 from medflare.core.store import write_json
-from medflare.flare.aggregators import MethodAggregator, SoftPullAggregator, WeightedAggregator
+from medflare.flare.aggregators import (
+    ConsistencyAggregator,
+    FourierAggregator,
+    MethodAggregator,
+    SharpnessAggregator,
+    SoftPullAggregator,
+    WeightedAggregator,
+)
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import (
     TASK_FILE,
@@ -48,7 +55,7 @@ To FLARE a job with this folder is "bring your own code". Sites that refuse such
 """
 
 
-AGGREGATORS = (WeightedAggregator, SoftPullAggregator)
+AGGREGATORS = (WeightedAggregator, SoftPullAggregator, FourierAggregator, ConsistencyAggregator, SharpnessAggregator)
 EXECUTORS = (FedAvgExecutor, FedSMExecutor, PRRExecutor, GraceExecutor, IOPExecutor, FedDAGExecutor)
 
 
