@@ -8,6 +8,7 @@ from typing import Any
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
+from medflare.core.store import write_atomically
 from medflare.evaluation.run import Run
 from medflare.inference.deployed import save_model
 from medflare.methods.base import Step
@@ -109,7 +110,12 @@ def run_local(
                 card = {"method": chosen.name, "site": name, "role": role, "seed": seed, "metrics": dict(metrics)}
                 save_model(folder / SITES / name / role, config, model, card)
 
-        return Participant(name, site, chosen, hyper, keep=keep)
+        def show(title: str, png: bytes) -> None:
+            run.pictures[f"{name}: {title}"] = png
+            if folder is not None:
+                write_atomically(folder / SITES / name / "pictures" / f"{title}.png", png)
+
+        return Participant(name, site, chosen, hyper, keep=keep, show=show)
 
     run = Run(
         chosen,

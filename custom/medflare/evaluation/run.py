@@ -32,6 +32,7 @@ class Run:
     Attributes:
         sites: inside sites; sorted, their places are their labels.
         folder: results.json, metrics.jsonl, report.html, models and the checkpoint go here; None: only the returned dict.
+        pictures: title -> PNG for the report; only an engine that has the sites' images anyway fills it.
         settings: further settings that a reader of the results should know (the engine, for example).
         say: takes progress lines.
         observe: called after every step, for tracking.
@@ -47,6 +48,7 @@ class Run:
     rules: Rules = Rules()
     folder: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    pictures: dict[str, bytes] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
     events: EventLog = field(default_factory=EventLog)
@@ -164,6 +166,7 @@ class Run:
             hyper=effective(self.hyper, self.method.site_class.Hyper, self.method.server_class.Hyper),
             settings={**asdict(self.rules), **self.settings},
             history=outcome.history,
+            pictures=self.pictures,
         )
         return build_results(record) if self.folder is None else write_results(self.folder, record)
 

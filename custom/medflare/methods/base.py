@@ -111,6 +111,10 @@ class SiteHalf(ABC):
         An outside site calls it on a half that never trained; a role it cannot have is left out.
         """
 
+    def pictures(self, incoming: Message) -> dict[str, bytes]:
+        """PNG files by name, made of the site's own images at delivery: kept at the site, never sent."""
+        return {}
+
     def state(self) -> Message:
         """What must survive until the next task; empty where every round starts from the incoming message alone."""
         return Message()

@@ -22,7 +22,7 @@ from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.base import Plan, ServerContext, Step, plain_entry
 from medflare.methods.fedavg import FedAvgSite, FedAvgSiteHyper
-from medflare.methods.feddag_generator import DomainGenerator, generated
+from medflare.methods.feddag_generator import DomainGenerator, generated, picture_grid
 from medflare.methods.feddag_math import (
     discrepancy,
     ema_decay,
@@ -72,7 +72,9 @@ class FedDAGHyper(SHAHyper, FedAvgSiteHyper):
     )
     discrepancy_weight: float = param(1.0, "weight of L_dis (2, with m/2: Eq. 1 without the 1/2)", source="Sec. IV-A2", low=0)
     similarity_weight: float = param(1.0, "weight of L_sim", source="Sec. IV-A2", low=0)
-    ema: float = param(0.99, "decay of the teacher's moving average", source="Sec. III-B3", low=0, high=1)
+    ema: float = param(
+        0.9, "decay of the teacher's average; 0.99 where a round has hundreds of batches", source="Sec. III-B3", low=0, high=1
+    )
     ema_ramp: bool = param(False, "let the decay grow as 1 - 1/(steps + 1) until it reaches ema")
     distribution: str = param(
         "type3",
@@ -319,6 +321,18 @@ class FedDAGSite(ScoredSite, FedAvgSite):
         generation = cast(AdversarialGeneration, self._generation)  # `train` has just made it
         x_hat, reference = generation.student_images(batch.images), generation.reference(batch.images)
         return generation.student_losses(cast(FeatureNetwork, model), batch.images, x_hat, batch.targets, reference)["student"]
+
+    def pictures(self, incoming: Message) -> dict[str, bytes]:
+        """Some of the site's training images, what the final generator adds to them, and the sums."""
+        images = self.site.data.train.images[: self.hyper.pictures]
+        if "generator" not in incoming.states or not len(images):
+            return {}
+        generator = build_generator(self.site.task, self.hyper)
+        generator.load_state_dict(incoming.states["generator"])
+        with torch.no_grad():
+            perturbations = generator(images)
+        x_hat = generated(images, perturbations, self.hyper.alpha, self.hyper.clamp)
+        return {"generated": picture_grid(images, perturbations, x_hat)}
 
     def state(self) -> Message:
         message = super().state()

@@ -1,5 +1,8 @@
-"""FedDAG's generator: a small fully convolutional network that perturbs an image (Eq. 2)."""
+"""FedDAG's generator: a small fully convolutional network that perturbs an image (Eq. 2), and a picture of what it makes."""
 
+from io import BytesIO
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,3 +75,27 @@ def generated(images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[
         return images
     images = images + alpha * perturbation
     return images if limits is None else images.clamp(*limits)
+
+
+def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int = 96) -> bytes:
+    """A PNG with a column for each image: the original, G(x) and the generated image below each other (as in the paper's Fig. 4).
+
+    Args:
+        images, perturbations, x_hat: (N, C, H, W) with 1 or 3 channels. Originals and generated images share one intensity range, the
+            perturbations use all of [-1, 1].
+        side: width of a column in pixels.
+    """
+    from PIL import Image
+
+    low, high = np.percentile(images.numpy(), [0.5, 99.5])
+    rows = []
+    for row, (dark, bright) in ((images, (low, high)), (perturbations, (-1, 1)), (x_hat, (low, high))):
+        scaled = ((row.numpy() - dark) / max(bright - dark, 1e-6)).clip(0, 1)
+        colour = np.broadcast_to(scaled, (len(scaled), 3, *scaled.shape[2:]))
+        rows.append(np.concatenate(list(colour.transpose(0, 2, 3, 1)), axis=1))
+    sheet = Image.fromarray((255 * np.concatenate(rows)).round().astype(np.uint8))
+    enlarged = side / images.shape[3]
+    sheet = sheet.resize((round(sheet.width * enlarged), round(sheet.height * enlarged)), Image.Resampling.NEAREST)
+    buffer = BytesIO()
+    sheet.save(buffer, format="PNG")
+    return buffer.getvalue()

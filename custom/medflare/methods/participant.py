@@ -33,6 +33,7 @@ class Participant:
         store: where the half's state goes after every task, so that the next one may run in a new process; None keeps the half
             in memory.
         keep: called at delivery with (role, delivered model, metrics) for each final model, so that an engine can put it on disk.
+        show: called at delivery with (name, PNG content) for each picture that the method makes for the site itself.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Participant:
         *,
         store: StateStore | None = None,
         keep: Callable[[str, Message, Mapping[str, Any]], None] = lambda role, message, metrics: None,
+        show: Callable[[str, bytes], None] = lambda name, png: None,
     ):
         self.name = name
         self.opened = opened
@@ -51,6 +53,7 @@ class Participant:
         self.hyper = hyper
         self.store = store
         self.keep = keep
+        self.show = show
         self._half: SiteHalf | None = None
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
@@ -125,6 +128,8 @@ class Participant:
                     reports[role] = module.report()
             metrics[role] = seen[id(models[role])]
             self.keep(role, models[role], metrics[role])
+        for name, png in half.pictures(incoming).items():
+            self.show(name, png)
         return Message({}, {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()})
 
     def _measure(self, site: Site, message: Message, role: str, log: EventLog) -> tuple[dict[str, float | None], nn.Module]:

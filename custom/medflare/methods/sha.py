@@ -136,6 +136,51 @@ def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> 
     return {**state, **moved({name: state[name] for name in gradients}, sharpness_perturbation(gradients, rho))}
 
 
+class HierarchicalAggregation:
+    """Alg. 2 beyond the scores: averages within each site over the rounds, then across sites; remembers the sites' models.
+
+    Attributes:
+        scores, weights: site -> s~ and w (Eq. 6) of the latest call, for whoever wants to look.
+    """
+
+    def __init__(self, hyper: SHAHyper):
+        self.hyper = hyper
+        self.history: dict[str, list[tuple[StateDict, float]]] = {}
+        self.scores: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
+
+    def __call__(self, models: Mapping[str, StateDict], scores: Mapping[str, float]) -> StateDict:
+        """The next global model from the sites' models of this round and their scores (NaN: without one)."""
+        averaged: dict[str, StateDict] = {}
+        self.scores = {}
+        for site in sorted(models):
+            past = [*self.history.get(site, []), (models[site], scores[site])]
+            states, values = zip(*past, strict=True)
+            averaged[site], self.scores[site] = within_client_average(states, values, self.hyper.kappa, self.hyper.window)
+            kept = past if self.hyper.window == "passing" else past[-self.hyper.kappa :]
+            self.history[site] = kept if self.hyper.kappa else []
+        self.weights = dict(zip(self.scores, self._balanced(list(self.scores.values())), strict=True))
+        return weighted_mean(averaged, self.weights)
+
+    def _balanced(self, scores: list[float]) -> list[float]:
+        values = torch.tensor(scores, dtype=torch.float64)
+        if self.hyper.balancing == "softmax":
+            return softmax_weights(values, self.hyper.temperature).tolist()
+        return soft_balancing_weights(values, self.hyper.beta).tolist()
+
+    def pack(self, message: Message) -> None:
+        """Add the history to a message that stores a half."""
+        for site, past in self.history.items():
+            message.states.update({f"history/{site}/{place}": state for place, (state, _) in enumerate(past)})
+        message.facts["history"] = {site: [finite_or_none(score) for _, score in past] for site, past in self.history.items()}
+
+    def unpack(self, message: Message) -> None:
+        self.history = {
+            site: [(message.states[f"history/{site}/{place}"], math.nan if score is None else score) for place, score in enumerate(scores)]
+            for site, scores in message.facts["history"].items()
+        }
+
+
 class SHAServer(FedAvgServer):
     """Lets sites score each other's perturbed models, then averages within and across sites (Alg. 2).
 
@@ -154,9 +199,7 @@ class SHAServer(FedAvgServer):
             )
         self.companions: dict[str, StateDict] = {}
         self.candidates: dict[str, dict[str, StateDict]] = {}
-        self.history: dict[str, list[tuple[StateDict, float]]] = {}
-        self.scores: dict[str, float] = {}
-        self.weights: dict[str, float] = {}
+        self.aggregation = HierarchicalAggregation(hyper)
 
     def steps(self) -> list[Step]:
         if not self.hyper.sha:
@@ -176,54 +219,33 @@ class SHAServer(FedAvgServer):
 
     def accept(self, step: Step, replies: Mapping[str, Message]) -> None:
         if step.phase == "score":
-            self.aggregate_scored(step.round, replies)
+            scores = self._scores(step.round, sorted(self.candidates), replies)
+            model = self.aggregation({site: entries["model"] for site, entries in self.candidates.items()}, scores)
+            self._conclude(model, self.aggregation.weights)
             return
         self.best.offer(mean_validation(replies, "global"), step.round, self.model)
-        if step.phase == "validate":
-            return
-        self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
-        if not (self.hyper.sha and step.phase == "train"):
-            models = {site: entries["model"] for site, entries in self.candidates.items()}
-            self.average(models, sample_weights(replies, self.hyper.weighting))
+        if step.phase != "validate":
+            self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
+            if not (self.hyper.sha and step.phase == "train"):
+                self._conclude(self.aggregate(replies), sample_weights(replies, self.hyper.weighting))
 
-    def aggregate_scored(self, round: int, replies: Mapping[str, Message]) -> None:
-        """Alg. 2: scores, within-client average, across-client average."""
-        sites = sorted(self.candidates)
-        scores = self._scores(round, sites, replies)
-        averaged: dict[str, StateDict] = {}
-        for site in sites:
-            past = [*self.history.get(site, []), (self.candidates[site]["model"], scores[site])]
-            states, values = zip(*past, strict=True)
-            averaged[site], self.scores[site] = within_client_average(states, values, self.hyper.kappa, self.hyper.window)
-            kept = past if self.hyper.window == "passing" else past[-self.hyper.kappa :]
-            self.history[site] = kept if self.hyper.kappa else []
-        self.scores = {site: self.scores[site] for site in sites}
-        self.weights = dict(zip(sites, self._balanced([self.scores[site] for site in sites]), strict=True))
-        self.average(averaged, self.weights)
-
-    def average(self, models: Mapping[str, StateDict], weights: Mapping[str, float]) -> None:
-        """The next global model and its companions; ends the round."""
-        self.model = weighted_mean(dict(models), weights)
+    def _conclude(self, model: StateDict, weights: Mapping[str, float]) -> None:
+        """End a round with its global model; what the candidates brought beside their models is averaged with the same weights."""
+        self.model = model
         for name in self.companions:
             sent = {site: entries[name] for site, entries in self.candidates.items() if name in entries}
             self.companions[name] = weighted_mean(sent, weights) if sent else self.companions[name]
         self.candidates = {}
-
-    def _balanced(self, scores: list[float]) -> list[float]:
-        values = torch.tensor(scores, dtype=torch.float64)
-        if self.hyper.balancing == "softmax":
-            return softmax_weights(values, self.hyper.temperature).tolist()
-        return soft_balancing_weights(values, self.hyper.beta).tolist()
 
     def _scores(self, round: int, sites: list[str], replies: Mapping[str, Message]) -> dict[str, float]:
         """s_i of every candidate; a candidate that nobody could score is noted and gets NaN."""
         metrics = torch.full((len(sites), len(sites)), math.nan, dtype=torch.float64)
         counts = torch.zeros(len(sites), dtype=torch.float64)
         for column, site in enumerate(sites):
-            facts = replies[site].facts if site in replies else {}
+            given = replies[site].facts.get("scores", {}) if site in replies else {}
             counts[column] = self.context.site_counts.get(site, {}).get("n", {}).get("validation", 0)
             for row, other in enumerate(sites):
-                metrics[row, column] = self._checked(facts.get("scores", {}).get(other), other, site, round)
+                metrics[row, column] = self._checked(given.get(other), other, site, round)
         scores = generalization_scores(metrics, counts if self.hyper.score_weighting == "samples" else None)
         for site, value in zip(sites, scores.tolist(), strict=True):
             if math.isnan(value) and len(sites) > 1:
@@ -234,8 +256,8 @@ class SHAServer(FedAvgServer):
     def _checked(self, value: float | None, model: str, evaluator: str, round: int) -> float:
         if value is None:
             return math.nan
-        if not 0 <= value <= 1:
-            text = f"score {value} for the model of {model} is not between 0 and 1 and is left out"
+        if not (isinstance(value, (int, float)) and 0 <= value <= 1):
+            text = f"score {value!r} for the model of {model} is not between 0 and 1 and is left out"
             self.context.events.add("rejected", text, site=evaluator, round=round)
             return math.nan
         return float(value)
@@ -245,9 +267,7 @@ class SHAServer(FedAvgServer):
         message.states.update({f"companion/{name}": state for name, state in self.companions.items()})
         for site, entries in self.candidates.items():
             message.states.update({f"candidate/{site}/{entry}": state for entry, state in entries.items()})
-        for site, past in self.history.items():
-            message.states.update({f"history/{site}/{place}": state for place, (state, _) in enumerate(past)})
-        message.facts["history"] = {site: [finite_or_none(score) for _, score in past] for site, past in self.history.items()}
+        self.aggregation.pack(message)
         return message
 
     def restore(self, state: Message) -> None:
@@ -258,7 +278,4 @@ class SHAServer(FedAvgServer):
             if entry.startswith("candidate/"):
                 site, name = entry.removeprefix("candidate/").rsplit("/", 1)
                 self.candidates.setdefault(site, {})[name] = tensors
-        self.history = {
-            site: [(state.states[f"history/{site}/{place}"], math.nan if score is None else score) for place, score in enumerate(scores)]
-            for site, scores in state.facts["history"].items()
-        }
+        self.aggregation.unpack(state)
