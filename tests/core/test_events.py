@@ -50,5 +50,11 @@ def test_list_is_a_copy_and_json_round_trips():
     assert EventLog(json.loads(json.dumps(log.to_list()))).to_list() == log.to_list()
 
 
+def test_replace_forgets_what_was_there():
+    log = EventLog([{"kind": "late", "message": "old"}])
+    log.replace([{"kind": "resumed", "message": "new", "site": None, "round": 3}])
+    assert log.to_list() == [{"round": 3, "site": None, "kind": "resumed", "message": "new"}]
+
+
 def test_kinds_are_distinct():
     assert len(set(KINDS)) == len(KINDS)

@@ -35,7 +35,9 @@ def test_metrics():
 def test_best_value():
     assert best_value("dice", [0.1, None, 0.3]) == 0.3
     assert best_value("hd95", [4.0, 2.0]) == 2.0
+    assert best_value("dice", [0.1, 0.3, 0.3]) == 0.3
     assert best_value("dice", [0.5, None]) is None, "nothing to be better than"
+    assert best_value("dice", [0.5, 0.5]) is None
 
 
 def test_the_selecting_metric_comes_first(record):

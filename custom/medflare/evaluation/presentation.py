@@ -35,8 +35,8 @@ def format_metric(metric: str, value: float | None) -> str:
 
 
 def best_value(metric: str, values: Iterable[float | None]) -> float | None:
-    """The best of the defined values; None where fewer than two are defined: there is nothing to be better than."""
-    defined = [value for value in values if value is not None]
+    """The best of the defined values; None where they do not differ: there is nothing to be better than."""
+    defined = {value for value in values if value is not None}
     if len(defined) < 2:
         return None
     return min(defined) if lower_is_better(metric) else max(defined)
