@@ -46,7 +46,7 @@ class Squares:
             "kind": "classification",
             "target": "multiclass",
             "labels": ["dark", "bright"],
-            "network": {"name": "compact_selector", "channels": [4, 8]},
+            "network": {"name": "small_cnn", "channels": [4, 8]},
             "loss": {"name": "ce"},
             "metric": "accuracy",
         }

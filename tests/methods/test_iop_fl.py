@@ -9,7 +9,9 @@ import torch
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import violation
 from medflare.core.states import blend, copy_state, difference, moved
+from medflare.evaluation.contract import validate_results
 from medflare.inference.deployed import load_model, save_model
+from medflare.local import run_local
 from medflare.methods import iop_fl, iop_math
 from medflare.methods.base import Plan, ServerContext, Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
@@ -19,7 +21,7 @@ from medflare.methods.iop_outside import RoutedModel, test_time_loss
 from medflare.methods.registry import build_deployed, get_method
 from medflare.tasks.config import load_task
 from medflare.tasks.data import SiteData, Split
-from medflare.tasks.site import Site
+from medflare.tasks.site import Site, open_site
 
 SITES = ("A", "B", "C")
 SEGMENTATION = load_task(
@@ -45,7 +47,7 @@ CLASSIFICATION = load_task(
         "kind": "classification",
         "target": "multiclass",
         "labels": ["dark", "bright"],
-        "network": {"name": "compact_selector", "channels": [4, 8]},
+        "network": {"name": "small_cnn", "channels": [4, 8]},
         "loss": {"name": "ce"},
         "metric": "accuracy",
     }
@@ -451,3 +453,20 @@ def test_a_routed_model_can_be_fitted_again_to_other_images():
     before = copy_state(model.network.adapted_state())
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
     assert not equal(before, model.network.adapted_state())
+
+
+def test_whole_federation_with_an_outside_site(tmp_path):
+    """In the plain loop: results in order, the global model that of FedAvg, the stored outside model that which was measured."""
+    task = load_task("phantom").to_dict() | {"size": [32, 32], "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
+    settings = {"rounds": 2, "seed": 3, "outside": ["site-9"]}
+    ours = run_local("iop_fl", task, ["site-1", "site-2"], out=tmp_path, comparisons=True, route_epochs=1, **settings)
+    theirs = run_local("fedavg", task, ["site-1", "site-2"], **settings)
+    validate_results(ours)
+    assert ours["status"] == theirs["status"] == "COMPLETED"
+    metrics = {name: site["metrics"] for name, site in ours["sites"].items()}
+    assert all(metrics[name]["global"] == site["metrics"]["global"] for name, site in theirs["sites"].items())
+    assert metrics["site-1"]["deployed"] == metrics["site-1"]["personal"] and metrics["site-9"]["personal"]["dice"] is None
+    assert {"ensemble", "tent", "personal/site-1", "personal/site-2"} <= metrics["site-9"].keys()
+    stored = load_model(tmp_path / "sites" / "site-9" / "deployed")
+    outside = open_site("site-9", stored.task, seed=3, role="outside")
+    assert outside.score(stored.build(build_deployed), "test").values == pytest.approx(metrics["site-9"]["deployed"])

@@ -32,7 +32,7 @@ CLASSIFICATION = {
     "kind": "classification",
     "target": "multiclass",
     "labels": ["dark", "medium", "bright"],
-    "network": {"name": "compact_selector", "channels": [4, 8]},
+    "network": {"name": "small_cnn", "channels": [4, 8]},
     "loss": {"name": "ce"},
     "metric": "f1_macro",
 }

@@ -83,6 +83,7 @@ def _networks() -> dict[str, Callable[..., FeatureNetwork]]:
         "efficientnet_b0": classifiers.efficientnet_b0,
         "resnet18": classifiers.resnet18,
         "resnet50": classifiers.resnet50,
+        "small_cnn": classifiers.small_cnn,
         "unet": segmenters.unet,
         "vgg11": classifiers.vgg11,
         "vgg16_slim": classifiers.vgg16_slim,
