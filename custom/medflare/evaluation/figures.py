@@ -85,8 +85,9 @@ def models_by_site(results: Mapping[str, Any]) -> str | None:
                 axis.plot([min(values), max(values)], [row, row], color=_INK, alpha=0.25, linewidth=1.2, zorder=1)
         for place, model in enumerate(models):
             points = [(value, row) for row, site in enumerate(sites.values()) if (value := site["metrics"][model][metric]) is not None]
-            if points:  # smaller ones on top, so that equal models all stay visible
-                axis.plot(*zip(*points, strict=True), label=model, linestyle="none", markersize=max(4, 9 - 2 * place), zorder=2, **_style(place, line=False))
+            if points:
+                size = max(4, 9 - 2 * place)  # smaller ones on top, so that equal models all stay visible
+                axis.plot(*zip(*points, strict=True), label=model, linestyle="none", markersize=size, zorder=2, **_style(place, line=False))
         axis.set_yticks(range(len(sites)), [f"{name} (outside)" if site["role"] == "outside" else name for name, site in sites.items()])
         axis.set_ylim(len(sites) - 0.5, -0.5)
         axis.set_xlabel(f"test {metric_label(metric)}" + (", lower is better" if lower_is_better(metric) else ""))
