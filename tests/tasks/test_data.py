@@ -108,7 +108,7 @@ def test_empty_splits(make_site: SiteOf, make_task: TaskOf) -> None:
     assert len(load_site_data("A", make_task(), folder, role="outside").test) == 1
     none = make_site({"training": [], "validation": [], "test": []}, name="B")
     for role in ("inside", "outside"):
-        with pytest.raises(DataError, match="site B: split '(training|test)' holds no image"):
+        with pytest.raises(DataError, match=r"site B: split '(training|test)' holds no image"):
             load_site_data("B", make_task(), none, role=role)
 
 

@@ -110,7 +110,7 @@ def test_few_patients() -> None:
 
 
 def test_no_training_list() -> None:
-    with pytest.raises(DataError, match="site A: datalist.json has no list 'training'"):
+    with pytest.raises(DataError, match=r"site A: datalist.json has no list 'training'"):
         assign_splits(_entries(validation=["a"], test=["b"]), ("validation", "test"), "A")
 
 

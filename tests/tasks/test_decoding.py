@@ -97,7 +97,7 @@ def test_mask_of_another_size(make_site: SiteOf, make_task: TaskOf) -> None:
 def test_masks_of_different_sizes(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
     folder, other = make_site(), make_site(name="B", side=20)
     edit(folder, lambda content: content["training"][0].update(label=["images/0_mask.png", f"../{other.name}/images/0_mask.png"]))
-    with pytest.raises(DataError, match="0_mask.png is 16 x 16; store masks of one size"):
+    with pytest.raises(DataError, match=r"0_mask.png is 16 x 16; store masks of one size"):
         _decoded(folder, make_task(target="multilabel", labels=["a", "b"]))
 
 

@@ -131,7 +131,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cut.png: cannot be read"):
         read_image(tmp_path / "cut.png", 1)
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(DataError, match="unknown image format '.txt'"):
+    with pytest.raises(DataError, match=r"unknown image format '.txt'"):
         read_image(tmp_path / "notes.txt", 1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty: cannot be read"):

@@ -136,5 +136,5 @@ def test_bad_transforms(make_task: TaskOf) -> None:
         Augmentation(make_task(augment=[{"name": "RandFlip", "probability": 1}]))
     with pytest.raises(ConfigError, match="intensity: unknown transform 'RandFlip'"):
         Preprocessing(make_task(intensity={"name": "RandFlip"}))
-    with pytest.raises(ConfigError, match="intensity ScaleIntensityRange: .*a_max"):
+    with pytest.raises(ConfigError, match=r"intensity ScaleIntensityRange: .*a_max"):
         Preprocessing(make_task(intensity={"name": "ScaleIntensityRange", "a_min": 0}))

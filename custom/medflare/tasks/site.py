@@ -1,6 +1,7 @@
 """A site as a method's site half sees it: data in memory, networks, optimiser, batches, loss and metrics."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,13 @@ class Site:
         size = batch_size or self.task.batch_size
         order = torch.randperm(self.n[split], generator=torch_generator(self.seed, self.name, *keys, "order"))
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
-        for index in _portions(order, size, drop_last):
+        for index in _training_portions(order, size, drop_last):
             batch = self._batch(split, index)
             yield Batch(*self._augmentation(batch.images, batch.targets, random), batch.index) if augment else batch
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
         """One pass in fixed order, without augmentation."""
-        for index in torch.arange(self.n[split]).split(batch_size or self.task.batch_size):
+        for index in _portions(torch.arange(self.n[split]), batch_size or self.task.batch_size):
             yield self._batch(split, index)
 
     def _batch(self, split: str, index: Tensor) -> Batch:
@@ -144,21 +145,33 @@ class Site:
 
     def predict(self, predictor: Predictor, split: str) -> Tensor:
         """Probabilities of a whole split in its order, on the CPU: (N, outputs, H, W) or (N, outputs)."""
-        training = predictor.training if isinstance(predictor, nn.Module) else False
-        if isinstance(predictor, nn.Module):
-            predictor.eval()
-        try:
-            with torch.no_grad():
-                parts = [predictor(batch.images).float().cpu() for batch in self.ordered(split, SCORING_BATCH)]
-        finally:
-            if isinstance(predictor, nn.Module):
-                predictor.train(training)
+        with torch.no_grad(), _evaluating(predictor):
+            parts = [predictor(batch.images).float().cpu() for batch in self.ordered(split, SCORING_BATCH)]
         return torch.cat(parts) if parts else torch.zeros(0, self.task.outputs)
 
 
-def _portions(order: Tensor, size: int, drop_last: bool) -> list[Tensor]:
+@contextmanager
+def _evaluating(predictor: Predictor) -> Iterator[None]:
+    """Evaluation mode for a module and all its parts, each of which returns to its own mode afterwards."""
+    if not isinstance(predictor, nn.Module):
+        yield
+        return
+    modes = {part: part.training for part in predictor.modules()}
+    predictor.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _portions(order: Tensor, size: int) -> list[Tensor]:
+    return list(order.split(size)) if len(order) else []
+
+
+def _training_portions(order: Tensor, size: int, drop_last: bool) -> list[Tensor]:
     """`order` in batches of `size`, see `Site.batches`."""
-    portions = list(order.split(size))
+    portions = _portions(order, size)
     if drop_last and len(portions) > 1 and len(portions[-1]) < size:
         return portions[:-1]
     if size > 1 and portions and len(portions[-1]) == 1:

@@ -1,0 +1,126 @@
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from medflare.core.errors import ConfigError
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.losses import build_loss
+
+TaskOf = Callable[..., TaskConfig]
+Golden = Callable[[str], dict[str, np.ndarray]]
+
+
+def _multiclass(make_task: TaskOf, classes: int, **settings: object) -> TaskConfig:
+    return make_task("classification", labels=[f"c{number}" for number in range(classes)], **settings)
+
+
+def test_cross_entropy(make_task: TaskOf) -> None:
+    logits = torch.tensor([[2.0, 0, 0], [0, 0, 0]])
+    targets = torch.tensor([0, 2])
+    single = math.log(math.exp(2) + 2) - 2
+    assert build_loss(make_task("classification"))(logits, targets).item() == pytest.approx((single + math.log(3)) / 2)
+    weighted = build_loss(make_task("classification", loss={"name": "ce", "weights": [1, 1, 3]}))
+    assert weighted(logits, targets).item() == pytest.approx((single + 3 * math.log(3)) / 4)
+
+
+def test_sigmoid_cross_entropy(make_task: TaskOf) -> None:
+    logits = torch.randn(2, 1, 4, 4)
+    targets = torch.randint(0, 2, (2, 4, 4))
+    expected = functional.binary_cross_entropy_with_logits(logits[:, 0], targets.float())
+    torch.testing.assert_close(build_loss(make_task(loss={"name": "ce"}))(logits, targets), expected)
+    several = make_task(target="multilabel", labels=["a", "b"], loss={"name": "ce", "weights": [2, 5]})
+    zeros, ones = torch.zeros(1, 2, 2, 2), torch.ones(1, 2, 2, 2)
+    assert build_loss(several)(zeros, ones).item() == pytest.approx(3.5 * math.log(2))
+    findings = make_task("classification", target="multilabel", labels=["a", "b"], loss={"name": "ce"})
+    assert build_loss(findings)(torch.zeros(3, 2), torch.ones(3, 2)).item() == pytest.approx(math.log(2))
+    one = make_task("classification", target="binary", labels=["sick"])
+    assert build_loss(one)(torch.zeros(3, 1), torch.tensor([0, 1, 1])).item() == pytest.approx(math.log(2))
+
+
+def test_dice_by_hand(make_task: TaskOf) -> None:
+    logits = torch.full((1, 1, 2, 2), -100.0)
+    logits[0, 0, 0] = 100  # predicts the first row: two pixels
+    targets = torch.tensor([[[1, 0], [1, 0]]])  # true: the first column
+    loss = build_loss(make_task(loss={"name": "dice"}))
+    assert loss(logits, targets).item() == pytest.approx(1 - 2 * 1 / 4, abs=1e-4)
+    assert loss(logits, (logits[:, 0] > 0).long()).item() == pytest.approx(0, abs=1e-4)
+
+
+def test_batch_dice_does_not_punish_empty_images(make_task: TaskOf) -> None:
+    logits = torch.full((2, 1, 2, 2), -100.0)
+    logits[0] = 100
+    targets = torch.tensor([[[1, 1], [1, 1]], [[0, 0], [0, 0]]])
+    targets_missed = torch.tensor([[[1, 1], [1, 1]], [[0, 0], [0, 1]]])
+    per_image, pooled = (build_loss(make_task(loss={"name": "dice", "batch": batch})) for batch in (False, True))
+    assert pooled(logits, targets).item() == pytest.approx(0, abs=1e-4)
+    assert per_image(logits, targets_missed).item() == pytest.approx(0.5, abs=1e-4)
+    assert pooled(logits, targets_missed).item() == pytest.approx(1 - 8 / 9, abs=1e-4)
+
+
+def test_multiclass_dice_and_background(make_task: TaskOf) -> None:
+    settings = {"target": "multiclass", "labels": ["background", "a"]}
+    targets = torch.tensor([[[0, 0, 0, 1]]])
+    logits = 200 * functional.one_hot(torch.tensor([[[0, 0, 0, 0]]]), 2).movedim(-1, 1).float()
+    with_background = build_loss(make_task(**settings, loss={"name": "dice"}))(logits, targets)
+    without = build_loss(make_task(**settings, loss={"name": "dice", "include_background": False}))(logits, targets)
+    assert with_background.item() == pytest.approx(((1 - 6 / 7) + 1) / 2, abs=1e-4)
+    assert without.item() == pytest.approx(1, abs=1e-4)
+
+
+def test_sum_of_dice_and_cross_entropy(make_task: TaskOf) -> None:
+    logits, targets = torch.randn(2, 1, 4, 4), torch.randint(0, 2, (2, 4, 4))
+    dice, entropy, both = (
+        build_loss(make_task(loss=spec))(logits, targets)
+        for spec in ({"name": "dice"}, {"name": "ce"}, {"name": "dice_ce", "dice_weight": 0.5, "ce_weight": 2.0})
+    )
+    torch.testing.assert_close(both, 0.5 * dice + 2 * entropy)
+
+
+def test_focal_loss_of_fed_isic(make_task: TaskOf, golden: Golden) -> None:
+    reference = golden("flamby_isic_focal")
+    task = _multiclass(make_task, 8, loss={"name": "focal", "gamma": float(reference["gamma"]), "weights": reference["alpha"].tolist()})
+    loss = build_loss(task)(torch.tensor(reference["logits"]), torch.tensor(reference["targets"]))
+    assert loss.item() == pytest.approx(float(reference["loss"]), rel=1e-5)
+
+
+def test_focal_loss_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
+    reference = golden("baselines")
+    loss = build_loss(_multiclass(make_task, 3, loss={"name": "focal"}))
+    value = loss(torch.tensor(reference["bs/logits"], dtype=torch.float32), torch.tensor(reference["y"]))
+    assert value.item() == pytest.approx(float(reference["focal/gamma2"]), rel=1e-5)
+
+
+def test_focal_without_focus_is_cross_entropy(make_task: TaskOf) -> None:
+    logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 0])
+    focal = build_loss(make_task("classification", loss={"name": "focal", "gamma": 0.0}))(logits, targets)
+    torch.testing.assert_close(focal, functional.cross_entropy(logits, targets))
+    pixels, mask = torch.randn(2, 1, 4, 4), torch.randint(0, 2, (2, 4, 4))
+    binary = build_loss(make_task(loss={"name": "focal", "gamma": 0.0}))(pixels, mask)
+    torch.testing.assert_close(binary, functional.binary_cross_entropy_with_logits(pixels[:, 0], mask.float()))
+
+
+def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
+    for name in ("dice", "ce", "dice_ce", "focal"):
+        logits = torch.randn(2, 1, 4, 4, requires_grad=True)
+        build_loss(make_task(loss={"name": name}))(logits, torch.zeros(2, 4, 4, dtype=torch.long)).backward()
+        assert logits.grad is not None and logits.grad.isfinite().all() and logits.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "words"),
+    [
+        ("segmentation", {"name": "dise"}, "unknown loss 'dise'; did you mean dice"),
+        ("segmentation", {"name": "dice", "batches": True}, "loss dice: unknown argument 'batches'; did you mean batch"),
+        ("classification", {"name": "dice"}, "is a classification task; use ce or focal"),
+        ("classification", {"name": "ce", "weights": [1, 2]}, r"weights must be 3 positive numbers \(dark, medium, bright\)"),
+        ("classification", {"name": "ce", "weights": [1, 2, 0]}, "positive numbers"),
+        ("classification", {"name": "ce", "weights": 2}, "loss ce"),
+    ],
+)
+def test_bad_losses(make_task: TaskOf, kind: str, loss: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_loss(make_task(kind, loss=loss))

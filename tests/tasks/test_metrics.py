@@ -1,0 +1,167 @@
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import cdist
+from sklearn.metrics import roc_auc_score
+
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import boundary_distance, foreground, patient_mean, pooled_overlap, score, structures
+
+TaskOf = Callable[..., TaskConfig]
+ALL = ("dice", "iou", "hd95")
+CLASSIFICATION = ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro")
+
+
+def _masks(*rows: list[int]) -> torch.Tensor:
+    """One image of one row per list: (N, 1, 1, W)."""
+    return torch.tensor(rows).bool()[:, None, None]
+
+
+def test_overlap_is_pooled_over_a_patients_images() -> None:
+    predicted = _masks([1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1])
+    truth = _masks([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1])
+    dice, iou = pooled_overlap(predicted, truth, torch.tensor([0, 0, 1]), 2)
+    # patient 0: 4 hits of 6 predicted and 4 true; patient 1: 1 hit of 1 and 2
+    torch.testing.assert_close(dice, torch.tensor([[2 * 4 / 10], [2 / 3]], dtype=torch.float64))
+    torch.testing.assert_close(iou, torch.tensor([[4 / 6], [1 / 2]], dtype=torch.float64))
+
+
+def test_empty_slices_of_a_patient_cost_nothing_and_false_alarms_do() -> None:
+    predicted, truth = _masks([1, 1, 0, 0], [0, 0, 0, 0]), _masks([1, 1, 0, 0], [0, 0, 0, 0])
+    together, _ = pooled_overlap(predicted, truth, torch.tensor([0, 0]), 1)
+    assert together.item() == 1
+    apart, _ = pooled_overlap(predicted, truth, torch.tensor([0, 1]), 2)
+    assert apart[0].item() == 1 and apart[1].isnan()
+    alarm, _ = pooled_overlap(_masks([1, 0, 0, 0]), _masks([0, 0, 0, 0]), torch.tensor([0]), 1)
+    assert alarm.item() == 0
+
+
+def test_boundary_distance_against_definition() -> None:
+    random = np.random.default_rng(3)
+    rows, columns = np.mgrid[:24, :24]
+    masks = []
+    for _ in range(2):
+        row, column, radius = random.uniform(8, 16), random.uniform(8, 16), random.uniform(4, 7)
+        masks.append((rows - row) ** 2 + (columns - column) ** 2 < radius**2)
+
+    def edge(mask: np.ndarray) -> np.ndarray:
+        inner = mask[1:-1, 1:-1] & mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
+        return np.argwhere(mask & ~np.pad(inner, 1))
+
+    distances = cdist(edge(masks[0]), edge(masks[1]))
+    expected = max(np.percentile(distances.min(axis=1), 95), np.percentile(distances.min(axis=0), 95))
+    first, second = (torch.tensor(mask)[None, None] for mask in masks)
+    assert boundary_distance(first, second, torch.tensor([0]), 1).item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_boundary_distance_per_patient() -> None:
+    square = torch.zeros(16, 16, dtype=torch.bool)
+    square[4:8, 4:8] = True
+    empty = torch.zeros_like(square)
+    truth = torch.stack([square, square, square, square, empty])[:, None]
+    predicted = torch.stack([square.roll(2, 0), square.roll(4, 0), empty, square, square])[:, None]
+    distances = boundary_distance(predicted, truth, torch.tensor([0, 0, 1, 0, 2]), 3)
+    assert distances[0].item() == pytest.approx((2 + 4 + 0) / 3)
+    assert distances[1:].isnan().all()  # an empty mask has no boundary to measure from
+
+
+def test_patients_weigh_equally() -> None:
+    nan = math.nan
+    values = torch.tensor([[1.0, 0.5], [0.0, nan], [nan, nan]], dtype=torch.float64)
+    assert patient_mean(values) == pytest.approx((0.75 + 0) / 2)
+    assert math.isnan(patient_mean(torch.full((2, 2), nan)))
+
+
+def test_segmentation_scores(make_task: TaskOf) -> None:
+    truth = torch.zeros(3, 8, 8, dtype=torch.long)
+    truth[0, 2:6, 2:6] = 1
+    probabilities = torch.where(truth[:, None] == 1, 0.9, 0.1)
+    scores = score(probabilities, truth, ["a", "b", "c"], make_task(), ALL)
+    assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95": 0.0}
+    assert scores.left_out == 2 and scores.hd95_left_out == 2 and not scores.undefined
+    blank = score(torch.zeros(2, 1, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long), ["a", "b"], make_task(), ALL)
+    assert blank.values == {"dice": None, "iou": None, "hd95": None}
+    assert "0/0" in blank.undefined["dice"] and "together" in blank.undefined["hd95"] and blank.left_out == 2
+    missed = score(torch.zeros(1, 1, 8, 8), truth[:1], ["a"], make_task(), ALL)
+    assert missed.values == {"dice": 0.0, "iou": 0.0, "hd95": None} and set(missed.undefined) == {"hd95"}
+
+
+def test_only_what_is_asked_for(make_task: TaskOf) -> None:
+    truth = torch.ones(1, 8, 8, dtype=torch.long)
+    assert set(score(truth[:, None].float(), truth, ["a"], make_task(), ["dice"]).values) == {"dice"}
+
+
+def test_several_structures(make_task: TaskOf) -> None:
+    several = make_task(target="multilabel", labels=["a", "b"])
+    truth = torch.zeros(1, 2, 4, 4)
+    truth[0, 0, :2], truth[0, 1, 0] = 1, 1
+    probabilities = truth.clone()
+    probabilities[0, 1, 1] = 0.8  # b: 4 hits, 8 predicted
+    scores = score(probabilities, truth, ["p"], several, ["dice", "iou"])
+    assert scores.values["dice"] == pytest.approx((1 + 8 / 12) / 2) and scores.values["iou"] == pytest.approx((1 + 4 / 8) / 2)
+
+
+def test_multiclass_masks_leave_the_background_out(make_task: TaskOf) -> None:
+    task = make_task(target="multiclass", labels=["background", "a", "b"])
+    truth = torch.tensor([[[0, 1], [2, 2]]])
+    probabilities = torch.nn.functional.one_hot(torch.tensor([[[0, 1], [1, 2]]]), 3).movedim(-1, 1).float()
+    assert structures(truth, task).shape == foreground(probabilities, task).shape == (1, 2, 2, 2)
+    assert structures(truth, task)[0].int().tolist() == [[[0, 1], [0, 0]], [[0, 0], [1, 1]]]
+    scores = score(probabilities, truth, ["p"], task, ["dice"])
+    assert scores.values["dice"] == pytest.approx((2 / 3 + 2 / 3) / 2)
+
+
+def test_a_probability_of_one_half_is_not_foreground(make_task: TaskOf) -> None:
+    assert not foreground(torch.full((1, 1, 2, 2), 0.5), make_task()).any()
+
+
+def test_classification_by_hand(make_task: TaskOf) -> None:
+    task = make_task("classification")
+    probabilities = torch.tensor([[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
+    truth = torch.tensor([0, 1, 1, 2])  # predicted 0, 1, 0, 2
+    scores = score(probabilities, truth, list("abcd"), task, CLASSIFICATION)
+    assert scores.values["accuracy"] == 0.75
+    assert scores.values["balanced_accuracy"] == pytest.approx((1 + 0.5 + 1) / 3)
+    assert scores.values["f1_macro"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
+    assert scores.values["auc_macro"] == pytest.approx(roc_auc_score(truth, probabilities, multi_class="ovr"))
+
+
+def test_absent_classes(make_task: TaskOf) -> None:
+    task = make_task("classification", labels=["a", "b", "c", "d"])
+    probabilities = torch.tensor([[0.6, 0.2, 0.2, 0.0], [0.2, 0.6, 0.2, 0.0], [0.1, 0.3, 0.6, 0.0]])
+    scores = score(probabilities, torch.tensor([0, 1, 1]), list("xyz"), task, CLASSIFICATION)
+    assert scores.values["balanced_accuracy"] == pytest.approx(0.75)  # over classes 0 and 1
+    assert scores.values["f1_macro"] == pytest.approx((1 + 2 / 3 + 0) / 3)  # class 2 was predicted, class 3 nowhere
+    assert scores.values["auc_macro"] == pytest.approx((1 + 1) / 2)
+
+
+def test_a_single_class_has_no_auc(make_task: TaskOf) -> None:
+    scores = score(
+        torch.tensor([[0.9, 0.1, 0], [0.4, 0.6, 0]]), torch.tensor([0, 0]), ["a", "b"], make_task("classification"), CLASSIFICATION
+    )
+    assert scores.values["auc_macro"] is None and "single class" in scores.undefined["auc_macro"]
+    assert scores.values["accuracy"] == 0.5 and set(scores.undefined) == {"auc_macro"}
+
+
+def test_binary_and_multilabel_classification(make_task: TaskOf) -> None:
+    binary = make_task("classification", target="binary", labels=["sick"])
+    probabilities, truth = torch.tensor([[0.9], [0.2], [0.6], [0.4]]), torch.tensor([1, 0, 0, 1])
+    scores = score(probabilities, truth, list("abcd"), binary, CLASSIFICATION)
+    assert scores.values["accuracy"] == 0.5 and scores.values["auc_macro"] == pytest.approx(0.75)
+    several = make_task("classification", target="multilabel", labels=["a", "b"])
+    both = score(
+        probabilities.repeat(1, 2), torch.stack([truth, torch.ones(4, dtype=torch.long)], 1).float(), list("abcd"), several, CLASSIFICATION
+    )
+    assert both.values["auc_macro"] == pytest.approx(0.75)  # label b has one class only and is left out
+    assert both.values["accuracy"] == 0.5
+
+
+def test_nothing_to_score_and_broken_models(make_task: TaskOf) -> None:
+    empty = score(torch.zeros(0, 1, 8, 8), torch.zeros(0, 8, 8), [], make_task(), ALL)
+    assert empty.values == dict.fromkeys(ALL) and "no image" in empty.undefined["dice"]
+    for kind, shape, truth in (("segmentation", (1, 1, 8, 8), torch.ones(1, 8, 8)), ("classification", (1, 3), torch.tensor([0]))):
+        broken = score(torch.full(shape, math.nan), truth.long(), ["a"], make_task(kind), make_task(kind).metrics)
+        assert set(broken.values.values()) == {None} and "NaN" in broken.undefined[make_task(kind).metric]
