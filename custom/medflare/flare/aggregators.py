@@ -19,12 +19,12 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from medflare.core.errors import UpdateError
 from medflare.core.states import StateDict, weighted_mean
 from medflare.flare.filters import joined_parts
-from medflare.methods.feddag_math import soft_balancing_weights, softmax_weights, within_client_average
 from medflare.methods.fedsm import soft_pull
 from medflare.methods.grace_math import consistent_aggregate
 from medflare.methods.hyper import build_hyper
 from medflare.methods.prr_math import Treatment, aggregate_models, frequency_ratio
 from medflare.methods.registry import get_method
+from medflare.methods.sha import HierarchicalAggregation
 
 
 @dataclass(frozen=True)
@@ -172,23 +172,13 @@ class SharpnessAggregator(MethodAggregator):
 
     def __init__(self, hyper: dict[str, Any] | None = None, method: str = ""):
         super().__init__(hyper, method)
-        self._history: dict[str, list[tuple[StateDict, float]]] = {}
+        self._aggregation: HierarchicalAggregation | None = None
 
     def combine(self, round: int, models: Mapping[str, SiteModel]) -> StateDict:
-        settings = self.settings
-        averaged: dict[str, StateDict] = {}
-        scores: list[float] = []
-        for site, model in models.items():
-            past = [*self._history.get(site, []), (model.state, float(model.metrics.get("score", math.nan)))]
-            states, values = zip(*past, strict=True)
-            averaged[site], score = within_client_average(states, values, settings.kappa, settings.window)
-            scores.append(score)
-            kept = past if settings.window == "passing" else past[-settings.kappa :]
-            self._history[site] = kept if settings.kappa else []
-        vector = torch.tensor(scores, dtype=torch.float64)
-        softmax = settings.balancing == "softmax"
-        weights = softmax_weights(vector, settings.temperature) if softmax else soft_balancing_weights(vector, settings.beta)
-        return weighted_mean(averaged, dict(zip(averaged, weights.tolist(), strict=True)))
+        if self._aggregation is None:
+            self._aggregation = HierarchicalAggregation(self.settings)
+        scores = {site: float(model.metrics.get("score", math.nan)) for site, model in models.items()}
+        return self._aggregation(_states(models), scores)
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------------------
