@@ -1,6 +1,7 @@
 """A federation of three sites with a few small generated images, driven without an engine."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from medflare.core.manifest import violation
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
+from medflare.core.store import StateStore
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf
 from medflare.methods.hyper import build_hyper
 from medflare.tasks.config import TaskConfig, load_task
@@ -90,15 +92,17 @@ class Squares:
     def server(self, cls: type[ServerHalf], task: TaskConfig | None = None, rounds: int = 3, **hyper: Any) -> Any:
         return cls(ServerContext(task or self.segmentation, SEED, rounds, self.sites, self.outside), build_hyper(cls.Hyper, hyper))
 
-    def run(self, server: Any, halves: dict[str, Any], *, rebuilt: bool = False) -> StateDict:
-        """The whole schedule; returns the global model. With `rebuilt` every task runs in a half made anew from its stored state."""
+    def run(self, server: Any, halves: dict[str, Any], store: Path | None = None) -> StateDict:
+        """The whole schedule; returns the global model. With `store` every task runs in a half made anew from what lies on disk."""
         task = server.context.task
         for step in server.steps():
             replies = {}
             for name, half in halves.items():
-                if rebuilt:
+                if store is not None:
+                    kept = StateStore(store / name)
+                    kept.save("half", half.state())
                     halves[name] = type(half)(self.site(name, task), half.hyper, self.sites)
-                    halves[name].restore(half.state())
+                    halves[name].restore(kept.load("half"))
                 replies[name] = halves[name].perform(step.phase, step.round, server.outgoing(step, name))
                 assert violation(replies[name], half.outbound(step.phase, Plan(task, self.sites, half.hyper))) is None
             server.accept(step, replies)

@@ -205,10 +205,10 @@ class TestFederation:
         [{"client": "coral", "align_pixels": 9}, {"client": "adv", "batch_norm": "local"}, {"client": "meta", "adam_plus_sgd": True}],
         ids=lambda hyper: hyper["client"],
     )
-    def test_new_process_for_every_task(self, squares, hyper):
+    def test_new_process_for_every_task(self, squares, hyper, tmp_path):
         kept, renewed = (squares.halves(GraceSite, **hyper) for _ in range(2))
         expected = squares.run(squares.server(GraceServer), kept)
-        assert squares.equal(squares.run(squares.server(GraceServer), renewed, rebuilt=True), expected)
+        assert squares.equal(squares.run(squares.server(GraceServer), renewed, tmp_path), expected)
         for name in squares.sites:
             assert squares.equal(kept[name].personal.state, renewed[name].personal.state)
 

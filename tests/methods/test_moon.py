@@ -89,8 +89,6 @@ def test_two_steps_are_graces_with_another_alignment(squares):
 
 
 @pytest.mark.parametrize("hyper", [{}, {"two_step": True, "batch_norm": "local"}], ids=["moon", "two steps"])
-def test_new_process_for_every_task(squares, hyper):
-    kept, renewed = (
-        squares.run(squares.server(MoonServer), squares.halves(MoonSite, **hyper), rebuilt=rebuilt) for rebuilt in (False, True)
-    )
+def test_new_process_for_every_task(squares, hyper, tmp_path):
+    kept, renewed = (squares.run(squares.server(MoonServer), squares.halves(MoonSite, **hyper), store) for store in (None, tmp_path))
     assert squares.equal(kept, renewed)
