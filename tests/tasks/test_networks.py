@@ -72,10 +72,9 @@ def test_published_sizes() -> None:
     assert _size({"name": "compact_selector"}, 3, 4) < 30_000
 
 
-def test_vgg11_runs() -> None:
-    network = build_network({"name": "vgg11"}, 1, 3).eval()
-    with torch.no_grad():
-        features, logits = network.features_and_output(torch.randn(1, 1, 32, 32))
+def test_vgg11_shapes() -> None:
+    with torch.device("meta"):  # half a gigabyte of weights that need not exist
+        features, logits = build_network({"name": "vgg11"}, 1, 3).features_and_output(torch.zeros(1, 1, 32, 32))
     assert features.shape == (1, 4096) and logits.shape == (1, 3)
 
 
