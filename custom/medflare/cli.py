@@ -1,14 +1,19 @@
 """The `medflare` command. Every subcommand exits non-zero when it failed and says why in one line."""
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medflare.core.errors import MedflareError
 
+if TYPE_CHECKING:
+    from medflare.tasks.config import TaskConfig
+
 DEFAULT_ROUNDS = 10
+_TASK_PREFIX = "task."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_job(commands)
+    _add_study(commands)
     _add_results(commands)
     _add_methods(commands)
     _add_data(commands)
@@ -41,11 +47,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _federation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("method", help="fedavg, fedsm, ...; `medflare methods` lists them with their hyper-parameters")
-    parser.add_argument("--task", default="phantom", help="preset name or a JSON file like those in app_configs/ (default: phantom, synthetic)")
+    parser.add_argument("--task", default="phantom", help="preset name or a JSON file, see app_configs/ (default: phantom, synthetic)")
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="federation rounds (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything that is drawn (default: %(default)s)")
     parser.add_argument("--resplit", type=int, metavar="SEED", help="draw the training / validation / test split anew by patient")
-    parser.add_argument("--outside", default="", metavar="NAMES", help="comma-separated sites that never train and only receive the final models")
+    parser.add_argument("--outside", default="", metavar="NAMES", help="comma-separated sites that only receive the final models")
     parser.add_argument("--min-sites", type=int, help="usable answers a step needs; the round goes on with those that came (default: 2)")
     parser.add_argument("--sites-per-round", type=int, help="draw this many sites for each round (default: all)")
     parser.add_argument("--site-half", metavar="METHOD", help="use the site half of another method")
@@ -60,28 +66,38 @@ def _federation_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _settings(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+def _settings(options: argparse.Namespace) -> tuple[dict[str, Any], "TaskConfig"]:
     """(hyper-parameters, task) from --set and --task, checked."""
+    from medflare.methods.registry import get_method
+
+    values = dict(_named_values(options.settings))
+    hyper = {name: value for name, value in values.items() if not name.startswith(_TASK_PREFIX)}
+    changes = {name: value for name, value in values.items() if name.startswith(_TASK_PREFIX)}
+    if options.resplit is not None:
+        changes["task.resplit"] = options.resplit
+    get_method(options.method, site=options.site_half, server=options.server_half).check(hyper)
+    return hyper, _task(options.task, changes)
+
+
+def _named_values(settings: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of every --set NAME=VALUE."""
     from medflare.core.errors import ConfigError
     from medflare.methods.hyper import parsed_value
-    from medflare.methods.registry import get_method
-    from medflare.tasks.config import load_task
 
-    hyper: dict[str, Any] = {}
-    changes: dict[str, Any] = {}
-    for setting in options.settings:
+    for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting!r} has no value; write NAME=VALUE, for example lam=0.3")
-        target = changes if name.startswith("task.") else hyper
-        target[name.removeprefix("task.")] = parsed_value(value)
-    if options.resplit is not None:
-        changes["resplit"] = options.resplit
-    task = load_task(options.task)
-    if changes:
-        task = load_task(_merged(task.to_dict(), changes))
-    get_method(options.method, site=options.site_half, server=options.server_half).check(hyper)
-    return hyper, task
+        yield name, parsed_value(value)
+
+
+def _task(source: str, changes: dict[str, Any]) -> "TaskConfig":
+    """The task with the settings that `changes` name by `task.NAME`."""
+    from medflare.tasks.config import load_task
+
+    task = load_task(source)
+    stripped = {name.removeprefix(_TASK_PREFIX): value for name, value in changes.items()}
+    return load_task(_merged(task.to_dict(), stripped)) if changes else task
 
 
 def _merged(task: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -106,55 +122,87 @@ def _add_run(commands: Any) -> None:
     parser = commands.add_parser("run", help="run a federation on this machine", description="Run a federation here and print its results.")
     _federation_options(parser)
     parser.add_argument("--sites", default="4", help="number of sites (site-1, ...) or comma-separated names (default: %(default)s)")
-    parser.add_argument("--engine", choices=("flare", "local"), default="flare", help="FLARE's simulator or a loop in this process (default: flare)")
-    parser.add_argument("--data-root", type=Path, help="folder with one subfolder per site (default: MEDFLARE_DATA_ROOT, else embedded images)")
+    parser.add_argument("--engine", choices=("flare", "local"), default="flare", help="FLARE's simulator (default) or a plain loop")
+    parser.add_argument("--data-root", type=Path, help="folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else embedded)")
     parser.add_argument("--threads", type=int, help="sites that train at the same time under FLARE (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where results go (default: %(default)s)")
     parser.set_defaults(command=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from medflare.evaluation.console import results_table
+    from medflare.evaluation.console import show_results
 
     hyper, task = _settings(options)
-    sites = [f"site-{i + 1}" for i in range(int(options.sites))] if options.sites.isdigit() else _names(options.sites)
+    sites = [f"site-{place + 1}" for place in range(int(options.sites))] if options.sites.isdigit() else _names(options.sites)
     folder = options.out / f"{options.method}-{task.name}-seed{options.seed}"
+    common: dict[str, Any] = {
+        "seed": options.seed,
+        "outside": _names(options.outside),
+        "site_half": options.site_half,
+        "server_half": options.server_half,
+        "min_sites": options.min_sites,
+        "sites_per_round": options.sites_per_round,
+        **hyper,
+    }
     if options.engine == "local":
         from medflare.local import run_local
 
-        results = run_local(
-            options.method,
-            task,
-            [site for site in sites if site not in _names(options.outside)],
-            rounds=options.rounds,
-            seed=options.seed,
-            outside=_names(options.outside),
-            data_root=options.data_root,
-            site_half=options.site_half,
-            server_half=options.server_half,
-            min_sites=options.min_sites,
-            sites_per_round=options.sites_per_round,
-            out=folder,
-            progress=True,
-            **hyper,
-        )
-    else:
-        from medflare.flare.simulate import run_simulator
+        inside = [site for site in sites if site not in common["outside"]]
+        run_local(options.method, task, inside, rounds=options.rounds, data_root=options.data_root, out=folder, say=print, **common)
+        return 0 if show_results(folder) else 1
+    from nvflare.recipe import SimEnv
 
-        results = run_simulator(options, task, hyper, sites, folder)
-    print(results_table(results))
-    print(f"report: {folder / 'report.html'}")
-    return 0 if results["status"] == "COMPLETED" else 1
+    from medflare.flare.recipes import MedflareRecipe
+
+    if options.data_root is not None:
+        os.environ["MEDFLARE_DATA_ROOT"] = str(options.data_root.resolve())
+    recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **common)
+    recipe.execute(SimEnv(clients=sites, num_threads=options.threads, workspace_root=str(folder)))
+    return 0 if show_results(folder) else 1
+
+
+# -- study -----------------------------------------------------------------------------------------------------------------
+
+
+def _add_study(commands: Any) -> None:
+    parser = commands.add_parser("study", help="compare methods over seeds and splits; prints and keeps a Markdown table")
+    parser.add_argument("candidates", nargs="+", metavar="METHOD[:NAME=VALUE,...]", help="methods, or single-site and centralised")
+    parser.add_argument("--task", default="phantom", help="preset name or a JSON file (default: %(default)s)")
+    parser.add_argument("--sites", required=True, help="comma-separated names")
+    parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="federation rounds (default: %(default)s)")
+    parser.add_argument("--seeds", default="0,1,2", help="each also draws the split anew by patient (default: %(default)s)")
+    parser.add_argument(
+        "--leave-one-out", action="store_true", help="each site in turn is outside: never trains, receives the final models"
+    )
+    parser.add_argument("--data-root", type=Path, help="folder with a subfolder per site")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time (default: %(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="task.NAME=VALUE", dest="settings", help="a task setting; may be repeated"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for every run's results.json and table.md; finished runs are kept")
+    parser.set_defaults(command=_study)
+
+
+def _study(options: argparse.Namespace) -> int:
+    from medflare.studies import Candidate, Setting, run_study
+
+    candidates = [Candidate.parse(text) for text in options.candidates]
+    task = _task(options.task, dict(_named_values(options.settings)))
+    setting = Setting(task, tuple(_names(options.sites)), options.rounds, options.data_root)
+    seeds = [int(seed) for seed in _names(options.seeds)]
+    groups = run_study(candidates, setting, seeds, options.out, leave_one_out=options.leave_one_out, processes=options.processes, say=print)
+    print((options.out / "table.md").read_text())
+    return 0 if all(run["status"] == "COMPLETED" for runs in groups.values() for run in runs) else 1
 
 
 # -- job -------------------------------------------------------------------------------------------------------------------
 
 
 def _add_job(commands: Any) -> None:
-    parser = commands.add_parser("job", help="write a FLARE job folder", description="Write a job folder for nvflare simulator, POC or production.")
+    parser = commands.add_parser("job", help="write a FLARE job folder for the simulator, POC or production")
     _federation_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="job folder to write")
-    parser.add_argument("--no-byoc", action="store_true", help="without app/custom/: sites have medflare installed and allow it in class_allow_list")
+    parser.add_argument("--no-byoc", action="store_true", help="without app/custom/: sites have medflare installed and allow it")
     parser.set_defaults(command=_job)
 
 

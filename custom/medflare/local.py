@@ -68,6 +68,7 @@ def run_local(
     min_sites: int | None = None,
     sites_per_round: int | None = None,
     absent: Mapping[int, Iterable[str]] | None = None,
+    opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
     **hyper: Any,
@@ -85,6 +86,7 @@ def run_local(
         resplit: draw the splits anew by patient with this seed.
         min_sites, sites_per_round: see `federation.Rules`.
         absent: round -> sites that cannot be reached in it.
+        opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
         say: takes a progress line a step.
         hyper: the method's hyper-parameters by name.
@@ -103,7 +105,7 @@ def run_local(
 
     def opened(name: str) -> Participant:
         def site(role: str) -> Site:
-            return open_site(name, config, seed=seed, role=role, data_root=data_root)
+            return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
 
         def keep(role: str, model: Message, metrics: Mapping[str, Any]) -> None:
             if folder is not None:

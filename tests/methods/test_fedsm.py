@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from medflare.core.states import weighted_mean
-from medflare.methods.fedsm import GAMMAS, choose_model, soft_pull, tuned_gamma
+from medflare.methods.fedsm import choose_model, soft_pull
 from medflare.methods.fedsm_extra import ensemble_output, extra_labels
+from medflare.methods.super_model import GAMMAS, tuned_gamma
 
 Golden = Callable[[str], dict[str, np.ndarray]]
 SITES = ("c0", "c1", "c2")

@@ -95,7 +95,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "status": FAILED if record.reason else COMPLETED,
         "reason": record.reason or None,
         "sites": sites,
-        "mean": {role: _mean_over(sites, role, models, record.task.metrics) for role in ROLES},
+        "mean": mean_over_sites(sites, dict.fromkeys(models, record.task.metrics)),
         "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
         "seconds": dict(record.seconds),
         "events": list(record.events),
@@ -114,9 +114,18 @@ def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str,
     return {**found, "reports": site.reports} if site.reports else found
 
 
-def _mean_over(sites: Mapping[str, Any], role: str, models: tuple[str, ...], metrics: tuple[str, ...]) -> dict[str, Any]:
-    chosen = [site["metrics"] for site in sites.values() if site["role"] == role]
-    return {model: {metric: mean_of_defined(site[model][metric] for site in chosen) for metric in metrics} for model in models}
+def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+    """role -> model -> metric -> mean over the sites of that role, sites without a value left out.
+
+    Args:
+        sites: the `sites` of a results dict.
+        shape: model -> its metrics.
+    """
+    chosen = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}
+    return {
+        role: {model: {m: mean_of_defined(site[model][m] for site in found) for m in shape[model]} for model in shape}
+        for role, found in chosen.items()
+    }
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:

@@ -13,7 +13,6 @@ from medflare.core.events import EventLog
 from medflare.core.manifest import EntrySpec, Manifest
 from medflare.core.message import Message
 from medflare.core.states import StateDict
-from medflare.inference.deployed import DeployedModel
 from medflare.methods.hyper import NoHyper
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.networks import build_network, initial_network
@@ -119,7 +118,7 @@ class SiteHalf(ABC):
         """What must survive until the next task; empty where every round starts from the incoming message alone."""
         return Message()
 
-    def restore(self, state: Message) -> None:
+    def restore(self, state: Message) -> None:  # noqa: B027 (a half without memory has nothing to take up)
         """Take up a state that `state` gave, in this or another process."""
 
     def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> nn.Module:
@@ -132,7 +131,7 @@ class SiteHalf(ABC):
     def validation(self, model: nn.Module) -> float | None:
         """The task's metric of a network of logits on this site's validation images; None where it is undefined."""
         metric = self.site.task.metric
-        return self.site.score(DeployedModel(self.site.task, model), "validation", [metric]).values[metric]
+        return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
 
 class ServerHalf(ABC):
@@ -166,7 +165,7 @@ class ServerHalf(ABC):
         """What the site needs for its final models; for an outside site too."""
 
     def models(self) -> dict[str, Message]:
-        """Delivered models that the server holds, by path below its `models` folder; personal models that never leave a site are not here."""
+        """Delivered models that the server holds, by path below its `models` folder; not those that never leave their site."""
         return {}
 
     @abstractmethod

@@ -5,9 +5,12 @@
 Also the base of the other methods: their halves change one thing each.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import torch
+from torch import nn
 
 from medflare.core.manifest import Manifest
 from medflare.core.message import Message
@@ -49,13 +52,18 @@ class FedAvgSite(SiteHalf):
     def train(self, round: int, incoming: Message) -> Message:
         model = self.network("model", incoming.states["model"])
         validation = self.validation(model)
+        loss = self.optimized(model, "model", lambda optimizer: self.fit(model, optimizer, round))
+        return Message({"model": copy_state(model.state_dict())}, self.facts(loss=loss, validation={"global": validation}))
+
+    def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], float]) -> float:
+        """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss."""
         optimizer = self.site.optimizer(trainable(model))
         if not self.hyper.reset_optimizer:
-            self.optimizers.recall("model", optimizer)
-        loss = self.fit(model, optimizer, round)
+            self.optimizers.recall(purpose, optimizer)
+        loss = train(optimizer)
         if not self.hyper.reset_optimizer:
-            self.optimizers.keep("model", optimizer)
-        return Message({"model": copy_state(model.state_dict())}, self.facts(loss=loss, validation={"global": validation}))
+            self.optimizers.keep(purpose, optimizer)
+        return loss
 
     def fit(self, model: Any, optimizer: Any, round: int) -> float:
         """One round of local training; the one thing that most local variants change."""

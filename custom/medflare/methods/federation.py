@@ -143,12 +143,12 @@ class Federation:
         context = self.server.context
         problems = self._admit(Step(ENROL, 0), self.exchange.present(0))
         if problems:
-            raise FederationFailed("; ".join(f"{site}: {problem}" for site, problem in sorted(problems.items())))
+            raise FederationFailed(_listed(problems))
         here = [site for site in context.sites if site in self.outcome.enrolled]
         if len(here) < self._needed():
             raise FederationFailed(
-                f"{len(here)} of the sites {', '.join(context.sites)} enrolled ({', '.join(here) or 'none'}), min_sites is {self._needed()}; "
-                "start the missing sites or lower min_sites"
+                f"{len(here)} of the sites {', '.join(context.sites)} enrolled ({', '.join(here) or 'none'}), "
+                f"min_sites is {self._needed()}; start the missing sites or lower min_sites"
             )
         for site in sorted({*context.sites, *context.outside} - self.outcome.enrolled.keys()):
             self.events.add("missing", "not there when the federation started; it may join later", site=site, round=0)
@@ -159,7 +159,8 @@ class Federation:
         known = {*context.sites, *context.outside}
         new = [site for site in sorted(sites) if site in known and site not in self.outcome.enrolled]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
-        replies = self._ask(step, {site: Message({}, {**self.identity, "role": roles[site], "sites": list(context.sites)}) for site in new}) if new else {}
+        invitation = {**self.identity, "sites": list(context.sites)}
+        replies = self._ask(step, {site: Message({}, {**invitation, "role": roles[site]}) for site in new})
         for site in new:
             reply = replies[site]
             if reply.message is None:
@@ -185,7 +186,7 @@ class Federation:
             if len(accepted) >= min(self._needed(), self.rules.sites_per_round or self._needed()):
                 break
             reason = f"{len(accepted)} usable replies to '{step.phase}' in round {step.round}, {self._needed()} are needed"
-            named = "; ".join(f"{site}: {why}" for site, why in rejected.items()) or "no site is present"
+            named = _listed(rejected) or "no site is present"
             if attempt == self.rules.repeats:
                 raise FederationFailed(f"{reason} ({named})")
             self.events.add("repeated", f"{reason}; asking again ({named})", round=step.round)
@@ -199,7 +200,8 @@ class Federation:
             self.outcome.down_bytes - down,
             self.outcome.up_bytes - up,
         )
-        self.outcome.history.append({"step": index, "phase": step.phase, "round": step.round, "seconds": report.seconds, "sites": report.facts})
+        line = {"step": index, "phase": step.phase, "round": step.round, "seconds": report.seconds, "sites": report.facts}
+        self.outcome.history.append(line)
         self.on_step(report)
 
     def _asked(self, step: Step) -> list[str]:
@@ -268,3 +270,8 @@ class Federation:
             self.outcome.delivered[site] = facts
         if not self.outcome.delivered:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
+
+
+def _listed(problems: Mapping[str, str]) -> str:
+    """Every site's problem on one line, each with the site's name once."""
+    return "; ".join(problem if site in problem else f"{site}: {problem}" for site, problem in sorted(problems.items()))

@@ -8,7 +8,7 @@ global model answers. Its relatives whose selector learns after the other models
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, ServerContext, Step, plain_entry, sample_weights
 from medflare.methods.fedavg import FedAvgServer, FedAvgServerHyper, FedAvgSite
 from medflare.methods.hyper import param
-from medflare.methods.personalization import adapt, train_apfl, train_per_fedavg, train_pfedme
+from medflare.methods.personalization import train_apfl, train_meta
 from medflare.methods.selection import Best, mean_validation
 from medflare.methods.selector import (
     MOMENTS,
@@ -37,12 +37,11 @@ from medflare.methods.selector import (
     selector_spec,
     train_selector,
 )
-from medflare.methods.super_model import choose_model, super_model
-from medflare.methods.training import train_epochs, trainable
-from medflare.tasks.metrics import score
+from medflare.methods.super_model import choose_model as choose_model
+from medflare.methods.super_model import metric_by_gamma, super_model, tuned_gamma
+from medflare.methods.training import train_epochs
 from medflare.tasks.site import Batch, Site
 
-GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)
 SHARED_META = ("perfedavg", "pfedme")  # personalizations whose sites also share a model of their own beside w_g
 
 
@@ -89,7 +88,7 @@ class FedSMHyper(FedAvgServerHyper):
     personalization: str = param(
         "softpull", "where personal models come from", source="Table 6", choices=("softpull", "finetune", "apfl", "perfedavg", "pfedme")
     )
-    selector: str = param("auto", "selector network; auto: VGG-11 unless larger than the task's", choices=("auto", "compact_selector", "vgg11"))
+    selector: str = param("auto", "selector; auto: VGG-11 unless larger than the task's", choices=("auto", "compact_selector", "vgg11"))
     selector_lr: float | str = param("auto", "Adam rate of the selector; auto: 0.001 for VGG-11, 0.01 for the compact one", low=0)
     selector_steps: str = param(
         "server",
@@ -98,7 +97,7 @@ class FedSMHyper(FedAvgServerHyper):
         choices=("server", "fullbatch", "minibatch"),
     )
     selector_updates: int = param(1, "selector updates a round; each further one is an exchange of the selector alone", low=1)
-    sync_moments: bool = param(True, "fullbatch, minibatch: average Adam's moments over sites; each alone sees one label only", source="code")
+    sync_moments: bool = param(True, "fullbatch, minibatch: average Adam's moments; a site sees one label only", source="code")
     reset_optimizer: bool = param(False, "fresh optimizers every round; false keeps the moments of w_g and w_p", source="code")
     apfl_share: float = param(0.5, "APFL's share of the local model", symbol="α", source="Table 6", low=0, high=1)
     adapt_steps: int = param(1, "Per-FedAvg's adaptation steps", source="Table 6", low=1)
@@ -107,8 +106,12 @@ class FedSMHyper(FedAvgServerHyper):
     pfedme_lambda: float = param(15.0, "pFedMe's pull to the shared model", symbol="λ", low=0)
     pfedme_steps: int = param(5, "pFedMe's inner steps per batch", symbol="K", low=1)
 
-    lam: float = param(0.7, "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone", symbol="λ", source="Eq. 11", low=0, high=1)
-    gamma: float | str = param("tune", "confidence below which the global model answers, or tune on validation", symbol="γ", source="Sec. 3.2")
+    lam: float = param(
+        0.7, "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone", symbol="λ", source="Eq. 11", low=0, high=1
+    )
+    gamma: float | str = param(
+        "tune", "confidence below which the global model answers, or tune on validation", symbol="γ", source="Sec. 3.2"
+    )
     pfedme_beta: float = param(1.0, "pFedMe's server mixing", symbol="β", source="Table 6", low=0, high=1)
 
 
@@ -154,8 +157,8 @@ class FedSMSite(FedAvgSite):
         names = parameter_names(plan, outputs)
         parameters = {name: tensor for name, tensor in state.items() if name in names}
         if plan.hyper.selector_steps == "server":
-            return {"selector_gradient": EntrySpec.like(parameters, "the gradient of the selector, which tells sites apart by their images")}
-        entries = {"selector": EntrySpec.like(state, "the selector that tells sites apart by their images")}
+            return {"selector_gradient": EntrySpec.like(parameters, "the gradient of the selector, which tells sites apart")}
+        entries = {"selector": EntrySpec.like(state, "the selector that tells sites apart")}
         if plan.hyper.sync_moments:
             purpose = "Adam's {} of the selector: a site sees one label only, the mean has seen all"
             entries |= {f"selector_{m}": EntrySpec.like(parameters, purpose.format(m)) for m in MOMENTS}
@@ -189,13 +192,7 @@ class FedSMSite(FedAvgSite):
         return found
 
     def _fit(self, model: nn.Module, round: int, purpose: str) -> float:
-        optimizer = self.site.optimizer(trainable(model))
-        if not self.hyper.reset_optimizer:
-            self.optimizers.recall(purpose, optimizer)
-        loss = train_epochs(model, optimizer, self.site, round, purpose)
-        if not self.hyper.reset_optimizer:
-            self.optimizers.keep(purpose, optimizer)
-        return loss
+        return self.optimized(model, purpose, lambda optimizer: train_epochs(model, optimizer, self.site, round, purpose))
 
     def _personal(self, round: int, incoming: Message) -> dict[str, StateDict]:
         """One round of the personal model (and of the shared model it starts from), by the chosen personalization."""
@@ -210,14 +207,7 @@ class FedSMSite(FedAvgSite):
             return {"personal": mixture}
         else:
             meta = self.network("meta", incoming.states["meta"])
-            personal.load_state_dict(incoming.states["meta"])
-            if kind == "perfedavg":
-                train_per_fedavg(meta, site, round, hyper.adapt_lr, hyper.meta_lr)
-                personal.load_state_dict(meta.state_dict())
-                adapt(personal, site, round, hyper.adapt_lr, hyper.adapt_steps)
-            else:
-                rates = {"rate": hyper.adapt_lr, "strength": hyper.pfedme_lambda, "inner_steps": hyper.pfedme_steps}
-                train_pfedme(meta, personal, site, round, outer_rate=hyper.meta_lr, **rates)
+            train_meta(meta, personal, site, round, hyper)
             return {"personal": copy_state(personal.state_dict()), "meta": copy_state(meta.state_dict())}
         return {"personal": copy_state(personal.state_dict())}
 
@@ -256,27 +246,11 @@ class FedSMSite(FedAvgSite):
 
     # gamma, delivery, state
 
-    @torch.no_grad()
     def tune(self, round: int, incoming: Message) -> Message:
-        """The super model's validation metric for every candidate γ; the outputs are computed once, the choice is cheap.
-
-        A site's images are scored by its own rule (per patient); sums over sites are the server's.
-        """
-        task, data = self.site.task, self.site.data.validation
-        model = super_model(task, incoming).to(self.site.device)
-        images = [batch.images for batch in self.site.ordered("validation")]
-        scores = torch.cat([model.scores(batch) for batch in images])
-        found: dict[str, float | None] = {}
-        known: dict[tuple[int, ...], float | None] = {}
-        for gamma in GAMMAS:
-            choice = choose_model(scores, gamma)
-            key = tuple(choice.tolist())
-            if key not in known:
-                parts = choice.split([len(batch) for batch in images])
-                outputs = torch.cat([model.answer(batch, part).cpu() for batch, part in zip(images, parts, strict=True)])
-                known[key] = score(outputs, data.targets, data.patients, task, [task.metric]).values[task.metric]
-            found[f"{gamma:g}"] = known[key]
-        return Message({}, {**self.facts(validation={}), "gammas": found, "n_validation": len(scores)})
+        """The whole super model's validation metric for every candidate γ."""
+        model = super_model(self.site.task, incoming).to(self.site.device)
+        found = {"gammas": metric_by_gamma(model, self.site), "n_validation": self.site.n["validation"]}
+        return Message({}, {**self.facts(validation={}), **found})
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """The global model, this site's personal model (inside), and the super model."""
@@ -421,18 +395,3 @@ class FedSMServer(FedAvgServer):
         self.best_selector.unpack("selector", state)
         for site, found in self.best_personal.items():
             found.unpack(f"personal/{site}", state)
-
-
-def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
-    """The γ with the best validation metric over all sites, weighted by validation images; of equals the smallest.
-
-    Args:
-        facts: site -> {"gammas": {"0.5": metric or None, ...}, "n_validation": count}.
-    """
-    totals: dict[float, float] = {}
-    for gamma in GAMMAS:
-        pairs = [(f["gammas"][f"{gamma:g}"], f["n_validation"]) for _, f in sorted(facts.items())]
-        known = [(metric, count) for metric, count in pairs if metric is not None and count > 0]
-        if known:
-            totals[gamma] = sum(metric * count for metric, count in known) / sum(count for _, count in known)
-    return max(totals, key=lambda gamma: (totals[gamma], -gamma)) if totals else GAMMAS[0]

@@ -48,7 +48,6 @@ class FedSMExtraHyper(FedSMHyper):
 
 class FedSMExtraSite(FedSMSite):
     Hyper: ClassVar[type] = FedSMExtraHyper
-    phases = ("train", "validate", "train_selector")
     kind = "super_extra"
 
     def __init__(self, site: Site, hyper: FedSMExtraHyper, sites: tuple[str, ...]):

@@ -100,7 +100,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and float in allowed and int not in allowed:
         value = float(value)
     plain = tuple(getattr(kind, "__origin__", kind) for kind in allowed)
-    if isinstance(value, bool) and bool not in plain or not isinstance(value, plain):
+    if (isinstance(value, bool) and bool not in plain) or not isinstance(value, plain):
         wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in plain)
         raise ConfigError(f"hyper-parameter {name} = {value!r} must be {wanted}")
     return value

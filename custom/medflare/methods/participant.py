@@ -1,7 +1,7 @@
 """One site's part in a federation, the same under every engine: enrol, answer steps, remember, evaluate what is delivered."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -14,6 +14,14 @@ from medflare.methods.federation import DELIVER, ENROL
 from medflare.methods.registry import Method, build_deployed
 from medflare.methods.training import finite_or_none
 from medflare.tasks.site import Site
+
+
+@runtime_checkable
+class SelfReporting(Protocol):
+    """A deployed model that can say how it came to its answers, for example which member answered how often."""
+
+    def report(self) -> dict[str, Any]: ...
+
 
 ROLES = ("global", "personal", "deployed")
 _MEMBERSHIP, _HALF = "membership", "half"
@@ -100,7 +108,8 @@ class Participant:
             if membership is None or self.store is None:
                 raise StateError(f"site {self.name} was asked to work before it enrolled, or its state is gone; restart the job")
             if membership.facts["site"] != self.name:
-                raise StateError(f"the state in {self.store.folder} belongs to site {membership.facts['site']}, not to {self.name}; put it back")
+                owner = membership.facts["site"]
+                raise StateError(f"the state in {self.store.folder} belongs to site {owner}, not to {self.name}; put it back")
             site = self.opened(membership.facts["role"])
             self._half = self.method.make_site(site, self.hyper, tuple(membership.facts["sites"]))
             state = self.store.load(_HALF)
@@ -124,7 +133,7 @@ class Participant:
                 continue
             if id(models[role]) not in seen:
                 seen[id(models[role])], module = self._measure(site, models[role], role, log)
-                if hasattr(module, "report"):
+                if isinstance(module, SelfReporting):
                     reports[role] = module.report()
             metrics[role] = seen[id(models[role])]
             self.keep(role, models[role], metrics[role])

@@ -6,6 +6,7 @@ a server-side rule, stands in `fedsm.py`.
 
 from collections.abc import Sequence
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,21 @@ def train_pfedme(
             own.copy_(seen)
 
 
+def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyper: Any) -> None:
+    """One round of Per-FedAvg or pFedMe in place: the site's copy of the shared model, and the personal model that comes from it.
+
+    Per-FedAvg's personal model is an adaptation of the copy that this round has just trained.
+    """
+    personal.load_state_dict(meta.state_dict())
+    if hyper.personalization == "perfedavg":
+        train_per_fedavg(meta, site, round, hyper.adapt_lr, hyper.meta_lr)
+        personal.load_state_dict(meta.state_dict())
+        adapt(personal, site, round, hyper.adapt_lr, hyper.adapt_steps)
+    else:
+        rates = {"rate": hyper.adapt_lr, "strength": hyper.pfedme_lambda, "inner_steps": hyper.pfedme_steps}
+        train_pfedme(meta, personal, site, round, outer_rate=hyper.meta_lr, **rates)
+
+
 def _gradients(model: nn.Module, site: Site, batch: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     images, targets, _ = batch
     return list(torch.autograd.grad(site.loss(model(images), targets), trainable(model)))
@@ -111,4 +127,4 @@ def _gradients(model: nn.Module, site: Site, batch: tuple[Tensor, Tensor, Tensor
 def _descend(weights: Sequence[nn.Parameter], gradients: Sequence[Tensor], rate: float) -> None:
     with torch.no_grad():
         for weight, gradient in zip(weights, gradients, strict=True):
-            weight -= rate * gradient
+            weight.sub_(gradient, alpha=rate)

@@ -66,11 +66,11 @@ def train_selector(
     model.train()
     with seeded(site.seed, site.name, *keys, "dropout"):
         for epoch in range(site.task.local_epochs):
-            for value, share in _batch_losses(model, site, (*keys, epoch), loss):
+            for batch_loss, share in _batch_losses(model, site, (*keys, epoch), loss):
                 optimizer.zero_grad(set_to_none=True)
-                value.backward()
+                batch_loss.backward()
                 optimizer.step()
-                total += value.item() * share
+                total += batch_loss.item() * share
     return total / site.task.local_epochs
 
 

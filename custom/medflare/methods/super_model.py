@@ -1,6 +1,8 @@
 """FedSM's deployed model: the selector reads an image, a personal model or the global one answers."""
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,11 @@ from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.inference.deployed import network_with
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import score
 from medflare.tasks.networks import build_network
+from medflare.tasks.site import Site
+
+GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the tuning
 
 
 def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
@@ -96,3 +102,43 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
         selector = build_network(message.facts["selector"], task.channels, outputs)
     selector.load_state_dict(message.states["selector"])
     return [network_with(task, message.states[entry]) for entry in wanted], selector.eval(), ["global", *sites]
+
+
+# -- γ ---------------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def metric_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
+    """γ (as text) -> the task's metric of the super model on a site's validation images.
+
+    The selector runs once, and the networks once for each distinct assignment of images to networks.
+    """
+    task, data = site.task, site.data.validation
+    images = [batch.images for batch in site.ordered("validation")]
+    scores = torch.cat([model.scores(batch) for batch in images]) if images else torch.zeros(0, 1)
+    found: dict[str, float | None] = {}
+    known: dict[tuple[int, ...], float | None] = {}
+    for gamma in GAMMAS:
+        choice = choose_model(scores, gamma)
+        assignment = tuple(choice.tolist())
+        if images and assignment not in known:
+            parts = choice.split([len(batch) for batch in images])
+            outputs = torch.cat([model.answer(batch, part).cpu() for batch, part in zip(images, parts, strict=True)])
+            known[assignment] = score(outputs, data.targets, data.patients, task, [task.metric]).values[task.metric]
+        found[f"{gamma:g}"] = known.get(assignment)
+    return found
+
+
+def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
+    """The γ with the best validation metric over all sites, weighted by validation images; of equals the smallest.
+
+    Args:
+        facts: site -> {"gammas": {"0.5": metric or None, ...}, "n_validation": count}.
+    """
+    totals: dict[float, float] = {}
+    for gamma in GAMMAS:
+        pairs = [(f["gammas"][f"{gamma:g}"], f["n_validation"]) for _, f in sorted(facts.items())]
+        known = [(metric, count) for metric, count in pairs if metric is not None and count > 0]
+        if known:
+            totals[gamma] = sum(metric * count for metric, count in known) / sum(count for _, count in known)
+    return max(totals, key=lambda gamma: (totals[gamma], -gamma)) if totals else GAMMAS[0]
