@@ -13,7 +13,7 @@ from medflare.methods.hyper import param
 from medflare.methods.registry import build_deployed
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.networks import build_network
-from medflare.tasks.site import SCORING_BATCH, Site
+from medflare.tasks.site import Site
 
 STATISTICS = "statistics"  # the entry with the BatchNorm statistics that DSBN estimated
 
@@ -53,7 +53,7 @@ def adapted_to(site: Site, message: Message, hyper: AdaptationHyper) -> Message:
     message = with_adaptation(message, site.task, hyper)
     if hyper.tta == "dsbn" and site.n["test"]:
         module = dsbn_model(site.task, message).to(site.device)
-        module.adapt(batch.images for batch in site.ordered("test", SCORING_BATCH))
+        module.adapt(batch.images for batch in site.ordered("test", site.scoring_batch))
         message.states[STATISTICS] = module.statistics()
     return message
 

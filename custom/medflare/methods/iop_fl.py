@@ -29,7 +29,7 @@ from medflare.methods.iop_math import (
 from medflare.methods.iop_outside import EXPERT, ROUTER, OutsideHyper, experts_of, routed_message, routed_model
 from medflare.methods.selection import Best
 from medflare.methods.training import finite_or_none
-from medflare.tasks.site import SCORING_BATCH, Site
+from medflare.tasks.site import Site
 
 __all__ = ["IOPHyper", "IOPServer", "IOPSite", "consistency_loss", "entropy_loss", "local_adapted", "shape_loss"]
 
@@ -137,7 +137,7 @@ class IOPSite(FedAvgSite):
     def _routed(self, incoming: Message) -> Message:
         message = routed_message(incoming, self.hyper, self.site.seed)
         model = routed_model(self.site.task, message).to(self.site.device)
-        model.adapt([batch.images for batch in self.site.ordered("test", SCORING_BATCH)])
+        model.adapt([batch.images for batch in self.site.ordered("test", self.site.scoring_batch)])
         message.states[ROUTER] = model.network.adapted_state()
         message.facts["adaptation"] = model.adaptation
         return message

@@ -18,7 +18,7 @@ from medflare.tasks.networks import FeatureNetwork, initial_network
 from medflare.tasks.transforms import Augmentation
 
 Predictor = Callable[[Tensor], Tensor]
-SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
+_SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
 
 
 class Probabilities(nn.Module):
@@ -143,10 +143,15 @@ class Site:
         data = self.data.split(split)
         return score(probabilities.cpu(), data.targets, data.patients, self.task, metrics)
 
+    @property
+    def scoring_batch(self) -> int:
+        """How many images `predict` hands to a predictor at once: at least the task's batch, as test-time adaptation needs."""
+        return max(_SCORING_BATCH, self.task.batch_size)
+
     def predict(self, predictor: Predictor, split: str) -> Tensor:
         """Probabilities of a whole split in its order, on the CPU: (N, outputs, H, W) or (N, outputs)."""
         with torch.no_grad(), _evaluating(predictor):
-            parts = [predictor(batch.images).float().cpu() for batch in self.ordered(split, SCORING_BATCH)]
+            parts = [predictor(batch.images).float().cpu() for batch in self.ordered(split, self.scoring_batch)]
         return torch.cat(parts) if parts else torch.zeros(0, self.task.outputs)
 
 
