@@ -22,24 +22,13 @@ from medflare.core.store import message_to_bytes, read_message, write_atomically
 from medflare.core.versions import installed_versions
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.networks import build_network
+from medflare.tasks.site import Probabilities
 
 MODEL = "model"  # the entry of a plain model that holds its weights
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
-
-
-class DeployedModel(nn.Module):
-    """A network together with its task's activation: images (N, C, H, W) to probabilities."""
-
-    def __init__(self, task: TaskConfig, network: nn.Module):
-        super().__init__()
-        self.task = task
-        self.network = network
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.task.probabilities(self.network(images))
 
 
 def plain_message(state: StateDict, **facts: Any) -> Message:
@@ -55,7 +44,7 @@ def plain_model(task: TaskConfig, message: Message) -> nn.Module:
     """
     if MODEL not in message.states:
         raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
-    return DeployedModel(task, network_with(task, message.states[MODEL])).eval()
+    return Probabilities(network_with(task, message.states[MODEL]), task).eval()
 
 
 def network_with(
