@@ -18,8 +18,8 @@ from medflare.evaluation.results import FAILED, FOLDER
 from medflare.evaluation.run import Run
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange import TaskExchange
-from medflare.flare.executors import TASK_FILE
 from medflare.flare.pulse import TOPIC
+from medflare.flare.seat import TASK_FILE
 from medflare.flare.streams import share_cleanup_thread
 from medflare.flare.tracking import Tracking
 from medflare.flare.wire import register_tensors

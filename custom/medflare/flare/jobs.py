@@ -25,7 +25,6 @@ from medflare.flare.aggregators import (
 )
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import (
-    TASK_FILE,
     FedAvgExecutor,
     FedDAGExecutor,
     FedSMExecutor,
@@ -34,6 +33,7 @@ from medflare.flare.executors import (
     MedflareExecutor,
     PRRExecutor,
 )
+from medflare.flare.seat import TASK_FILE
 from medflare.methods.registry import Method, get_method
 from medflare.tasks.config import TaskConfig, load_task
 

@@ -1,0 +1,112 @@
+"""A site's seat in a job: what a process needs to know to act for the site, and the participant that it becomes.
+
+The imports at the top are light, see `executors`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medflare.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medflare.core.message import Message
+    from medflare.methods.participant import Participant
+    from medflare.tasks.site import Site
+
+LOCAL_FILE = "medflare.json"  # in the site's local/ folder: data_root, device, cache
+TASK_FILE = "task.json"  # in the job's config folder
+FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
+_MEMBER = "state"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """JSON-serialisable, so that another process can take it over.
+
+    Attributes:
+        name: the site's name.
+        method: whose site half runs; `server_half` names the other half's method where it is another one.
+        task_file: the job's task.json.
+        local_file: the site's own settings; may not exist.
+        folder: the site's folder in the job.
+    """
+
+    name: str
+    method: str
+    server_half: str
+    seed: int
+    task_file: str
+    local_file: str
+    folder: str
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def state_folder(self) -> Path:
+        return Path(self.folder) / _MEMBER
+
+    def taken_before(self) -> bool:
+        """Whether another process has acted for the site already."""
+        return self.state_folder.exists()
+
+    def participant(self, aborted: Callable[[], bool]) -> "Participant":
+        """The site's participant; its data are read when the first task needs them.
+
+        Args:
+            aborted: asked before every batch.
+
+        Raises:
+            ConfigError: the task, the method or the site's own settings are wrong.
+        """
+        from medflare.core.store import StateStore, write_atomically
+        from medflare.inference.deployed import save_model
+        from medflare.methods.participant import Participant
+        from medflare.methods.registry import get_method
+        from medflare.tasks.config import load_task
+        from medflare.tasks.site import open_site
+
+        folder = Path(self.folder)
+        task, local = load_task(Path(self.task_file)), read_local(Path(self.local_file))
+        method = get_method(self.method, server=self.server_half or None)
+        method.check(self.hyper)
+
+        def opened(role: str) -> "Site":
+            site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=folder / "cache")
+            site.abort = aborted
+            return site
+
+        def keep(role: str, model: "Message", metrics: Mapping[str, Any]) -> None:
+            card = {"method": method.name, "site": self.name, "role": role, "seed": self.seed, "metrics": dict(metrics)}
+            save_model(folder / role, task, model, card)
+
+        def show(title: str, png: bytes) -> None:
+            write_atomically(folder / "pictures" / f"{title}.png", png)  # pictures show patients: they stay at the site
+
+        return Participant(self.name, opened, method, self.hyper, store=StateStore(self.state_folder), keep=keep, show=show)
+
+
+def read_local(path: Path) -> dict[str, Any]:
+    """The site's own settings; none where the file does not exist.
+
+    Raises:
+        ConfigError: the file is not a JSON object.
+    """
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); correct it or delete it") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: must hold a JSON object with data_root, device or cache; correct it or delete it")
+    return settings
+
+
+def anchor(variable: str) -> None:
+    """Make a relative path in an environment variable absolute: FLARE changes the working directory, the shell's PWD stays."""
+    value, started_in = os.environ.get(variable), os.environ.get("PWD")
+    if value and started_in and not Path(value).expanduser().is_absolute():
+        os.environ[variable] = str(Path(started_in) / value)
