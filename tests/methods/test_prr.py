@@ -158,16 +158,17 @@ def differ(first, second):
 # ---- tasks as softmax problems ------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_every_kind_of_task():
+def test_every_task_is_a_group_of_softmax_problems():
     logits = torch.arange(2 * 3 * 2 * 2.0).reshape(2, 3, 2, 2)
-    rows = class_logits(logits, MULTICLASS)
-    assert rows.shape == (1, 8, 3) and torch.equal(rows[0, 5], logits[1, :, 0, 1])
-    assert class_targets(torch.arange(8).reshape(2, 2, 2), MULTICLASS)[0].tolist() == list(range(8))
+    grouped = class_logits(logits, MULTICLASS)
+    assert grouped.shape == (1, 2, 3, 4) and torch.equal(grouped[0, 1, :, 1], logits[1, :, 0, 1])
+    assert class_targets(torch.arange(8).reshape(2, 2, 2), MULTICLASS).tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
     pairs = class_logits(logits[:, :2], MULTILABEL)
-    assert pairs.shape == (2, 8, 2)
-    torch.testing.assert_close(pairs.softmax(-1)[1, 5, 1], logits[1, 1, 0, 1].sigmoid())
-    assert class_targets(torch.tensor([[[[0.0, 1.0]], [[1.0, 1.0]]]]), MULTILABEL).tolist() == [[0, 1], [1, 1]]
-    assert class_logits(torch.zeros(4, 1), BINARY_CLASSIFICATION).shape == (1, 4, 2)
+    assert pairs.shape == (2, 2, 2, 4)
+    torch.testing.assert_close(pairs.softmax(2)[1, 1, 1, 1], logits[1, 1, 0, 1].sigmoid())
+    assert class_targets(torch.tensor([[[[0.0, 1.0]], [[1.0, 1.0]]]]), MULTILABEL).tolist() == [[[0, 1]], [[1, 1]]]
+    assert class_logits(torch.zeros(4, 1), BINARY_CLASSIFICATION).shape == (1, 4, 2, 1)
+    assert class_targets(torch.zeros(4, dtype=torch.long), BINARY_CLASSIFICATION).shape == (1, 4, 1)
 
 
 def test_class_totals_count_negatives_where_only_positives_are_counted():

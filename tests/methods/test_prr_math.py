@@ -376,6 +376,22 @@ def test_cpa_loss_is_the_cross_entropy_for_equal_counts_and_aligned_prototypes(c
         torch.testing.assert_close(cpa_loss(logits, targets, counts, gamma, 0.8), expected)
 
 
+def test_pixels_are_samples(cpa):
+    logits, targets = cpa["logits"], cpa["targets"]  # (10, 3): two pictures of five pixels
+    pictures, labels = logits.reshape(2, 5, 3).transpose(1, 2), targets.reshape(2, 5)
+    gamma = torch.tensor([1.0, 1.5, 2.0])
+    for counts, weight in ((cpa["counts"], gamma), (None, None)):
+        torch.testing.assert_close(cpa_loss(pictures, labels, counts, weight, 0.8), cpa_loss(logits, targets, counts, weight, 0.8))
+    teacher = logits.flip(0)
+    for form in ("kl", "mse10"):
+        found = distillation_loss(pictures, teacher.reshape(2, 5, 3).transpose(1, 2), form)
+        torch.testing.assert_close(found, distillation_loss(logits, teacher, form))
+    means, by_pixel = PrototypeMean(3, 3), PrototypeMean(3, 3)
+    means.add(logits, targets)
+    by_pixel.add(pictures, labels)
+    torch.testing.assert_close(by_pixel.means(), means.means())
+
+
 def test_cpa_loss_survives_large_logits():
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
     value = cpa_loss(logits, torch.tensor([1]), torch.tensor([10**9, 1, 0]), torch.tensor([1.0, 2.0, 1.0]), 0.8)

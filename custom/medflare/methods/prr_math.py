@@ -235,7 +235,7 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Tensor:
-    """What a student pays for differing from its teacher, mean over the rows of logits (M, C).
+    """What a student pays for differing from its teacher: mean over samples, or pixels, of logits (N, C, ...).
 
     "kl": KL(teacher || student), Eq. 5-6. "mse10": ten times the squared difference of the probabilities, as in the official
     segmentation code. The teacher receives no gradient.
@@ -244,7 +244,8 @@ def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Ten
     if form == "mse10":
         return 10 * functional.mse_loss(student.softmax(dim=1), teacher.detach().softmax(dim=1))
     log_student, log_teacher = student.log_softmax(dim=1), teacher.detach().log_softmax(dim=1)
-    return functional.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
+    total = functional.kl_div(log_student, log_teacher, reduction="sum", log_target=True)
+    return total * student.shape[1] / student.numel()
 
 
 # Conjoint Prototype-Aligned loss (Sec. III-D)
@@ -287,39 +288,41 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
     Adding log G_cj to logit j turns the modified softmax of Eq. 9 into an ordinary one, so no exponent overflows.
 
     Args:
-        logits: (N, C).
-        targets: (N,) true classes.
+        logits: (N, C), or (N, C, ...) for pixels.
+        targets: (N, ...) true classes.
         counts: (C,) global class counts of the conjoint objective; None drops it (G = 1).
         gamma: (C,) prototype distances; None drops the refinement (gamma = 1).
         beta: exponent of the conjoint mask.
 
     Returns:
-        The scalar mean over the N samples or pixels.
+        The scalar mean over all samples or pixels.
     """
     if counts is not None:
         log_mask = conjoint_mask(counts.to(logits.device), beta).log().to(logits.dtype)
-        logits = logits + log_mask[targets]
+        logits = logits + log_mask.T[:, targets].movedim(0, 1)
     if gamma is None:
         return functional.cross_entropy(logits, targets)
-    return functional.cross_entropy(logits, targets, weight=gamma.to(logits), reduction="sum") / len(targets)
+    return functional.cross_entropy(logits, targets, weight=gamma.to(logits), reduction="sum") / targets.numel()
 
 
 class PrototypeMean:
     """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average pooling over all pixels."""
 
     def __init__(self, classes: int, width: int, device: torch.device | str = "cpu"):
-        self.sums = torch.zeros(classes, width, device=device)
-        self.counts = torch.zeros(classes, device=device)
+        self.sums = torch.zeros(classes, width, dtype=torch.float64, device=device)
+        self.counts = torch.zeros(classes, dtype=torch.float64, device=device)
 
     def add(self, features: Tensor, targets: Tensor) -> None:
-        """Take in embeddings (M, D) of the classes `targets` (M,); no gradient flows through prototypes."""
-        members = functional.one_hot(targets, len(self.counts)).to(features.dtype)
-        self.sums += members.T @ features.detach()
-        self.counts += members.sum(dim=0)
+        """Take in embeddings (N, D) or (N, D, ...) of the classes `targets` (N, ...); no gradient flows through prototypes."""
+        rows = features.detach().flatten(2) if features.dim() > 2 else features.detach()[:, :, None]
+        classes = torch.arange(len(self.counts), device=targets.device)
+        members = (targets.reshape(len(targets), 1, -1) == classes[None, :, None]).to(rows.dtype)
+        self.sums += torch.einsum("ncp,ndp->cd", members, rows)
+        self.counts += members.sum(dim=(0, 2))
 
     def means(self) -> Tensor:
-        """(C, D) prototypes; zero for a class that was never seen."""
-        return self.sums / self.counts.clamp(min=1)[:, None]
+        """(C, D) float32 prototypes; zero for a class that was never seen."""
+        return (self.sums / self.counts.clamp(min=1)[:, None]).float()
 
 
 def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str = "gaussian") -> Tensor:

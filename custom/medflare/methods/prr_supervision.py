@@ -30,18 +30,18 @@ def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
 
 
 def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
-    """Logits (N, outputs, ...) as rows (G, M, C), one row per image or pixel; (0, z) for a sigmoid output z."""
+    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z."""
+    outputs = logits.reshape(len(logits), task.outputs, -1)
     if task.target == "multiclass":
-        return logits.movedim(1, -1).reshape(1, -1, task.outputs)
-    positive = logits.movedim(1, 0).reshape(task.outputs, -1)
-    return torch.stack([torch.zeros_like(positive), positive], dim=-1)
+        return outputs[None]
+    positive = outputs.transpose(0, 1)
+    return torch.stack([torch.zeros_like(positive), positive], dim=2)
 
 
 def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
-    """Targets as in `tasks.data.Split` as rows (G, M) of class indices, in the order of `class_logits`."""
-    if task.target == "multilabel":
-        return targets.movedim(1, 0).reshape(task.outputs, -1).long()
-    return targets.reshape(1, -1)
+    """Targets as in `tasks.data.Split` as class indices (G, N, P) beside `class_logits`."""
+    groups = task.outputs if task.target == "multilabel" else 1
+    return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
 
 
 def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) -> Tensor:
@@ -96,9 +96,8 @@ class SitePrototypes:
             maps = targets.reshape(len(targets), -1, *targets.shape[-2:]).float()
             nearest = functional.interpolate(maps, embeddings.shape[2:], mode="nearest")
             targets = nearest.reshape(*targets.shape[:-2], *embeddings.shape[2:]).to(targets.dtype)
-        rows = embeddings.movedim(1, -1).flatten(0, -2)
         for mean, labels in zip(self._means, class_targets(targets, self.task), strict=True):
-            mean.add(rows, labels)
+            mean.add(embeddings, labels)
 
     def state(self) -> StateDict:
         """{"prototypes": (G C, D), "counts": (G C,) int64}; the prototype of a class that was never seen is zero."""
@@ -144,12 +143,12 @@ class Supervision:
 
     def _classification(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Mean over the groups of the CPA loss; without counts and gamma it is the cross entropy."""
-        rows, labels = class_logits(logits, self.site.task), class_targets(targets, self.site.task)
-        gammas = [None] * len(rows) if self.gamma is None else self.gamma
-        parts = [cpa_loss(*group, self.beta) for group in zip(rows, labels, self.counts, gammas, strict=True)]
+        grouped, labels = class_logits(logits, self.site.task), class_targets(targets, self.site.task)
+        gammas = [None] * len(grouped) if self.gamma is None else self.gamma
+        parts = [cpa_loss(*group, self.beta) for group in zip(grouped, labels, self.counts, gammas, strict=True)]
         value = torch.stack(parts).mean()
         if self._official and self._dice is not None:
-            return (value + functional.cross_entropy(rows.flatten(0, 1), labels.flatten())) / 2
+            return (value + functional.cross_entropy(grouped.flatten(0, 1), labels.flatten(0, 1))) / 2
         return value
 
 

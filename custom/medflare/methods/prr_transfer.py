@@ -123,9 +123,9 @@ class Transfer:
             return [own]
         answer = self.deputy(images)
         other = self.supervision(answer, targets)
-        own_rows, other_rows = (class_logits(output, self.site.task).flatten(0, 1) for output in (logits, answer))
+        own_logits, other_logits = (class_logits(output, self.site.task).flatten(0, 1) for output in (logits, answer))
         if self.stages[-1] in (EXCHANGE, SUBLIMATE):
-            own = own + distillation_loss(own_rows, other_rows, self.hyper.distillation)
+            own = own + distillation_loss(own_logits, other_logits, self.hyper.distillation)
         if self.stages[-1] in (RECOVER, EXCHANGE):
-            other = other + distillation_loss(other_rows, own_rows, self.hyper.distillation)
+            other = other + distillation_loss(other_logits, own_logits, self.hyper.distillation)
         return [own, other]
