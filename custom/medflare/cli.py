@@ -283,7 +283,7 @@ def _data_check(options: argparse.Namespace) -> int:
 
     report = check_site(options.root, load_task(options.task), out=options.out)
     print(report.render())
-    return 0
+    return 0 if report.ok else 1
 
 
 if __name__ == "__main__":

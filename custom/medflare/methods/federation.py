@@ -16,7 +16,7 @@ from medflare.core.manifest import Manifest
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.methods.base import ServerHalf, Step
-from medflare.methods.screening import screen
+from medflare.methods.screening import drop_undefined_metrics, screen
 from medflare.methods.training import total_bytes
 
 ENROL, DELIVER = "enrol", "deliver"
@@ -241,6 +241,8 @@ class Federation:
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
         for site, message in screened.accepted.items():
+            for metric in drop_undefined_metrics(message.facts):
+                self.events.add("undefined", f"validation metric of the {metric} model is not a number", site=site, round=step.round)
             self.events.extend(message.facts.pop("events", []), site=site, round=step.round)
         return screened.accepted, {**rejected, **screened.rejected}
 

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from medflare.core.manifest import Manifest, non_finite, violation
 from medflare.core.message import Message
@@ -51,14 +52,14 @@ def _reason(reply: Message, manifest: Manifest, counts: Mapping[str, int]) -> st
     return violation(reply, manifest) or non_finite(reply) or _implausible(reply.facts, counts)
 
 
-def _implausible(facts: Mapping[str, object], counts: Mapping[str, int]) -> str | None:
+def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | None:
     loss = facts.get("loss")
-    if loss is not None and not (isinstance(loss, (int, float)) and math.isfinite(loss)):
+    if loss is not None and not _is_number(loss):
         return f"loss is {loss}: training diverged at the site; lower its learning rate or check its images"
     if "n_samples" not in facts:
         return None
     samples, known = facts["n_samples"], counts.get("train")
-    if isinstance(samples, bool) or not isinstance(samples, (int, float)) or not math.isfinite(samples) or samples <= 0:
+    if not _is_number(samples) or samples <= 0:
         return f"n_samples is {samples!r}, expected a positive number"
     if known is not None and samples > known:
         return f"n_samples is {samples}, more than the {known} training images the site enrolled with"
@@ -88,3 +89,18 @@ def _update_norm(reply: Message, sent: Message | None, entry: str) -> float:
             moved = tensor.double() - origin[name].double() if name in origin else tensor.double()
             total += float(moved.square().sum())
     return math.sqrt(total)
+
+
+def drop_undefined_metrics(facts: dict[str, Any]) -> list[str]:
+    """Set validation metrics that are no finite numbers to None, in place; returns their names.
+
+    A site's metric only helps to choose a round, so a bad one costs the site its vote and not its update.
+    """
+    measured = facts.get("validation") or {}
+    bad = [name for name, value in measured.items() if value is not None and not _is_number(value)]
+    facts["validation"] = {name: None if name in bad else value for name, value in measured.items()}
+    return bad
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
