@@ -457,6 +457,14 @@ def test_a_routed_model_can_be_fitted_again_to_other_images():
     assert not equal(before, model.network.adapted_state())
 
 
+def test_fitting_again_forgets_the_fit_before():
+    half, models = delivered()
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    model.adapt([torch.rand(2, 1, 16, 16) * 3])
+    model.adapt([half.site.data.test.images])
+    assert equal(model.network.adapted_state(), models["deployed"].states["router"])
+
+
 def test_whole_federation_with_an_outside_site(tmp_path):
     """In the plain loop: results in order, the global model that of FedAvg, the stored outside model that which was measured."""
     task = load_task("phantom").to_dict() | {"size": [32, 32], "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}

@@ -1,3 +1,4 @@
+import warnings
 from pathlib import Path
 
 import nibabel
@@ -96,6 +97,17 @@ def test_dicom(tmp_path: Path) -> None:
     _dicom(tmp_path / "c.dcm", COLOUR)
     np.testing.assert_array_equal(read_image(tmp_path / "c.dcm", 3), COLOUR.transpose(2, 0, 1))
     assert pydicom.dcmread(tmp_path / "c.dcm").SamplesPerPixel == 3
+
+
+def test_dicom_without_suffix_or_position(tmp_path: Path) -> None:
+    _dicom(tmp_path / "IM0001", GREY)
+    np.testing.assert_array_equal(read_image(tmp_path / "IM0001", 1)[0], GREY)
+    radiograph = pydicom.dcmread(tmp_path / "IM0001")
+    del radiograph.ImageOrientationPatient, radiograph.ImagePositionPatient
+    radiograph.save_as(tmp_path / "1.2.840.1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing that a user could act on
+        np.testing.assert_array_equal(read_image(tmp_path / "1.2.840.1", 1)[0], GREY)
 
 
 def test_dicom_series_is_sorted_by_position(tmp_path: Path) -> None:

@@ -158,7 +158,9 @@ class FedSMExtraServer(FedSMServer):
 class ExtraSuperModel(SuperModel):
     """The most probable of K + 1 models answers each image (extra), or all of them by their scores (ensemble)."""
 
-    combine = "extra"
+    def __init__(self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], combine: str = "extra"):
+        super().__init__(task, networks, selector, names, gamma=0.0)
+        self.combine = combine
 
     def choose(self, scores: Tensor) -> Tensor:
         return scores.argmax(dim=1)
@@ -167,13 +169,14 @@ class ExtraSuperModel(SuperModel):
         if self.combine == "extra":
             return super().forward(images)
         scores = self.scores(images)
-        self.chosen.update(self.names[place] for place in self.choose(scores).tolist())
-        outputs = torch.stack([self.task.probabilities(network(images)) for network in self.networks], dim=1)
-        return ensemble_output(outputs, scores)
+        self.note(self.choose(scores))
+        return self.combined(self.every_answer(images), scores)
+
+    def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
+        return ensemble_output(answers, scores) if self.combine == "ensemble" else super().combined(answers, scores)
 
 
 def extra_super_model(task: TaskConfig, message: Message) -> ExtraSuperModel:
     """The deployed model of FedSM-extra or the ensemble, as told by the fact "combine"."""
-    model = ExtraSuperModel(task, *super_model_parts(task, message, outputs=len(message.facts["sites"]) + 1), gamma=0.0)
-    model.combine = message.facts["combine"]
-    return model.eval()
+    parts = super_model_parts(task, message, outputs=len(message.facts["sites"]) + 1)
+    return ExtraSuperModel(task, *parts, combine=message.facts["combine"]).eval()

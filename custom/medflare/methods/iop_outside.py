@@ -92,6 +92,7 @@ class RoutedModel(nn.Module):
         super().__init__()
         self.task, self.network, self.hyper, self.seed = task, network, hyper, seed
         self.adaptation: dict[str, Any] = {}
+        self._start = network.adapted_state()
         self.online_steps = 0
         self.optimizer = self._new_optimizer()
 
@@ -116,12 +117,13 @@ class RoutedModel(nn.Module):
         return self.task.probabilities(self.network(images))
 
     def adapt(self, batches: Sequence[Tensor]) -> None:
-        """Fit the coefficients to these images, cut as `forward` cuts them.
+        """Fit the coefficients to these images, cut as `forward` cuts them; whatever they were fitted to before is forgotten.
 
         Every epoch ends with one look at all images, without dropout and with the same noise each time, so that the losses of
         two epochs can be compared; the start is a candidate too, so the result is never worse than no adaptation by that measure.
         """
         batches = [part for images in batches for part in self._cut(images)]
+        self.network.load_adapted_state(self._start)
         self.optimizer, self.online_steps = self._new_optimizer(), 0
         losses, kept, chosen = [self.measure(batches)], self.network.adapted_state(), 0
         for epoch in range(self.hyper.route_epochs):
@@ -233,9 +235,9 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     hyper, seed = build_hyper(OutsideHyper, message.facts["routing"]), int(message.facts["seed"])
     states = [*experts_of(message.states).values(), message.states[MODEL]]
     network = RoutedNetwork(network_with(task, states[-1]), states, hyper.routed(seed))
+    model = RoutedModel(task, network, hyper, seed)
     if ROUTER in message.states:
         network.load_adapted_state(message.states[ROUTER])
-    model = RoutedModel(task, network, hyper, seed)
     model.adaptation = message.facts.get("adaptation", {})
     return model.eval()
 

@@ -41,6 +41,7 @@ class SuperModel(nn.Module):
     Attributes:
         names: "global" and the sites, in the order of the networks.
         chosen: how often each network has answered since the module was built.
+        answered: which network answered each image of the last batch, by name.
     """
 
     def __init__(self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], gamma: float):
@@ -51,6 +52,7 @@ class SuperModel(nn.Module):
         self.names = names
         self.gamma = gamma
         self.chosen: Counter[str] = Counter()
+        self.answered: list[str] = []
 
     def scores(self, images: Tensor) -> Tensor:
         """Softmax scores of the selector, (N, K)."""
@@ -73,12 +75,41 @@ class SuperModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         choice = self.choose(self.scores(images))
-        self.chosen.update(self.names[place] for place in choice.tolist())
+        self.note(choice)
         return self.answer(images, choice)
+
+    def note(self, choice: Tensor) -> None:
+        """Remember who answers a batch, choice (N,) in 0..K."""
+        self.answered = [self.names[place] for place in choice.tolist()]
+        self.chosen.update(self.answered)
+
+    def every_answer(self, images: Tensor) -> Tensor:
+        """Probabilities of all networks, (N, K+1, ...)."""
+        return torch.stack([self.task.probabilities(network(images)) for network in self.networks], dim=1)
+
+    def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
+        """What `forward` answers, (N, ...), from the probabilities of all networks (N, K+1, ...) and the selector's scores."""
+        choice = self.choose(scores)
+        place = choice.reshape(-1, *[1] * (answers.ndim - 1)).expand(-1, 1, *answers.shape[2:])
+        return answers.gather(1, place).squeeze(1)
+
+    def unbranched(self) -> "UnbranchedSuperModel":
+        return UnbranchedSuperModel(self)
 
     def report(self) -> dict[str, int]:
         """How many images each network has answered."""
         return {name: self.chosen[name] for name in self.names}
+
+
+class UnbranchedSuperModel(nn.Module):
+    """A super model whose computation is the same for every image, as exporters need: all networks compute, one answer is taken."""
+
+    def __init__(self, model: SuperModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model.combined(self.model.every_answer(images), self.model.scores(images))
 
 
 def super_model(task: TaskConfig, message: Message) -> SuperModel:

@@ -16,12 +16,16 @@ class FeatureNetwork(nn.Module):
 
     Segmentation: features (N, D, H, W), the last decoder map at the image's size; logits (N, outputs, H, W).
     Classification: features (N, D), the pooled vector before the last layer; logits (N, outputs).
+
+    Attributes:
+        settings: the arguments of `build_network` that build its like; empty where it was built otherwise.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module):
         super().__init__()
         self.body = body
         self.head = head
+        self.settings: dict[str, Any] = {}
 
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features = self.body(images)
@@ -53,9 +57,11 @@ def build_network(spec: Mapping[str, Any], in_channels: int, out_channels: int) 
         if key not in accepted:
             raise unknown("argument", key, accepted, f"network {name}")
     try:
-        return build(in_channels, out_channels, **settings)
+        network = build(in_channels, out_channels, **settings)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"network {name}: {' '.join(str(error).split())}; check its arguments {settings}") from error
+    network.settings = {"spec": dict(spec), "in_channels": in_channels, "out_channels": out_channels}
+    return network
 
 
 def initial_network(

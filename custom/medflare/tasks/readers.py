@@ -1,10 +1,13 @@
 """Image files as arrays: PNG, JPEG, BMP, TIFF, NIfTI and DICOM (a file, or a folder with one series) through MONAI's readers.
 
+A DICOM file needs no suffix: many archives give it none.
+
 Every array is laid out (rows, columns[, slices][, channels]). Oriented volumes (NIfTI) are turned to LPS and their first
 two axes swapped, so that slices along the third axis look like the DICOM pictures of the same scan: rows run to posterior,
 columns to the patient's left, whatever orientation a site stores.
 """
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +30,7 @@ def read_image(path: Path, channels: int) -> np.ndarray:
     """
     array = _read(path, colour=True).astype(np.float32)
     if not np.isfinite(array).all():
-        raise DataError(f"{path}: the image holds NaN or infinite values; repair it or take it out of datalist.json")
+        raise DataError(f"{path}: the image holds NaN or infinite values; repair it or leave it out")
     if _has_channels(path, array):
         array = np.moveaxis(array, -1, 0)[:3]
         if array.shape[0] == 2:
@@ -63,6 +66,13 @@ def suffix(path: Path) -> str:
     return ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix.lower()
 
 
+def is_dicom(path: Path) -> bool:
+    """Whether a file is DICOM: by its suffix, and where that says nothing, by its content."""
+    from pydicom.misc import is_dicom as holds_dicom
+
+    return suffix(path) in DICOM or (suffix(path) not in (*PICTURES, *NIFTI) and path.is_file() and bool(holds_dicom(path)))
+
+
 def _has_channels(path: Path, array: np.ndarray) -> bool:
     """Whether the last axis holds channels: pictures of three axes, colour DICOM, volumes of four axes."""
     if suffix(path) in NIFTI:
@@ -72,8 +82,8 @@ def _has_channels(path: Path, array: np.ndarray) -> bool:
 
 def _read(path: Path, colour: bool) -> np.ndarray:
     if not path.exists():
-        raise DataError(f"{path}: file not found; correct the path in datalist.json or restore the file")
-    kind = "folder" if path.is_dir() else suffix(path)
+        raise DataError(f"{path}: file not found; correct the path or restore the file")
+    kind = "folder" if path.is_dir() else ".dcm" if is_dicom(path) else suffix(path)
     try:
         if kind in PICTURES:
             array = _read_picture(path, colour)
@@ -88,7 +98,7 @@ def _read(path: Path, colour: bool) -> np.ndarray:
         raise
     except Exception as error:  # the decoders of five libraries raise whatever they like on a damaged file
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or take it out of datalist.json") from error
+        raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or leave it out") from error
     if array.ndim not in (2, 3, 4) or not array.size:
         raise DataError(f"{path}: expected a picture or a volume, found an array of shape {array.shape}")
     return array
@@ -127,5 +137,7 @@ def _read_dicom(path: Path) -> np.ndarray:
     from monai.data.image_reader import PydicomReader
 
     reader = PydicomReader(swap_ij=False)
-    array, _ = reader.get_data(reader.read(path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")  # a radiograph has none, and none is needed
+        array, _ = reader.get_data(reader.read(path))
     return np.squeeze(array, axis=-1) if array.ndim == 4 and array.shape[-1] == 1 else array

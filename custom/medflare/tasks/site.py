@@ -21,6 +21,11 @@ Predictor = Callable[[Tensor], Tensor]
 _SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
 
 
+def scoring_batch(task: TaskConfig) -> int:
+    """How many images a finished model is given at once: at least the task's batch, as test-time adaptation needs."""
+    return max(_SCORING_BATCH, task.batch_size)
+
+
 class Probabilities(nn.Module):
     """A network followed by the task's sigmoid or softmax."""
 
@@ -145,8 +150,8 @@ class Site:
 
     @property
     def scoring_batch(self) -> int:
-        """How many images `predict` hands to a predictor at once: at least the task's batch, as test-time adaptation needs."""
-        return max(_SCORING_BATCH, self.task.batch_size)
+        """How many images `predict` hands to a predictor at once, see `scoring_batch`."""
+        return scoring_batch(self.task)
 
     def predict(self, predictor: Predictor, split: str) -> Tensor:
         """Probabilities of a whole split in its order, on the CPU: (N, outputs, H, W) or (N, outputs)."""

@@ -32,7 +32,7 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
         return (masks == 1).astype(np.int64)
     if len(masks) != 1:
         raise DataError(f"{place}: {len(masks)} masks or colour channels where one is expected; store label values in one grey mask")
-    values = _values(task)
+    values = stored_values(task)
     background = [] if task.target == "multiclass" else [0]
     _refuse_unlisted(masks, [*background, *(value for listed in values for value in listed)], task, place)
     if task.target == "multiclass":
@@ -56,7 +56,7 @@ def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
         return np.array(label, np.int64)
     if not isinstance(label, int) or isinstance(label, bool):
         raise DataError(f"{place}: the label must be a whole number, got {label!r}")
-    values = _values(task) if task.target == "multiclass" else [[0], _values(task)[0]]
+    values = stored_values(task) if task.target == "multiclass" else [[0], stored_values(task)[0]]
     for index, listed in enumerate(values):
         if label in listed:
             return np.array(index, np.int64)
@@ -65,8 +65,8 @@ def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
     raise _out_of_range([label], sorted({value for listed in values for value in listed}), place)
 
 
-def _values(task: TaskConfig) -> list[list[int]]:
-    """Stored values by label."""
+def stored_values(task: TaskConfig) -> list[list[int]]:
+    """The values that files use, by label (not for multilabel tasks without `label_values`, which have a mask per label)."""
     if task.label_values:
         return [task.label_values[label] for label in task.labels]
     return [[1]] if task.target == "binary" else [[index] for index in range(len(task.labels))]
