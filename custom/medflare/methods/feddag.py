@@ -9,6 +9,7 @@ features of x (Eq. 4) and the right answer, and the teacher T follows it as a mo
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, cast
 
 import torch
@@ -94,7 +95,7 @@ class FedDAGHyper(SHAHyper, FedAvgSiteHyper):
     sam_rho: float = param(0.0, "FedSAM: length of the student's ascent step on every batch; 0: none", symbol="ρ", source="Fig. 9", low=0)
     generator_width: int = param(16, "the generator's feature channels (FCN16, FCN32)", source="Table VII", low=1)
     generator_blocks: int = param(3, "the generator's residual blocks", low=0)
-    generator_scale: int = param(2, "the generator sees the image shrunk by this factor; 1: full size, dear beside a slim network", low=1)
+    generator_scale: int = param(4, "the generator sees images shrunk by this factor; 1: full size, dear beside a slim network", low=1)
     generator_lr: float | None = param(None, "the generator's learning rate; none: the model's", low=0)
     pictures: int = param(4, "generated images that each site shows in its own report; they stay there", source="Fig. 4", low=0)
 
@@ -120,6 +121,7 @@ class AdversarialGeneration:
         self.site, self.hyper = site, hyper
         self.student, self.teacher, self.generator = student, teacher, generator
         self.teacher.eval()
+        self.followed = teacher.state_dict(), student.state_dict()  # share memory with the networks
         rate = {} if hyper.generator_lr is None else {"lr": hyper.generator_lr}
         self.optimizers = {"model": site.optimizer(trainable(student)), "generator": site.optimizer(trainable(generator), **rate)}
 
@@ -131,7 +133,7 @@ class AdversarialGeneration:
         if reference is not None and self.hyper.alpha > 0:
             losses |= self._generator_step(images, targets, reference)
         losses |= self._student_step(images, targets, reference)
-        ema_update(self.teacher.state_dict(), self.student.state_dict(), decay)
+        ema_update(*self.followed, decay)
         return {name: value.detach() for name, value in losses.items()}
 
     @torch.no_grad()
@@ -239,6 +241,10 @@ class FedDAGSite(ScoredSite, FedAvgSite):
         self._generation: AdversarialGeneration | None = None
         self._last_batch: Batch | None = None
 
+    @cached_property
+    def generator(self) -> DomainGenerator:
+        return initial_generator(self.site.task, self.site.seed, self.hyper).to(self.site.device)
+
     @classmethod
     def outbound(cls, phase: str, plan: Plan) -> Manifest:
         if phase == "warm_up":
@@ -284,11 +290,10 @@ class FedDAGSite(ScoredSite, FedAvgSite):
             "type3": (received, kept) if self.hyper.chain == "student_from_global" else (kept, received),
         }
         student, teacher = starts[self.hyper.distribution]
-        generator = initial_generator(self.site.task, self.site.seed, self.hyper).to(self.site.device)
         if "generator" in incoming.states:
-            generator.load_state_dict(incoming.states["generator"])
+            self.generator.load_state_dict(incoming.states["generator"])
         networks = cast(FeatureNetwork, self.network("model", student)), cast(FeatureNetwork, self.network("teacher", teacher))
-        self._generation = AdversarialGeneration(self.site, self.hyper, *networks, generator)
+        self._generation = AdversarialGeneration(self.site, self.hyper, *networks, self.generator)
         return self._generation
 
     def _epochs(self, generation: AdversarialGeneration, round: int) -> dict[str, float]:
@@ -327,10 +332,9 @@ class FedDAGSite(ScoredSite, FedAvgSite):
         images = self.site.data.train.images[: self.hyper.pictures]
         if "generator" not in incoming.states or not len(images):
             return {}
-        generator = build_generator(self.site.task, self.hyper)
-        generator.load_state_dict(incoming.states["generator"])
+        self.generator.load_state_dict(incoming.states["generator"])
         with torch.no_grad():
-            perturbations = generator(images)
+            perturbations = self.generator(images.to(self.site.device)).cpu()
         x_hat = generated(images, perturbations, self.hyper.alpha, self.hyper.clamp)
         return {"generated": picture_grid(images, perturbations, x_hat)}
 

@@ -35,8 +35,9 @@ class DomainGenerator(nn.Module):
         channels: of the image.
         width: feature channels; the paper's FCN16 and FCN32.
         blocks: residual blocks.
-        scale: works on the image shrunk by this factor and enlarges the perturbation again (bilinear, so still within [-1, 1]). At
-            full size (1) it computes more than a slim task network: 15 thousand weights at every pixel.
+        scale: works on the image shrunk by this factor and enlarges the perturbation again (bilinear, so still within [-1, 1]): a
+            style changes slowly over an image, and at full size (1) every weight works at every pixel, more than a slim task network
+            computes altogether.
     """
 
     def __init__(self, channels: int, width: int = 32, blocks: int = 3, scale: int = 1):
