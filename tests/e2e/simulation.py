@@ -1,0 +1,90 @@
+"""What end-to-end tests share: FLARE's simulator as a user calls it, and a look at what a run left behind."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FINISHED_AFTER = 600  # seconds that any simulation may take, also on a busy machine
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The caller's environment with this checkout importable and one thread for every site."""
+    paths = [str(ROOT / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return {**{name: value for name, value in os.environ.items() if name != "MEDFLARE_DATA_ROOT"}, **own, **more}
+
+
+@dataclass
+class Simulation:
+    """A finished (or running) simulation."""
+
+    workspace: Path
+    process: "subprocess.Popen[str]"
+    log: Path
+
+    def wait(self) -> "Simulation":
+        try:
+            self.process.wait(FINISHED_AFTER)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, 9)
+        return self
+
+    @property
+    def console(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def folder(self) -> Path:
+        """The server's results."""
+        return self.workspace / "server" / "simulate_job" / "medflare"
+
+    @property
+    def results(self) -> dict[str, Any]:
+        file = self.folder / "results.json"
+        assert file.exists(), f"no results; the console said:\n{self.console[-6000:]}"
+        return json.loads(file.read_text())
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def site(self, name: str) -> Path:
+        return self.workspace / name / "simulate_job" / "medflare"
+
+
+Simulate = Callable[..., Simulation]
+
+
+def rewire(job: Path, side: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Edit a job's config_fed_server.json or config_fed_client.json."""
+    file = job / "app" / "config" / f"config_fed_{side}.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+def use_executor(job: Path, source: Path, name: str, **args: Any) -> None:
+    """Let a job run an executor of its own: a module in app/custom/, as a user would."""
+    (job / "app" / "custom" / source.name).write_text(source.read_text())
+
+    def change(config: dict[str, Any]) -> None:
+        executor = config["executors"][0]["executor"]
+        executor["path"] = f"{source.stem}.{name}"
+        executor["args"] = {**executor["args"], **args}
+
+    rewire(job, "client", change)
+
+
+def problems(results: Mapping[str, Any], kind: str) -> dict[str, list[str]]:
+    """site -> messages of the events of one kind."""
+    found: dict[str, list[str]] = {}
+    for event in results["events"]:
+        if event["kind"] == kind:
+            found.setdefault(event["site"], []).append(event["message"])
+    return found
