@@ -1,8 +1,6 @@
 """GRACE's halves on small generated images: every variant, what they share with FedAvg, memory."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -227,13 +225,3 @@ class TestFederation:
         squares.run(server, halves)
         assert server.best.value > 0.5
         assert halves["A"].personal.value > 0.9
-
-
-def test_documented_settings_exist():
-    """Every row of docs/ablations/grace.md names a method and settings that it takes."""
-    text = (Path(__file__).parents[2] / "docs" / "ablations" / "grace.md").read_text(encoding="utf-8")
-    rows = [row for row in re.findall(r"`((?:grace|moon)[^`]*)`", text.split("## Table 4", 1)[1]) if row]
-    assert len(rows) > 25
-    for row in rows:
-        name, *settings = row.split()
-        get_method(name).check(dict(setting.split("=", 1) for setting in settings))

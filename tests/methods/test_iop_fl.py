@@ -1,9 +1,7 @@
 """IOP-FL's halves: the personal model inside, routing outside, on small generated images."""
 
 import dataclasses
-import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.hyper import build_hyper
 from medflare.methods.iop_fl import IOPHyper, IOPServer, IOPSite
 from medflare.methods.iop_outside import RoutedModel, test_time_loss
-from medflare.methods.registry import METHODS, build_deployed, get_method
+from medflare.methods.registry import build_deployed, get_method
 from medflare.tasks.config import load_task
 from medflare.tasks.data import SiteData, Split
 from medflare.tasks.site import Site, open_site
@@ -480,13 +478,3 @@ def test_whole_federation_with_an_outside_site(tmp_path):
     stored = load_model(tmp_path / "sites" / "site-9" / "deployed")
     outside = open_site("site-9", stored.task, seed=3, role="outside")
     assert outside.score(stored.build(build_deployed), "test").values == pytest.approx(metrics["site-9"]["deployed"])
-
-
-def test_the_papers_rows_are_settings():
-    """Every row of docs/ablations/iop_fl.md names a method and settings that it takes."""
-    text = (Path(__file__).parents[2] / "docs" / "ablations" / "iop_fl.md").read_text(encoding="utf-8")
-    rows = [row for row in re.findall(r"`(\w+(?: \w+=[\w.+]+)*)`", text) if row.split()[0] in METHODS and "..." not in row]
-    assert len(rows) > 25
-    for row in rows:
-        name, *settings = row.split()
-        get_method(name).check(dict(setting.split("=", 1) for setting in settings))
