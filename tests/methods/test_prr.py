@@ -61,6 +61,7 @@ CLASSIFICATION = like(
     size=[32, 32],
     network={"name": "vgg16_slim", "dimension": 8},
     loss={"name": "ce"},
+    batch_size=8,
     metric="accuracy",
 )
 MULTILABEL = like(target="multilabel", labels=["square", "corner"])
@@ -523,7 +524,7 @@ def test_it_trains_on_every_kind_of_task(task):
 
 def test_a_class_that_no_site_has_is_named_and_does_no_harm():
     halves = halves_of(CLASSIFICATION, missing=1)
-    log, server = run(server_of(halves, rounds=3), halves)
+    log, server = run(server_of(halves), halves)
     warnings = [event["message"] for event in server.context.events.of("warning")]
     assert len(warnings) == 1 and "class grey" in warnings[0]
     assert log[0][2]["A"].states["prototypes"]["counts"][1] == 0
