@@ -5,9 +5,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from e2e.provisioned import SERVER, ProvisionedFederation
 from e2e.simulation import Simulate, Simulation, environment
 
 
@@ -33,3 +35,24 @@ def simulate(tmp_path: Path) -> Iterator[Simulate]:
         if simulation.process.poll() is None:
             os.killpg(simulation.process.pid, 9)
             simulation.process.wait()
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProvisionedFederation]:
+    """Provisioned and running: a server and three sites."""
+    running = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2", "site-3"))
+    running.provision()
+    try:
+        running.start(SERVER, *running.sites)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_task() -> dict[str, Any]:
+    """The embedded phantom with small images and a small network: seconds, not minutes."""
+    from medflare.tasks.config import load_task
+
+    network = {"name": "unet", "channels": [4, 8], "norm": "instance"}
+    return {**load_task("phantom").to_dict(), "name": "phantom_tiny", "size": [32, 32], "network": network}

@@ -19,8 +19,8 @@ from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, MedflareError
-from medflare.flare.pulse import Pulse
-from medflare.flare.seat import FOLDER, LOCAL_FILE, TASK_FILE, Seat, anchor
+from medflare.flare.seat import ASSIGNMENT, FOLDER, LOCAL_FILE, TASK_FILE, Assignment, Seat, anchor
+from medflare.flare.signs import Pulse, wait_for_work
 from medflare.flare.warm import WarmHost
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class MedflareExecutor(Executor):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.ABOUT_TO_START_RUN:  # the first task comes after this, and needs torch on the wire
             self._preload.finish()
+        elif event_type == EventType.BEFORE_PULL_TASK:
+            wait_for_work(fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """The answer to one task; whatever goes wrong becomes a reply that says so on one line."""
@@ -69,8 +71,10 @@ class MedflareExecutor(Executor):
         self._abort_signal = abort_signal
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:
+            incoming = to_message(shareable)
+            fl_ctx.set_prop(ASSIGNMENT, Assignment(task_name, round, incoming, self._seat(fl_ctx)), private=True, sticky=False)
             with Pulse(fl_ctx):
-                return to_shareable(self._answer(task_name, round, to_message(shareable), fl_ctx))
+                return to_shareable(self._answer(task_name, round, incoming, fl_ctx))
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         except MedflareError as error:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LOCAL_FILE = "medflare.json"  # in the site's local/ folder: data_root, device, cache
 TASK_FILE = "task.json"  # in the job's config folder
 FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
+ASSIGNMENT = "medflare.assignment"  # in FLARE's context while a task and the filters of its result run
 _MEMBER = "state"
 
 
@@ -88,6 +89,16 @@ class Seat:
         return Participant(self.name, opened, method, self.hyper, store=StateStore(self.state_folder), keep=keep, show=show)
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """What a site is working on, for the filters that its result passes."""
+
+    phase: str
+    round: int
+    incoming: "Message"
+    seat: Seat
+
+
 def read_local(path: Path) -> dict[str, Any]:
     """The site's own settings; none where the file does not exist.
 
@@ -101,7 +112,7 @@ def read_local(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); correct it or delete it") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: must hold a JSON object with data_root, device or cache; correct it or delete it")
+        raise ConfigError(f"{path}: must hold a JSON object with data_root, device, cache or outbound; correct it or delete it")
     return settings
 
 

@@ -65,7 +65,12 @@ def to_message(shareable: Shareable) -> Message:
 
 def error_reply(text: str) -> Shareable:
     """What a site answers when its task failed: no data, one line that says why."""
-    return make_reply(ReturnCode.EXECUTION_EXCEPTION, headers={_ERROR_HEADER: " ".join(text.split())})
+    return failed(ReturnCode.EXECUTION_EXCEPTION, text)
+
+
+def failed(code: str, text: str) -> Shareable:
+    """As `error_reply`, with a return code of FLARE's."""
+    return make_reply(code, headers={_ERROR_HEADER: " ".join(text.split())})
 
 
 def error_of(shareable: Shareable) -> str | None:

@@ -1,6 +1,7 @@
 """One site's part in a federation, the same under every engine: enrol, answer steps, remember, evaluate what is delivered."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -30,6 +31,18 @@ _MEMBERSHIP, _HALF = "membership", "half"
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
     """What server and site must agree on before anything is trained."""
     return {"method": method.name, "hyper": dict(sorted(hyper.items())), "task": task_fingerprint, "seed": seed}
+
+
+def stored_members(folder: Path) -> tuple[str, ...]:
+    """The federation's inside sites as the participant that keeps its state in `folder` enrolled with them.
+
+    Raises:
+        StateError: it has not enrolled, or its state is damaged.
+    """
+    membership = StateStore(folder).load(_MEMBERSHIP)
+    if membership is None:
+        raise StateError(f"no membership in {folder}: the site has not enrolled in this job, or its state is gone")
+    return tuple(membership.facts["sites"])
 
 
 class Participant:

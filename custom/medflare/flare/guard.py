@@ -1,0 +1,166 @@
+"""What may leave a hospital, enforced where it leaves: a filter that the site itself puts in front of every result.
+
+The method declares the tensors of every reply (`SiteHalf.outbound`); the site may allow less in its local/medflare.json:
+
+    "outbound": {"entries": ["model"], "bytes": 50000000}
+
+The guard protects against mistakes, in a method, a job or another filter. Code that a job brings along runs in the same process
+and could go around it: sites that rely on the guard refuse such jobs (`byoc` in authorization.json).
+"""
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nvflare.apis.filter import Filter
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable
+
+from medflare.core.errors import ConfigError, MedflareError, UpdateError
+from medflare.flare.seat import ASSIGNMENT, Assignment, read_local
+
+if TYPE_CHECKING:
+    from medflare.core.manifest import Manifest
+    from medflare.core.message import Message
+
+REPORT = "outbound.csv"  # in the site's folder of the job
+FACTS_LIMIT = 65_536  # bytes of JSON: room for counts and metrics, none for a model
+_COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
+_LIMITS = {"entries": list, "bytes": int}
+
+
+class OutboundGuard(Filter):
+    """Task-result filter: lets pass what the method's manifest and the site's own list allow, and reports it.
+
+    Anything else becomes a failed task with one line that says what was wrong; not a byte of the result is sent.
+    Put it last in `task_result_filters` of the site's privacy.json.
+    """
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        from medflare.flare.wire import error_reply, to_message
+
+        if shareable.get_return_code() != ReturnCode.OK:
+            return _without_data(shareable)
+        site = fl_ctx.get_identity_name()
+        assignment: Assignment | None = fl_ctx.get_prop(ASSIGNMENT)
+        if assignment is None:
+            return error_reply(f"site {site} sends results of medflare's methods only; this task has declared none")
+        try:
+            _check_headers(shareable)
+            message = to_message(shareable)
+            manifest = declared(assignment)
+            refuse_undeclared(message, manifest, own_limits(Path(assignment.seat.local_file)))
+        except MedflareError as error:
+            reason = f"the outbound guard of site {site} kept back the answer to '{assignment.phase}': {error}"
+            self.log_error(fl_ctx, f"medflare: {reason}")
+            _report(assignment, [{"entry": "everything", "purpose": str(error), "sent": "no"}])
+            return error_reply(reason)
+        _report(assignment, _rows(message, manifest))
+        return shareable
+
+
+def declared(assignment: Assignment) -> "Manifest":
+    """What the method says that a reply to the assignment's phase holds.
+
+    Raises:
+        MedflareError: the job names no known method or task, or the site has not enrolled.
+    """
+    from medflare.methods.federation import DELIVER, ENROL
+    from medflare.methods.participant import stored_members
+    from medflare.methods.registry import get_method
+    from medflare.tasks.config import load_task
+
+    if assignment.phase in (ENROL, DELIVER):
+        return {}
+    seat = assignment.seat
+    method = get_method(seat.method, server=seat.server_half or None)
+    plan = method.plan(load_task(Path(seat.task_file)), stored_members(seat.state_folder), seat.hyper)
+    return method.site_class.outbound(assignment.phase, plan)
+
+
+def own_limits(local_file: Path) -> dict[str, Any]:
+    """The "outbound" part of the site's local/medflare.json: "entries" (names that may leave) and "bytes" (of one reply).
+
+    Raises:
+        ConfigError: it cannot be understood; a limit that is misspelt must not be taken for none.
+    """
+    limits = read_local(local_file).get("outbound", {})
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f'{local_file}: "outbound" must be an object with "entries" or "bytes", got {limits!r}')
+    for name, value in limits.items():
+        if name not in _LIMITS or not isinstance(value, _LIMITS[name]) or isinstance(value, bool):
+            raise ConfigError(f'{local_file}: "outbound" has {name} = {value!r}; it takes "entries" (a list) and "bytes" (a whole number)')
+    return dict(limits)
+
+
+def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Mapping[str, Any]) -> None:
+    """Nothing where the message holds exactly what is declared and no more than the site allows.
+
+    Raises:
+        UpdateError: what is wrong with it.
+    """
+    from medflare.core.manifest import violation
+
+    if problem := violation(message, manifest):
+        raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")
+    for entry in sorted(message.states):
+        if "entries" in limits and entry not in limits["entries"]:
+            raise UpdateError(
+                f"{entry} is not among the entries that local/medflare.json lets leave: {', '.join(limits['entries']) or 'none'}"
+            )
+    if message.nbytes > limits.get("bytes", message.nbytes):
+        raise UpdateError(f"{message.nbytes} bytes of tensors, local/medflare.json allows {limits['bytes']}")
+    try:
+        size = len(json.dumps(message.facts))
+    except TypeError as error:
+        raise UpdateError(f"facts hold something that is neither number nor text ({error})") from error
+    if size > FACTS_LIMIT:
+        raise UpdateError(f"{size} bytes of facts, more than the {FACTS_LIMIT} that counts and metrics need")
+
+
+def _check_headers(shareable: Shareable) -> None:
+    """Tensors hidden in FLARE's headers would escape every filter that looks at the data."""
+    for name, value in shareable.get(ReservedHeaderKey.HEADERS, {}).items():
+        if not isinstance(value, (str, int, float, bool, type(None))) or len(str(value)) > 1000:
+            raise UpdateError(f"header {name!r} holds a {type(value).__name__} of {len(str(value))} characters; headers carry no data")
+
+
+def _without_data(shareable: Shareable) -> Shareable:
+    """A failed task's answer: its return code and its one line, whatever else it holds."""
+    from medflare.flare.wire import error_of, failed
+
+    return failed(shareable.get_return_code(), (error_of(shareable) or "")[:1000])
+
+
+def _rows(message: "Message", manifest: "Manifest") -> list[dict[str, Any]]:
+    from medflare.core.states import state_bytes
+
+    tensors = [
+        {"entry": entry, "tensors": len(state), "bytes": state_bytes(state), "purpose": manifest[entry].purpose, "sent": "yes"}
+        for entry, state in sorted(message.states.items())
+    ]
+    names = ", ".join(sorted(message.facts))
+    return [*tensors, {"entry": "facts", "tensors": 0, "bytes": len(json.dumps(message.facts)), "purpose": names, "sent": "yes"}]
+
+
+def _report(assignment: Assignment, rows: list[dict[str, Any]]) -> None:
+    """Append to the site's report; a spreadsheet opens it."""
+    path = Path(assignment.seat.folder) / REPORT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "phase": assignment.phase,
+        "round": assignment.round,
+    }
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, restval="", lineterminator="\n")
+    if not path.exists():
+        writer.writeheader()
+    writer.writerows({**common, **row} for row in rows)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text.getvalue())

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Asks all sites and the server to sign off and stop, which takes them some seconds. Needs the project admin's startup kit.
+#
+#   ./stop.sh KIT
+set -euo pipefail
+nvflare system shutdown all --force --no-wait --startup-kit "$1"

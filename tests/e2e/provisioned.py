@@ -1,0 +1,146 @@
+"""A provisioned federation as real processes on this machine: mutual TLS on loopback, free ports, everything ended by process id."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from e2e.simulation import ROOT, environment
+
+SCRIPTS = ROOT / "poc_workspace"
+SERVER = "localhost"
+PEOPLE = {
+    "admin": "admin@coordination.org",
+    "lead": "lead@coordination.org",
+    "member": "member@hospital-two.org",
+    "it": "it@hospital-one.org",
+}
+
+
+class ProvisionedFederation:
+    """What poc_workspace/project.yml describes, with the sites and the port of a test.
+
+    Attributes:
+        folder: everything of the federation lies below it.
+        kits: the folder of startup kits.
+    """
+
+    def __init__(self, folder: Path, sites: Sequence[str]):
+        self.folder = folder
+        self.sites = tuple(sites)
+        self.port = _free_port()
+        self.kits = folder / "federation" / "medflare" / "prod_00"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = environment(**_own(folder))
+
+    def kit(self, name: str) -> Path:
+        """The startup kit of a site, the server or a person ("lead")."""
+        return self.kits / PEOPLE.get(name, name)
+
+    # -- set-up ------------------------------------------------------------------------------------------------------------
+
+    def provision(self) -> None:
+        project = yaml.safe_load((SCRIPTS / "project.yml").read_text())
+        keep = {SERVER, *self.sites, *PEOPLE.values()}
+        project["participants"] = [one for one in project["participants"] if one["name"] in keep]
+        for one in project["participants"]:
+            if one["type"] == "server":
+                one["fed_learn_port"] = self.port
+        path = self.folder / "project.yml"
+        path.write_text(yaml.safe_dump(project))
+        self.script("provision.sh", path, self.folder / "federation", limit=60)
+
+    def start(self, *names: str, limit: float = 60) -> None:
+        """Start server or sites, each from its own kit in processes of its own, and wait until all of them are up."""
+        signs = {name: self._launch(name) for name in names}
+        for name, (log, start, sign) in signs.items():
+            wait_until(lambda log=log, start=start, sign=sign: sign in text_of(log)[start:], f"{name} is not up, see {log}", limit)
+
+    def _launch(self, name: str) -> tuple[Path, int, str]:
+        kit = self.kit(name)
+        log = kit / "log.txt"
+        before = len(text_of(log))
+        command = [str(kit / "startup" / "sub_start.sh"), "--once"]
+        with (kit / "start.log").open("ab") as output:
+            self._processes[name] = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=kit
+            )
+        return log, before, "Server started" if name == SERVER else "Successfully registered client"
+
+    def launch(self, name: str) -> None:
+        """Start a party that is not expected to come up."""
+        self._launch(name)
+
+    # -- work --------------------------------------------------------------------------------------------------------------
+
+    def script(self, name: str, *arguments: Any, limit: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a script of poc_workspace; its standard output and error are kept."""
+        return self.command(SCRIPTS / name, *arguments, limit=limit, check=check)
+
+    def command(self, *command: Any, limit: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+        words = [str(word) for word in command]
+        done = subprocess.run(words, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=limit)
+        assert not check or done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def submit(self, job: Path, by: str = "lead") -> str:
+        """Submit with the command line; returns the job's id."""
+        return self.script("submit.sh", self.kit(by), job).stdout.strip()
+
+    def meta(self, job: str) -> dict[str, Any]:
+        """What FLARE knows of a job: status, deployment."""
+        done = self.command("nvflare", "--format", "json", "job", "meta", job, "--startup-kit", self.kit("lead"))
+        return json.loads(done.stdout)["data"]
+
+    # -- faults and clean-up -----------------------------------------------------------------------------------------------
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The party's own process and, below it, the processes of its jobs."""
+        try:
+            parent = psutil.Process(self._processes[name].pid)
+            return [parent, *parent.children(recursive=True)]
+        except (KeyError, psutil.NoSuchProcess):
+            return []
+
+    def kill(self, name: str) -> None:
+        """kill -9 for a party and its jobs, as in a power cut."""
+        for process in self.processes(name):
+            process.kill()
+        if name in self._processes:
+            self._processes.pop(name).wait(10)
+
+    def stop(self) -> None:
+        for name in tuple(self._processes):
+            self.kill(name)
+
+
+def wait_until(true: Callable[[], bool], otherwise: str, limit: float = 60) -> None:
+    """Look four times a second; fail with `otherwise` after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.25)
+
+
+def text_of(path: Path) -> str:
+    """A log's text; empty where there is none yet."""
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _own(home: Path) -> dict[str, str]:
+    """This interpreter for every child, and a home of its own for the files that the nvflare command keeps."""
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), "HOME": str(home)}

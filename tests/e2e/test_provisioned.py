@@ -1,0 +1,147 @@
+"""A federation as hospitals run it: provisioned startup kits, separate processes, mutual TLS, roles and policies."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from e2e.provisioned import text_of, wait_until
+from medflare.evaluation.results import load_results
+from medflare.flare.jobs import build_job
+from medflare.local import run_local
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROUNDS, SEED = 2, 3
+ROLES = ("global", "personal", "deployed")
+
+# A lead's own Python: FLARE's API, nothing of medflare.
+THROUGH_THE_API = """
+import sys
+from nvflare.fuel.flare_api.flare_api import new_secure_session
+user, kit, job, folder = sys.argv[1:]
+session = new_secure_session(user, kit)
+try:
+    identity = session.submit_job(job)
+    session.monitor_job(identity, timeout=150)
+    print(identity, session.get_job_meta(identity)["status"], session.download_job_result(identity))
+finally:
+    session.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, tiny_task) -> Path:
+    """jobs/fedsm with fewer rounds and smaller images, in the form that hospitals accept."""
+    return build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path_factory.mktemp("jobs") / "fedsm")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tiny_task, federation) -> Path:
+    """The same federation in the plain loop."""
+    folder = tmp_path_factory.mktemp("plain")
+    assert run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder)["status"] == "COMPLETED"
+    return folder
+
+
+def test_command_line_and_api_give_the_plain_loops_models_and_metrics(federation, job, plain, tmp_path):
+    """Both ways of submitting at once: two jobs run side by side in one federation and do not disturb each other."""
+    api = subprocess.Popen(
+        [sys.executable, "-c", THROUGH_THE_API, "lead@coordination.org", federation.kit("lead"), job, tmp_path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=federation.environment,
+        cwd=tmp_path,
+    )
+    first = federation.submit(job)
+    federation.script("watch.sh", federation.kit("lead"), first, 150, limit=180)
+    shown = federation.script("fetch.sh", federation.kit("lead"), first, tmp_path / "first")
+    assert "COMPLETED" in shown.stdout and "site-3" in shown.stdout
+
+    said, _ = api.communicate(timeout=180)
+    second, status, downloaded = said.strip().splitlines()[-1].split(" ", 2)
+    assert status == "FINISHED:COMPLETED"
+    for identity, fetched in ((first, tmp_path / "first"), (second, Path(downloaded))):
+        _same_results(load_results(fetched), load_results(plain))
+        _same_models(next(fetched.rglob("medflare/models")), plain / "models")
+        for site in federation.sites:
+            own = federation.kit(site) / identity / "medflare"
+            for role in ROLES:  # each hospital holds its own models; nothing was fetched from the server for them
+                _same_state(own / role / "model.safetensors", plain / "sites" / site / role / "model.safetensors")
+                assert json.loads((own / role / "card.json").read_text())["site"] == site
+
+
+def test_a_member_may_not_submit(federation, job):
+    refused = federation.script("submit.sh", federation.kit("member"), job, check=False)
+    assert refused.returncode != 0
+    assert "'member@hospital-two.org' is not authorized for 'submit_job'" in refused.stderr
+
+
+def test_code_in_a_job_is_refused_in_words(federation, tiny_task, tmp_path):
+    """A job with app/custom/ brings code; the hospitals' policy says no, and whoever watches learns who refused and what to do."""
+    identity = federation.submit(build_job("fedsm", tiny_task, rounds=1, byoc=True, out=tmp_path / "byoc"))
+    watched = federation.script("watch.sh", federation.kit("lead"), identity, 60, limit=90, check=False)
+    assert watched.returncode != 0
+    assert federation.meta(identity)["status"] == "FINISHED:FAILED_TO_RUN"
+    assert "server refuses jobs that bring their own code" in watched.stdout and "--no-byoc" in watched.stdout
+
+
+def test_a_site_that_does_not_list_medflare_is_named(federation, job):
+    """Without "medflare." in class_allow_list the job does not run there, and the message names site, component and remedy."""
+    resources = federation.kit("site-3") / "local" / "resources.json"
+    allowed = resources.read_text()
+    content = json.loads(allowed)
+    content["class_allow_list"].remove("medflare.")
+    resources.write_text(json.dumps(content))
+    try:
+        identity = federation.submit(job)
+        watched = federation.script("watch.sh", federation.kit("lead"), identity, 90, limit=120, check=False)
+    finally:
+        resources.write_text(allowed)
+    assert watched.returncode != 0
+    assert "site-3 does not allow the component medflare.flare.executors.FedSMExecutor" in watched.stdout
+    assert "class_allow_list" in watched.stdout and "resources.json" in watched.stdout
+    assert not (federation.kit("site-3") / identity / "medflare").exists()
+
+
+def test_a_stranger_does_not_get_in(federation, tmp_path_factory):
+    """A kit of another root, for the right server and with a member's name: the TLS handshake ends it."""
+    other = type(federation)(tmp_path_factory.mktemp("stranger"), ["site-4"])
+    other.port = federation.port
+    other.provision()
+    other.launch("site-4")
+    try:
+        server = federation.kit("localhost") / "log.txt"
+        log = other.kit("site-4") / "log.txt"
+        wait_until(lambda: "CERTIFICATE_VERIFY_FAILED" in text_of(log) or "certificate verify failed" in text_of(log), f"no TLS error in {log}")
+        assert "site-4" not in text_of(server)
+    finally:
+        other.stop()
+    connected = federation.command("nvflare", "--format", "json", "system", "status", "--startup-kit", federation.kit("admin")).stdout
+    assert "site-3" in connected and "site-4" not in connected
+
+
+# -- helpers -------------------------------------------------------------------------------------------------------------------
+
+
+def _same_results(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["status"] == expected["status"] == "COMPLETED"
+    assert found["sites"] == expected["sites"]
+    assert (found["mean"], found["traffic"], found["events"]) == (expected["mean"], expected["traffic"], expected["events"])
+
+
+def _same_models(found: Path, expected: Path) -> None:
+    names = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
+    assert names and names == sorted(path.relative_to(found) for path in found.rglob("*.safetensors"))
+    for name in names:
+        _same_state(found / name, expected / name)
+
+
+def _same_state(found: Path, expected: Path) -> None:
+    left, right = load_file(found), load_file(expected)
+    assert left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left), f"{found} differs from {expected}"
