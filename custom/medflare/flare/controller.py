@@ -1,7 +1,6 @@
 """The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders."""
 
 from pathlib import Path
-from typing import Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
@@ -18,8 +17,8 @@ from medflare.evaluation.results import FAILED, FOLDER
 from medflare.evaluation.run import Run
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange import TaskExchange
-from medflare.flare.pulse import TOPIC
 from medflare.flare.seat import TASK_FILE
+from medflare.flare.signs import ALIVE, PATIENCE, WORK
 from medflare.flare.streams import share_cleanup_thread
 from medflare.flare.tracking import Tracking
 from medflare.flare.wire import register_tensors
@@ -74,14 +73,16 @@ class MedflareController(Controller):
     # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        self._engine.register_aux_message_handler(TOPIC, self._alive)
+        pass
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        if event_type == EventType.BEFORE_PROCESS_TASK_REQUEST:
-            self._sign_of_life(fl_ctx)
+        if event_type == EventType.START_RUN:
+            engine = fl_ctx.get_engine()
+            engine.register_aux_message_handler(ALIVE, self._alive)
+            engine.register_aux_message_handler(WORK, self._work)
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
             self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
 
@@ -144,10 +145,13 @@ class MedflareController(Controller):
         self.system_panic(reason, fl_ctx)
 
     def _alive(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        self._sign_of_life(fl_ctx)
+        if self._exchange is not None:
+            self._exchange.watch.sign_of_life(fl_ctx.get_peer_context().get_identity_name())
         return make_reply(ReturnCode.OK)
 
-    def _sign_of_life(self, fl_ctx: FLContext) -> None:
-        peer: Any = fl_ctx.get_peer_context()
-        if self._exchange is not None and peer is not None:
-            self._exchange.watch.sign_of_life(peer.get_identity_name())
+    def _work(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Holds a site's question for work until there is some: its poll then finds it."""
+        reply = self._alive(topic, request, fl_ctx)
+        if self._exchange is not None:
+            self._exchange.wait_for_task(fl_ctx.get_peer_context().get_identity_name(), PATIENCE)
+        return reply

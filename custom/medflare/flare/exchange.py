@@ -1,7 +1,7 @@
 """How a step's messages reach the sites under FLARE and their answers come back: one task per site, one wait for all.
 
 Nothing here can hang on a site: an answer comes, or the step's time is over, or the site shows no sign of life any more. Signs
-of life are its polls for work and the pulse that `MedflareExecutor` sends while a task runs.
+of life are its questions for work and the pulse that it sends while a task runs, see `signs`.
 """
 
 import threading
@@ -91,6 +91,7 @@ class TaskExchange:
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         with self._changed:
             self._asked = {site: self._ask(step, site, message) for site, message in sorted(outgoing.items())}
+            self._changed.notify_all()
         try:
             problems = self._wait(step)
         finally:
@@ -100,6 +101,11 @@ class TaskExchange:
                 if one.answer is None:
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
         return {site: problems.get(site) or _reply(one.answer) for site, one in asked.items()}
+
+    def wait_for_task(self, site: str, seconds: float) -> None:
+        """Returns when there is a task that the site has not fetched, at the latest after `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: site in self._asked and not self._asked[site].fetched, seconds)
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from medflare.methods.registry import Method, get_method
 from medflare.tasks.config import TaskConfig, load_task
 
 # A poll for work costs next to nothing; FLARE's default of two seconds between polls would be most of a short round.
-_POLL = 0.2
+_POLL = 0.1
 # Up to this size of an update its tensors travel inside the message: one transfer instead of several, and a site that dies
 # while it answers cannot take the server's job process with it, as it does where FLARE fetches the tensors afterwards.
 _INLINE = 64 * 2**20

@@ -1,0 +1,71 @@
+"""What a round costs when nothing is trained, and what a task costs in a process of its own, under FLARE's simulator.
+
+    python benchmarks/idle.py [--sites 4] [--rounds 20]
+
+Wanted, on two cores: at most 0.5 s a round with a process per site and a model of 2 MB (FLARE's defaults: 2.5 s), at most 4 s
+a task with a process per task (FLARE's example: 6.4 s), and no more threads or memory after many rounds than after a few.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from medflare.flare.jobs import build_job
+from medflare.tasks.config import load_task
+
+HERE = Path(__file__).resolve().parent
+LARGER = {"name": "unet", "channels": [32, 64, 128], "norm": "instance"}  # about 2 MB
+
+
+def simulated(job: Path, workspace: Path, sites: int, threads: int) -> list[dict[str, Any]]:
+    """The steps of a simulation, as metrics.jsonl has them."""
+    command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), "-w", str(workspace), "-n", str(sites), "-t", str(threads)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "custom"), os.environ.get("PYTHONPATH", "")])}
+    with open(workspace.with_suffix(".log"), "w") as log:
+        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1200, check=False)
+    lines = (workspace / "server" / "simulate_job" / "medflare" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def idle_rounds(folder: Path, sites: int, rounds: int) -> list[dict[str, Any]]:
+    """Training steps of a federation whose sites send a model of about 2 MB straight back."""
+    job = build_job("fedavg", load_task({**load_task("phantom").to_dict(), "network": LARGER}), out=folder / "job", rounds=rounds)
+    (job / "app" / "custom" / "idle_executor.py").write_text((HERE / "idle_executor.py").read_text())
+    file = job / "app" / "config" / "config_fed_client.json"
+    config = json.loads(file.read_text())
+    config["executors"][0]["executor"]["path"] = "idle_executor.IdleExecutor"
+    file.write_text(json.dumps(config))
+    return [step for step in simulated(job, folder / "workspace", sites, sites) if step["phase"] == "train"]
+
+
+def seconds_per_task(folder: Path, sites: int) -> float:
+    """Of a task that trains nothing (it scores the validation images), each in a process of its own."""
+    job = build_job("fedavg", "phantom", out=folder / "job-tasks", rounds=1)
+    steps = simulated(job, folder / "workspace-tasks", sites, 1)
+    return next(step["seconds"] for step in steps if step["phase"] == "validate") / sites
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sites", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        steps = idle_rounds(Path(scratch), options.sites, options.rounds)
+        seconds = [step["seconds"] for step in steps[1:]]
+        print(f"round without training, {options.sites} sites: mean {statistics.mean(seconds):.2f} s, max {max(seconds):.2f} s")
+        for site in sorted(steps[0]["sites"]):
+            first, last = (steps[place]["sites"][site] for place in (2, -1))
+            for what in ("threads", "megabytes"):
+                print(f"  {site} {what}: {first[what]:.0f} in round 2, {last[what]:.0f} in round {steps[-1]['round']}")
+        print(f"task in a process of its own: {seconds_per_task(Path(scratch), 2):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
