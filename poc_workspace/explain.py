@@ -7,10 +7,11 @@ KIT is the startup kit of the lead who submitted the job, or of the project admi
 
 import json
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 # What FLARE or medflare writes -> what it means. {party} is the server or the site whose log or reply it is.
 MEANINGS = (
@@ -28,45 +29,40 @@ MEANINGS = (
         r"No module named '(?P<what>[\w.]+)'",
         "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in",
     ),
-    (r"medflare: FAILED: (?P<what>.+)", "the federation failed: {what}"),
+    (r"medflare: FAILED: (?!aborted)(?P<what>.+)", "the federation failed: {what}"),
     (r"medflare: site \S+: (?P<what>.+)", "{party} could not do its part: {what}"),
 )
 
 
 def main(kit: str, job: str) -> int:
-    found = list(dict.fromkeys(explanations(_texts(kit, job))))
+    user = json.loads((Path(kit) / "startup" / "fed_admin.json").read_text())["admin"]["username"]
+    session = new_secure_session(user, kit)
+    try:
+        found = list(dict.fromkeys(explanations(_texts(session, job))))
+    finally:
+        session.close()
     for line in found or [f"nothing known about job {job} explains its end; read the logs of the server and the sites"]:
         print(line)
     return 0
 
 
-def explanations(texts: Iterator[tuple[str, str]]) -> Iterator[str]:
-    """What the (party, text) pairs mean, in the order of `MEANINGS` for each line."""
+def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """What the (party, text) pairs mean, line by line."""
     for party, text in texts:
         for line in text.splitlines():
-            for pattern, meaning in MEANINGS:
-                if match := re.search(pattern, line):
-                    yield meaning.format(party=party, **match.groupdict())
-                    break
+            matches = ((re.search(pattern, line), meaning) for pattern, meaning in MEANINGS)
+            yield from (meaning.format(party=party, **match.groupdict()) for match, meaning in matches if match)
 
 
-def _texts(kit: str, job: str) -> Iterator[tuple[str, str]]:
-    """(party, what it said): how the job was deployed, then the logs that the server holds."""
-    for detail in _nvflare(kit, "meta", job).get("job_deploy_detail") or []:
+def _texts(session: Session, job: str) -> Iterator[tuple[str, str]]:
+    """(party, what it said): how the job was deployed, the server's log, and the error logs that sites let the server have."""
+    for detail in session.get_job_meta(job).get("job_deploy_detail") or []:
         party, _, said = detail.partition(": ")
         yield party, said
-    logs = _nvflare(kit, "logs", job, "--sites", "all").get("logs") or {}
-    for party, text in sorted(logs.items()):
-        yield party, text if isinstance(text, str) else json.dumps(text)
-
-
-def _nvflare(kit: str, *command: str) -> dict[str, Any]:
-    """The data of one `nvflare job` command; empty where it has none or is not allowed."""
-    reply = subprocess.run(["nvflare", "--format", "json", "job", *command, "--startup-kit", kit], capture_output=True, text=True)
-    try:
-        return json.loads(reply.stdout).get("data") or {}
-    except ValueError:
-        return {}
+    if "ERRORLOG" in " ".join(session.list_job_components(job)):
+        for log in sorted(Path(session.download_job_components(job)).rglob("ERRORLOG_*")):
+            yield log.name.removeprefix("ERRORLOG_"), log.read_text(errors="replace")
+    yield from session.get_job_logs(job)["logs"].items()
 
 
 if __name__ == "__main__":
