@@ -1,0 +1,99 @@
+"""What `medflare predict` is given: files, and folders that are searched for images and DICOM series."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medflare.core.errors import ConfigError
+from medflare.tasks.readers import DICOM, NIFTI, PICTURES, is_dicom, suffix
+
+_INDEX = "DICOMDIR"  # lists the files of a medium and holds no image
+
+
+@dataclass(frozen=True)
+class Input:
+    """One image or volume.
+
+    Attributes:
+        path: a file, or a folder with one DICOM series.
+        name: where its outputs go below the output folder: unique, without suffix, with the subfolders it was found in.
+    """
+
+    path: Path
+    name: str
+
+
+def find_inputs(paths: Sequence[Path], out: Path) -> tuple[list[Input], list[str]]:
+    """Everything to be predicted, in the order given and sorted within a folder, and the folders that hold nothing, one line each.
+
+    A folder is searched with its subfolders, `out` excepted. Its DICOM files are one volume where they are the slices of one
+    series; other files are images of their own. A file that was named is taken as it is, so that reading it can say what is wrong.
+
+    Raises:
+        ConfigError: an input folder is the output folder.
+    """
+    inputs: dict[Path, Input] = {}
+    problems, names = [], set[str]()
+    prefixed = sum(path.is_dir() for path in paths) > 1
+    for path in paths:
+        if path.resolve() == out.resolve():
+            raise ConfigError(f"{path} is both an input folder and the output folder; give --out another folder")
+        found = list(_search(path, out.resolve())) if path.is_dir() else [path]
+        if not found:
+            problems.append(f"{path}: no images in this folder; known are {', '.join((*PICTURES, *NIFTI, *DICOM))}")
+        for image in found:
+            if image.resolve() not in inputs:
+                name = _unique(_relative_name(image, path, prefixed), names)
+                inputs[image.resolve()] = Input(image, name)
+    return list(inputs.values()), problems
+
+
+def _search(folder: Path, out: Path) -> Iterator[Path]:
+    for place, subfolders, names in os.walk(folder):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and (Path(place) / name).resolve() != out)
+        files = [Path(place) / name for name in sorted(names) if not name.startswith(".") and name != _INDEX]
+        dicom = [file for file in files if is_dicom(file)]
+        yield from [Path(place)] if is_series(dicom) else dicom
+        yield from (file for file in files if suffix(file) in (*PICTURES, *NIFTI))
+
+
+def is_series(files: Sequence[Path]) -> bool:
+    """Whether these DICOM files are the slices of one volume: one series, one size, a number and a place of its own for each."""
+    headers = [header for header in map(_header, files) if header is not None]
+    if len(headers) < max(2, len(files)):
+        return False
+    return len({header[:3] for header in headers}) == 1 and len({header[3:] for header in headers}) == len(headers)
+
+
+def _header(file: Path) -> tuple[Any, ...] | None:
+    """(series, rows, columns, number, position); None where one of them is missing or the file cannot be read."""
+    from pydicom import dcmread
+
+    tags = ["SeriesInstanceUID", "Rows", "Columns", "InstanceNumber", "ImagePositionPatient"]
+    try:
+        header = dcmread(file, stop_before_pixels=True, specific_tags=tags)
+        *fixed, position = (header[tag].value for tag in tags)
+        return (*map(str, fixed), tuple(map(float, position)))
+    except Exception:  # whatever is wrong with the file, the reader will say it of this file alone
+        return None
+
+
+def _relative_name(image: Path, given: Path, prefixed: bool) -> Path:
+    """The name without suffix, below the folder that was given; below that folder's own name where several were."""
+    stem = image.name[: len(image.name) - len(suffix(image))] if suffix(image) in (*PICTURES, *NIFTI, *DICOM) else image.name
+    if image == given:
+        return Path(stem or image.resolve().name)
+    below = image.relative_to(given).with_name(stem)
+    return Path(given.resolve().name) / below if prefixed else below
+
+
+def _unique(name: Path, taken: set[str]) -> str:
+    """The name itself, or with the first number that sets it apart from those taken."""
+    chosen, number = str(name), 1
+    while chosen in taken:
+        number += 1
+        chosen = f"{name}-{number}"
+    taken.add(chosen)
+    return chosen

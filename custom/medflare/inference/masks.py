@@ -1,0 +1,133 @@
+"""Predicted masks as files: label values as the task's files use them, in the geometry of the image that they belong to."""
+
+import gzip
+import io
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from medflare.core.errors import ConfigError
+from medflare.core.store import write_atomically
+from medflare.inference.inputs import Input
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.readers import NIFTI, suffix
+from medflare.tasks.targets import stored_values
+
+
+def restored(probabilities: Tensor, size: tuple[int, int]) -> Tensor:
+    """Probabilities (N, C, H, W) at an image's stored size: bilinear, or by area averaging where that is smaller.
+
+    Both keep the corners of the picture in place, as the resizing before the network does.
+    """
+    if tuple(probabilities.shape[2:]) == tuple(size):
+        return probabilities
+    if size[0] <= probabilities.shape[2] and size[1] <= probabilities.shape[3]:
+        return functional.interpolate(probabilities, size, mode="area")
+    return functional.interpolate(probabilities, size, mode="bilinear", align_corners=False)
+
+
+def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
+    """Stored values of the predicted labels: (outputs, h, w) -> int64 (M, h, w), M = 1, or one mask per label.
+
+    As the metrics have it, a binary or multilabel structure is where its probability exceeds one half, and a multiclass pixel
+    is of its most probable class. A label with several values is written as the first one. Where several structures share one
+    mask (multilabel with `label_values`), a pixel gets its most probable value: with p_l the structures' independent
+    probabilities, the value that maximises the product of p_l over the structures that it means and 1 - p_l over the others.
+    Wherever a value exists for exactly the structures above one half, it is that one.
+    """
+    if task.target == "multilabel" and not task.label_values:
+        return (probabilities > 0.5).long().cpu().numpy()
+    values = stored_values(task)
+    if task.target == "multilabel":
+        return _most_probable_value(probabilities, values).cpu().numpy()[None]
+    if task.target == "binary":
+        return torch.where(probabilities > 0.5, values[0][0], 0).cpu().numpy()
+    return torch.tensor([listed[0] for listed in values])[probabilities.argmax(dim=0).cpu()].numpy()[None]
+
+
+def _most_probable_value(probabilities: Tensor, values: list[list[int]]) -> Tensor:
+    """(C, h, w) -> (h, w): see `label_map`."""
+    candidates = [0, *sorted({value for listed in values for value in listed} - {0})]
+    meant = torch.tensor([[float(value in listed) for listed in values] for value in candidates], dtype=torch.float64)
+    p = probabilities.cpu().double().clamp(1e-12, 1 - 1e-12)
+    likelihood = torch.einsum("vc,chw->vhw", meant, p.log()) + torch.einsum("vc,chw->vhw", 1 - meant, (1 - p).log())
+    return torch.tensor(candidates)[likelihood.argmax(dim=0)]
+
+
+def pixels(mask: np.ndarray, task: TaskConfig) -> dict[str, int]:
+    """Pixels of every foreground label in what `label_map` gave for one picture."""
+    if task.target == "multilabel" and not task.label_values:
+        return {label: int(part.sum()) for label, part in zip(task.labels, mask, strict=True)}
+    counted = {label: int(np.isin(mask, listed).sum()) for label, listed in zip(task.labels, stored_values(task), strict=True)}
+    return dict(list(counted.items())[task.target == "multiclass" :])  # there, the first label is the background
+
+
+def write_masks(source: Input, masks: np.ndarray, task: TaskConfig, out: Path) -> list[Path]:
+    """One file per mask: PNG for a picture; NIfTI with the stored affine, axes and header for NIfTI; NIfTI for a DICOM volume.
+
+    Args:
+        masks: int64 (M, rows, columns[, slices]) laid out as `readers.read_image` gives the image.
+
+    Returns:
+        The files, named after the input: NAME_seg.png, NAME_seg.nii.gz, or NAME_seg_LABEL... with a mask per label.
+    """
+    files = []
+    for number, mask in enumerate(masks):
+        label = f"_{re.sub(r'[^A-Za-z0-9]+', '-', task.labels[number])}" if len(masks) > 1 else ""
+        nifti = suffix(source.path) in NIFTI or mask.ndim == 3
+        file = out / f"{source.name}_seg{label}{'.nii.gz' if nifti else '.png'}"
+        write_atomically(file, _nifti(source.path, mask) if nifti else _png(mask))
+        files.append(file)
+    return files
+
+
+def _png(mask: np.ndarray) -> bytes:
+    from PIL import Image
+
+    if mask.min(initial=0) < 0 or mask.max(initial=0) >= 2**16:
+        raise ConfigError(f"label values from {mask.min()} to {mask.max()} do not fit a PNG mask (0 to 65535); change label_values")
+    content = io.BytesIO()
+    Image.fromarray(mask.astype(np.uint8 if mask.max(initial=0) < 256 else np.uint16)).save(content, format="PNG")
+    return content.getvalue()
+
+
+def _nifti(path: Path, mask: np.ndarray) -> bytes:
+    """A compressed NIfTI file of bytes, or of 32-bit integers where values do not fit a byte."""
+    import nibabel
+
+    compact = mask.astype(np.uint8 if mask.min(initial=0) >= 0 and mask.max(initial=0) < 256 else np.int32)
+    if suffix(path) in NIFTI:
+        image = nibabel.load(path)
+        header = image.header.copy()
+        header["cal_min"] = header["cal_max"] = 0  # the image's display range
+        volume = image.__class__(_as_stored(compact, image.affine), image.affine, header)
+    else:
+        volume = nibabel.Nifti1Image(np.swapaxes(compact, 0, 1), _dicom_affine(path))
+    volume.set_data_dtype(compact.dtype)
+    return gzip.compress(volume.to_bytes(), mtime=0)
+
+
+def _as_stored(mask: np.ndarray, affine: np.ndarray) -> np.ndarray:
+    """Undoes what `readers` does to a NIfTI volume: rows, columns and slices in LPS back to the axes of the file."""
+    from nibabel import orientations
+
+    if mask.ndim == 2:
+        return mask.T
+    lps = orientations.axcodes2ornt(("L", "P", "S"))
+    stored = orientations.io_orientation(affine)
+    return orientations.apply_orientation(np.swapaxes(mask, 0, 1), orientations.ornt_transform(lps, stored))
+
+
+def _dicom_affine(path: Path) -> np.ndarray:
+    """(column, row, slice) to millimetres in RAS; the identity where the files do not say."""
+    from monai.data.image_reader import PydicomReader
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")
+        reader = PydicomReader()
+        return np.asarray(reader.get_data(reader.read(path))[1]["affine"])

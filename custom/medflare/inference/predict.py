@@ -1,0 +1,316 @@
+"""A delivered model on a hospital's own images: preprocessing as in training, masks or a table of probabilities.
+
+Images are predicted in the order in which they are given, in batches that run across files and slices, as the evaluation of a
+run does with a test split: the same images in the same order give the same numbers. That matters where a model adapts to the
+unlabelled images themselves, see `prediction_model`.
+"""
+
+import csv
+import io
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import ConfigError, DataError, StateError
+from medflare.core.message import Message
+from medflare.core.store import write_atomically
+from medflare.inference.batch_statistics import TargetStatistics
+from medflare.inference.deployed import Adaptive, Builder, StoredModel
+from medflare.inference.inputs import Input, find_inputs
+from medflare.inference.masks import label_map, pixels, restored, write_masks
+from medflare.inference.tent import Tent
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.readers import read_image
+from medflare.tasks.site import scoring_batch
+from medflare.tasks.transforms import Preprocessing
+
+ADAPTATIONS = ("auto", "none", "tent", "dsbn")
+TABLE = "predictions.csv"
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """A deployed module in which one of several networks answers each image."""
+
+    answered: list[str]  # the networks that answered the last batch, image by image
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One input as the network sees it.
+
+    Attributes:
+        images: float32 (S, C, H, W); S = 1, or the slices of a volume.
+        size: (h, w) of a picture or slice as stored.
+        volume: whether it has slices.
+    """
+
+    source: Input
+    images: Tensor
+    size: tuple[int, int]
+    volume: bool
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about one input.
+
+    Attributes:
+        probabilities: (S, outputs, H, W) on the network's grid, or (S, outputs).
+        answered: for a super model, the member that answered each picture or slice; else empty texts.
+    """
+
+    prepared: Prepared
+    probabilities: Tensor
+    answered: tuple[str, ...]
+
+
+@dataclass
+class Summary:
+    """What became of a call of `predict`.
+
+    Attributes:
+        images, pictures: inputs predicted; their pictures, counting every slice of a volume.
+        failed: one line for each input that could not be predicted.
+        answered: for a super model, how many pictures each member answered.
+        adapted: how the model adapted to the images; "" where it did not.
+        table: the CSV file with a row for every picture.
+    """
+
+    table: Path
+    images: int = 0
+    pictures: int = 0
+    failed: list[str] = field(default_factory=list)
+    answered: Counter[str] = field(default_factory=Counter)
+    adapted: str = ""
+
+    def render(self) -> str:
+        slices = f" ({self.pictures} pictures with every slice of the volumes)" if self.pictures > self.images else ""
+        lines = [f"{self.images} image{'s' * (self.images != 1)} predicted{slices}, {len(self.failed)} failed; table: {self.table}"]
+        if self.adapted:
+            lines.append(f"adapted to these images: {self.adapted}")
+        if self.answered:
+            lines.append("answered by " + ", ".join(f"{name}: {count}" for name, count in sorted(self.answered.items())))
+        return "\n".join(lines)
+
+
+def predict(
+    stored: StoredModel,
+    images: Sequence[Path],
+    out: Path,
+    *,
+    builder: Builder | None = None,
+    adapt: str = "auto",
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Summary:
+    """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
+
+    Args:
+        stored: from `load_model`.
+        images: files, and folders that are searched, see `find_inputs`.
+        out: made where it does not exist.
+        builder: `methods.registry.build_deployed`; the default builds kind "plain" alone.
+        adapt: one of `ADAPTATIONS`, see `prediction_model`.
+        device: "cpu", "cuda", "cuda:1", ...
+        say: takes a line for every image that fails, when it does.
+        progress: called with (inputs done, inputs in all).
+
+    Returns:
+        The summary. An image that cannot be read or predicted is named in its `failed`; the others are predicted.
+
+    Raises:
+        ConfigError: an unknown adaptation or device, or a network that cannot adapt.
+        StateError: weights that do not fit the task, or an output folder that cannot be written.
+    """
+    inputs, problems = find_inputs(images, out)
+    summary, rows, task = Summary(out / TABLE), list[dict[str, Any]](), stored.task
+    model = prediction_model(stored, builder, adapt).to(checked_device(device)).eval()
+
+    def step() -> None:
+        progress(summary.images + len(summary.failed), len(inputs) + len(problems))
+
+    def fail(line: str) -> None:
+        summary.failed.append(line)
+        say(line)
+        step()
+
+    for problem in problems:
+        fail(problem)
+    prepared: Iterable[Prepared] = _readable(inputs, task, fail)
+    if isinstance(model, Adaptive) and adapt != "none":
+        prepared = list(prepared)
+        summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
+    elif isinstance(model, Tent):
+        summary.adapted = "tent, batch by batch while they were predicted"
+    for prediction in predictions(model, prepared, task, device):
+        if not torch.isfinite(prediction.probabilities).all():
+            fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
+            continue
+        rows += _written(prediction, task, out)
+        summary.images += 1
+        summary.pictures += len(prediction.answered)
+        summary.answered.update(filter(None, prediction.answered))
+        step()
+    _write_table(summary.table, rows)
+    return summary
+
+
+def prediction_model(stored: StoredModel, builder: Builder | None = None, adapt: str = "auto") -> nn.Module:
+    """The module that predicts: the delivered model with the test-time adaptation that was asked for.
+
+    "auto" is the model as its method means it: a model that fits itself to unlabelled images (routed, dsbn) is to be fitted to
+    those that are predicted, one that learns while it predicts (tent) does, others stay as they are. "none" leaves a fitted
+    model as it was delivered and Tent out. "tent" and "dsbn" adapt any model whose networks have BatchNorm.
+
+    Raises:
+        ConfigError: an unknown adaptation, or a network without BatchNorm.
+        StateError: weights that do not fit the task.
+    """
+    if adapt not in ADAPTATIONS:
+        raise ConfigError(f"no adaptation {adapt!r}; known are {', '.join(ADAPTATIONS)}")
+    if adapt == "none" and stored.kind == "tent":
+        facts = {**stored.message.facts, "kind": stored.message.facts["base"]}
+        stored = StoredModel(stored.task, Message(stored.message.states, facts), stored.card)
+    model = stored.build(builder)
+    if adapt == "tent" and stored.kind != "tent":
+        return Tent(model, stored.task.target, batch_size=stored.task.batch_size)
+    if adapt == "dsbn" and stored.kind != "dsbn":
+        return TargetStatistics(model)
+    return model
+
+
+def fit(model: Adaptive, prepared: Sequence[Prepared], task: TaskConfig, device: str, kind: str) -> str:
+    """Fit the model to these images, in the batches in which they will be predicted; says what a model of this kind has done."""
+    if not prepared:
+        return ""
+    images = torch.cat([part.images for part in prepared]).to(device)
+    model.adapt(list(images.split(scoring_batch(task))))
+    return f"{kind}, fitted to {len(images)} picture{'s' * (len(images) != 1)} before the first was predicted"
+
+
+def prepare(source: Input, task: TaskConfig) -> Prepared:
+    """Read one input and bring it to the network's size, as in training; volumes are cut as the task says, all slices kept.
+
+    Raises:
+        DataError: the file cannot be read as an image.
+    """
+    array, preprocessing = read_image(source.path, task.channels), Preprocessing(task)
+    volume, axis = array.ndim == 4, task.slices["axis"] + 1
+    pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])] if volume else [array]
+    height, width = pictures[0].shape[1:]
+    return Prepared(source, torch.stack([preprocessing.image(picture) for picture in pictures]), (height, width), volume)
+
+
+def _readable(inputs: Iterable[Input], task: TaskConfig, fail: Callable[[str], None]) -> Iterator[Prepared]:
+    for source in inputs:
+        try:
+            yield prepare(source, task)
+        except DataError as error:
+            fail(str(error))
+
+
+def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:
+    """Every input's prediction, in order, computed in batches of `scoring_batch` that run across inputs."""
+    size, answers = scoring_batch(task), _Answers(model)
+    waiting: deque[Prepared] = deque()
+    rows: list[Tensor] = []
+    done: list[tuple[Tensor, str]] = []
+    for part in chain(prepared, [None]):  # None: no more to come
+        if part is not None:
+            waiting.append(part)
+            rows.extend(part.images)
+        while len(rows) >= size or (part is None and rows):
+            done += answers.to(torch.stack(rows[:size]).to(device))
+            del rows[:size]
+        while waiting and len(done) >= len(waiting[0].images):
+            first = waiting.popleft()
+            outputs, names = zip(*done[: len(first.images)], strict=True)
+            del done[: len(first.images)]
+            yield Prediction(first, torch.stack(outputs), names)
+
+
+class _Answers:
+    """Asks a model and, where it holds a super model, notes who answered."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.seen: list[str] = []
+        for part in model.modules():  # a super model may stand inside of what adapts it
+            if isinstance(part, Choosing):
+                part.register_forward_hook(lambda module, _images, _output: self.seen.extend(module.answered))
+
+    @torch.no_grad()
+    def to(self, images: Tensor) -> list[tuple[Tensor, str]]:
+        """Probabilities on the CPU and the answering member of every image; "" where no single member can be named."""
+        self.seen.clear()
+        outputs = self.model(images).float().cpu()
+        names = self.seen if len(self.seen) == len(images) else [""] * len(images)  # Tent may ask several times
+        return list(zip(outputs, names, strict=True))
+
+
+# -- results ---------------------------------------------------------------------------------------------------------------
+
+
+def _written(prediction: Prediction, task: TaskConfig, out: Path) -> list[dict[str, Any]]:
+    """Writes an input's masks, if the task segments, and gives its rows of the table: one per picture or slice."""
+    prepared = prediction.prepared
+    if task.kind == "classification":
+        found = [_classified(p, task) for p in prediction.probabilities]
+    else:
+        masks = [label_map(restored(p[None], prepared.size)[0], task) for p in prediction.probabilities]
+        try:
+            whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
+            files = write_masks(prepared.source, whole, task, out)
+        except OSError as error:
+            raise StateError(f"{out}: masks cannot be written here ({error.strerror or error}); give --out another folder") from error
+        named = ";".join(str(file.relative_to(out)) for file in files)
+        found = [{"mask": named, **{f"pixels_{label}": count for label, count in pixels(mask, task).items()}} for mask in masks]
+    place = str(prepared.source.path)
+    models = [{"model": name} if name else {} for name in prediction.answered]
+    numbers = range(len(found)) if prepared.volume else [""]
+    return [{"image": place, "slice": number, **row, **model} for number, row, model in zip(numbers, found, models, strict=True)]
+
+
+def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:
+    """The chosen label (multilabel: all that apply) and a column for every class; nine digits give a float32 back exactly."""
+    p = torch.stack([1 - probabilities[0], probabilities[0]]) if task.target == "binary" else probabilities
+    if task.target == "multilabel":
+        chosen = ";".join(label for label, one in zip(task.labels, p, strict=True) if one > 0.5)
+    else:
+        chosen = task.classes[int(p.argmax())]
+    return {"label": chosen, **{f"probability_{name}": f"{one:.9g}" for name, one in zip(task.classes, p.tolist(), strict=True)}}
+
+
+def _write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    content = io.StringIO(newline="")
+    writer = csv.DictWriter(content, list(dict.fromkeys(chain.from_iterable(rows))) or ["image"], restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    try:
+        write_atomically(path, content.getvalue().encode())
+    except OSError as error:
+        raise StateError(f"{path}: cannot be written ({error.strerror or error}); give --out another folder") from error
+
+
+def checked_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ConfigError: no such device on this machine.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n", maxsplit=1)[0]
+        raise ConfigError(f"device {name!r} cannot be used here ({reason}); use cpu, or cuda where there is a driver") from error
+    return device

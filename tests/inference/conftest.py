@@ -1,0 +1,148 @@
+"""A small federation on disk, trained once per test session and method, and writers of medical image files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
+
+from medflare import run_local
+from medflare.inference.deployed import plain_message, save_model
+from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.networks import initial_network
+
+SIDE = 16
+SEGMENTATION = load_task(
+    {
+        "name": "squares",
+        "kind": "segmentation",
+        "target": "binary",
+        "labels": ["square"],
+        "label_values": {"square": [3, 4]},
+        "channels": 1,
+        "size": [SIDE, SIDE],
+        "network": {"name": "unet", "channels": [4, 8], "norm": "batch"},
+        "loss": {"name": "dice_ce"},
+        "optimizer": {"name": "adam", "lr": 0.01},
+        "batch_size": 4,
+        "local_epochs": 1,
+        "metric": "dice",
+    }
+)
+CLASSIFICATION = load_task(
+    {
+        **SEGMENTATION.to_dict(),
+        "name": "shades",
+        "kind": "classification",
+        "target": "multiclass",
+        "labels": ["dark", "medium", "bright"],
+        "label_values": {},
+        "network": {"name": "small_cnn", "channels": [4, 8]},
+        "loss": {"name": "ce"},
+        "metric": "accuracy",
+    }
+)
+
+
+@pytest.fixture(scope="session")
+def segmentation() -> TaskConfig:
+    return SEGMENTATION
+
+
+@pytest.fixture(scope="session")
+def classification() -> TaskConfig:
+    return CLASSIFICATION
+
+
+def picture(random: np.random.Generator, level: int) -> tuple[np.ndarray, np.ndarray]:
+    """A noisy grey picture with a bright square, and where it is, both uint8 (16, 16)."""
+    mask = np.zeros((SIDE, SIDE), np.uint8)
+    row, column = random.integers(1, SIDE - 8, 2)
+    mask[row : row + 6, column : column + 6] = 1
+    noise = random.integers(0, 40, (SIDE, SIDE))
+    return (noise + 50 * level + 90 * mask).astype(np.uint8), mask
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sites A, B and O, each brighter than the one before it, with 9 test images in test/, in the datalist's order by name."""
+    root = tmp_path_factory.mktemp("data")
+    for place, site in enumerate("ABO"):
+        random = np.random.default_rng(place)
+        listed: dict[str, list[dict[str, Any]]] = {}
+        for split, count in (("training", 8), ("validation", 4), ("test", 9)):
+            (root / site / split).mkdir(parents=True)
+            listed[split] = []
+            for number in range(count):
+                pixels, mask = picture(random, number % 3 + place)
+                name = f"{number}.png"
+                Image.fromarray(pixels).save(root / site / split / name)
+                (root / site / "masks" / split).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(3 * mask).save(root / site / "masks" / split / name)
+                entry = {"image": f"{split}/{name}", "label": f"masks/{split}/{name}", "patient": f"{split}-{number // 2}"}
+                listed[split].append(entry)
+        (root / site / "datalist.json").write_text(json.dumps(listed))
+        for entries in listed.values():
+            for number, entry in enumerate(entries):
+                entry["label"] = number % 3
+        (root / site / "grades").mkdir()
+        (root / site / "grades" / "datalist.json").write_text(json.dumps(listed).replace('"image": "', '"image": "../'))
+    return root
+
+
+@pytest.fixture(scope="session")
+def trained(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`trained("fedsm", outside=["O"], ...)`: the folder of a finished run of one round over the sites A and B."""
+    known: dict[str, Path] = {}
+
+    def run(method: str, task: TaskConfig = SEGMENTATION, **settings: Any) -> Path:
+        key = repr((method, task.name, sorted(settings.items())))
+        if key not in known:
+            known[key] = tmp_path_factory.mktemp(method)
+            results = run_local(method, task, ["A", "B"], rounds=1, seed=0, data_root=data_root, out=known[key], **settings)
+            assert results["status"] == "COMPLETED", results["reason"]
+        return known[key]
+
+    return run
+
+
+@pytest.fixture
+def untrained(tmp_path: Path) -> Callable[..., Path]:
+    """The folder of a delivered plain model with initial weights."""
+
+    def save(task: TaskConfig = SEGMENTATION) -> Path:
+        folder = tmp_path / "models" / f"{task.kind}-{task.target}"
+        save_model(folder, task, plain_message(initial_network(task, seed=5).state_dict()), {"method": "fedavg", "site": "A"})
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def write_dicom() -> Callable[..., None]:
+    """Writes one slice; the rows of the series run to the patient's left-front, so that an exchange of axes shows."""
+
+    def write(path: Path, pixels: np.ndarray, number: int | None = None, series: str = "1.2.3") -> None:
+        meta = FileMetaDataset()
+        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
+        meta.MediaStorageSOPInstanceUID = generate_uid()
+        file = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
+        file.SOPClassUID, file.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
+        file.SeriesInstanceUID, file.Modality = series, "CT"
+        file.Rows, file.Columns = pixels.shape
+        file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
+        bits = 8 * pixels.dtype.itemsize
+        file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = bits, bits, bits - 1, 0
+        if number is not None:
+            file.InstanceNumber, file.PixelSpacing = number + 1, [2, 0.5]
+            file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 4 * number]
+        file.PixelData = pixels.tobytes()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.save_as(path, enforce_file_format=True)
+
+    return write

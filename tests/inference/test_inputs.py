@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medflare.core.errors import ConfigError
+from medflare.inference.inputs import find_inputs
+
+GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)
+
+
+def picture(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(GREY).save(path)
+    return path
+
+
+def found(paths: list[Path], out: Path) -> dict[str, Path]:
+    return {item.name: item.path for item in find_inputs(paths, out)[0]}
+
+
+def test_files_and_folders_in_order(tmp_path: Path) -> None:
+    for name in ("in/b.png", "in/a.jpg", "in/deep/c.TIF", "in/.hidden.png", "in/.git/d.png", "alone.png"):
+        picture(tmp_path / name)
+    (tmp_path / "in/notes.txt").write_text("not an image")
+    (tmp_path / "in/v.nii.gz").write_bytes(b"")
+    names = found([tmp_path / "alone.png", tmp_path / "in"], tmp_path / "out")
+    assert list(names) == ["alone", "a", "b", "v", "deep/c"]
+    assert names["deep/c"] == tmp_path / "in/deep/c.TIF"
+
+
+def test_names_stay_apart(tmp_path: Path) -> None:
+    for name in ("x/1.png", "x/1.jpg", "y/1.png"):
+        picture(tmp_path / name)
+    assert list(found([tmp_path / "x", tmp_path / "y"], tmp_path / "out")) == ["x/1", "x/1-2", "y/1"]
+    files = [tmp_path / "x/1.png", tmp_path / "y/1.png", tmp_path / "x/1.png"]  # the first is named twice
+    assert list(found(files, tmp_path / "out")) == ["1", "1-2"]
+
+
+def test_earlier_results_are_no_inputs(tmp_path: Path) -> None:
+    picture(tmp_path / "in/a.png")
+    picture(tmp_path / "in/out/a_seg.png")
+    assert list(found([tmp_path / "in"], tmp_path / "in/out")) == ["a"]
+    with pytest.raises(ConfigError, match="both an input folder and the output folder"):
+        find_inputs([tmp_path / "in"], tmp_path / "in")
+
+
+def test_empty_folders_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    inputs, problems = find_inputs([tmp_path / "empty", tmp_path / "gone.png"], tmp_path / "out")
+    assert [item.path.name for item in inputs] == ["gone.png"], "a missing file is for the reader to report"
+    assert len(problems) == 1 and "empty: no images in this folder" in problems[0]
+
+
+def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom) -> None:
+    for number in range(3):
+        write_dicom(tmp_path / f"in/ct/IM{number}", GREY, number)
+    (tmp_path / "in/DICOMDIR").write_bytes((tmp_path / "in/ct/IM0").read_bytes())
+    assert found([tmp_path / "in"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
+    assert found([tmp_path / "in/ct"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
+
+
+def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path, write_dicom) -> None:
+    write_dicom(tmp_path / "views/1.dcm", GREY)  # radiographs: one series, no position
+    write_dicom(tmp_path / "views/2.dcm", GREY)
+    write_dicom(tmp_path / "mixed/1.dcm", GREY, 0, series="1.2.3")
+    write_dicom(tmp_path / "mixed/2.dcm", GREY, 1, series="1.2.4")
+    write_dicom(tmp_path / "sizes/1.dcm", GREY, 0)
+    write_dicom(tmp_path / "sizes/2.dcm", GREY.T.copy(), 1)
+    write_dicom(tmp_path / "twice/1.dcm", GREY, 0)
+    write_dicom(tmp_path / "twice/2.dcm", GREY, 0)
+    write_dicom(tmp_path / "single/1.dcm", GREY, 0)
+    write_dicom(tmp_path / "broken/1.dcm", GREY, 0)
+    (tmp_path / "broken/2.dcm").write_bytes(b"this is not DICOM")
+    expected = {"views": 2, "mixed": 2, "sizes": 2, "twice": 2, "single": 1, "broken": 2}
+    assert {folder: len(found([tmp_path / folder], tmp_path / "out")) for folder in expected} == expected

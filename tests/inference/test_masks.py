@@ -1,0 +1,139 @@
+import itertools
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from medflare.core.errors import ConfigError
+from medflare.inference.inputs import Input
+from medflare.inference.masks import label_map, pixels, restored, write_masks
+from medflare.tasks.config import load_task
+from medflare.tasks.metrics import foreground
+from medflare.tasks.readers import read_image, read_mask
+from medflare.tasks.targets import encode_mask
+
+PHANTOM = load_task("phantom")  # disc: values 1 and 2, cup: value 2
+
+
+def task_of(target, labels, **settings):
+    return load_task({**PHANTOM.to_dict(), "target": target, "labels": labels, "label_values": {}, **settings})
+
+
+TASKS = [
+    task_of("binary", ["vessel"]),
+    task_of("binary", ["tumour"], label_values={"tumour": [4, 1]}),
+    task_of("multiclass", ["background", "a", "b"]),
+    task_of("multiclass", ["background", "a", "b"], label_values={"background": [9], "a": [300, 2], "b": [5]}),
+    task_of("multilabel", ["x", "y"]),
+]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{task.target}-{len(task.label_values)}")
+def test_masks_read_back_are_what_the_metrics_count(task, tmp_path):
+    logits = torch.randn(task.outputs, 7, 5, generator=torch.Generator().manual_seed(0))
+    p = task.probabilities(logits[None])
+    masks = label_map(p[0], task)
+    files = write_masks(Input(Path("a/scan.png"), "sub/scan"), masks, task, tmp_path)
+    assert files[0].parent == tmp_path / "sub"
+    stored = np.concatenate([read_mask(file) for file in files])
+    target = torch.as_tensor(encode_mask(stored, task, "mask"))
+    kept = foreground(p, task)[0].long()
+    if task.target == "multiclass":
+        target = torch.stack([target[0] == 1, target[0] == 2]).long()
+    assert torch.equal(target, kept) and 0 < kept.sum() < kept.numel()
+    assert list(pixels(masks, task).values()) == kept.flatten(1).sum(dim=1).tolist()
+
+
+def test_one_mask_for_several_structures():
+    p = torch.tensor([[0.9, 0.9, 0.1, 0.2, 0.45, 0.5], [0.8, 0.3, 0.1, 0.9, 0.95, 0.5]]).reshape(2, 1, 6)  # disc, cup
+    # cup without disc has no value: where the disc is unlikely it is background, where it is nearly there it is cup in disc
+    assert label_map(p, PHANTOM).tolist() == [[[2, 1, 0, 2, 2, 0]]]
+    products = [(0.8 * 0.1, 0), (0.2 * 0.1, 1), (0.2 * 0.9, 2)]
+    assert max(products)[1] == 2, "the fourth pixel by hand"
+    assert pixels(label_map(p, PHANTOM), PHANTOM) == {"disc": 4, "cup": 3}
+
+
+def test_the_most_probable_value_is_found_among_many():
+    values = {"a": [1, 3], "b": [2, 3], "c": [7]}
+    task = task_of("multilabel", ["a", "b", "c"], label_values=values)
+    p = torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(0))
+    p[:, 0, 0] = torch.tensor([1.0, 1.0, 1.0])  # saturated, and no value means all three
+    found = label_map(p, task)[0]
+    for row, column in itertools.product(range(9), range(9)):
+        chance = dict.fromkeys((0, 1, 2, 3, 7), 1.0)
+        for value, (label, listed) in itertools.product(chance, enumerate(values.values())):
+            q = p[label, row, column].double().clamp(1e-12, 1 - 1e-12).item()
+            chance[value] *= q if value in listed else 1 - q
+        assert chance[found[row, column]] == pytest.approx(max(chance.values()), rel=1e-6)
+
+
+def test_size_is_restored():
+    p = torch.rand(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert restored(p, (8, 8)) is p
+    larger, smaller, mixed = restored(p, (16, 24)), restored(p, (4, 2)), restored(p, (16, 4))
+    assert larger.shape == (1, 2, 16, 24) and mixed.shape == (1, 2, 16, 4)
+    torch.testing.assert_close(smaller, p.reshape(1, 2, 4, 2, 2, 4).mean(dim=(3, 5)))
+    ramp = torch.linspace(0.5, 7.5, 8).expand(1, 1, 8, 8)  # pixel centres at 0.5, 1.5, ...
+    torch.testing.assert_close(restored(ramp, (16, 16))[0, 0, 3, 1:-1], torch.arange(0.75, 7.5, 0.5))
+
+
+ORIENTATIONS = ["".join(codes) for axes in itertools.permutations(("LR", "PA", "SI")) for codes in itertools.product(*axes)]
+
+
+@pytest.mark.parametrize("codes", ORIENTATIONS)
+def test_nifti_masks_lie_on_their_image(codes, tmp_path):
+    """A mask cut from the image as it was read has, in the written file, its ones where the stored image is bright."""
+    ornt = nibabel.orientations.axcodes2ornt(tuple(codes))
+    affine = np.diag([0.8, 1.5, 4, 1]) @ nibabel.orientations.inv_ornt_aff(ornt, (5, 6, 7))
+    volume = np.random.default_rng(0).random((5, 6, 7)).astype(np.float32)
+    image = nibabel.Nifti1Image(volume, affine)
+    image.header.set_xyzt_units("mm")
+    nibabel.save(image, tmp_path / "scan.nii.gz")
+    read = read_image(tmp_path / "scan.nii.gz", 1)
+    (file,) = write_masks(Input(tmp_path / "scan.nii.gz", "scan"), (read > 0.7).astype(np.int64), TASKS[0], tmp_path / "out")
+    written = nibabel.load(file)
+    np.testing.assert_array_equal(np.asarray(written.dataobj), volume > 0.7)
+    np.testing.assert_array_equal(written.affine, nibabel.load(tmp_path / "scan.nii.gz").affine)
+    assert written.header.get_data_dtype() == np.uint8 and written.header.get_xyzt_units()[0] == "mm"
+    np.testing.assert_array_equal(read_mask(file), read > 0.7)
+
+
+def test_flat_nifti_stays_flat(tmp_path):
+    flat = np.random.default_rng(0).random((5, 6)).astype(np.float32)
+    nibabel.save(nibabel.Nifti1Image(flat, np.diag([2, 3, 1, 1])), tmp_path / "flat.nii")
+    mask = (read_image(tmp_path / "flat.nii", 1) > 0.5).astype(np.int64) * 70000
+    (file,) = write_masks(Input(tmp_path / "flat.nii", "flat"), mask, TASKS[0], tmp_path)
+    written = nibabel.load(file)
+    np.testing.assert_array_equal(np.asarray(written.dataobj), (flat > 0.5) * 70000)
+    np.testing.assert_array_equal(written.affine, np.diag([2, 3, 1, 1]))
+
+
+def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path, write_dicom):
+    volume = np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)  # rows, columns, slices
+    for number in range(3):
+        write_dicom(tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number)
+    mask = np.zeros((1, 4, 6, 3), np.int64)
+    mask[0, 1, 2, 2] = 1  # row 1, column 2, slice 2
+    (file,) = write_masks(Input(tmp_path / "ct", "ct"), mask, TASKS[0], tmp_path / "out")
+    written = nibabel.load(file)
+    place = written.affine @ [*np.argwhere(np.asarray(written.dataobj))[0], 1]
+    # DICOM: x = 10 + 0.5 column, y = 20 + 2 row, z = 30 + 4 slice, in LPS; NIfTI turns the signs of x and y
+    np.testing.assert_allclose(place[:3], [-(10 + 0.5 * 2), -(20 + 2 * 1), 30 + 4 * 2])
+
+
+def test_pictures_keep_their_rows(tmp_path):
+    mask = np.zeros((1, 3, 4), np.int64)
+    mask[0, 2, 1] = 1
+    (file,) = write_masks(Input(tmp_path / "a.jpg", "a"), mask, TASKS[0], tmp_path)
+    assert file.name == "a_seg.png" and np.array_equal(np.asarray(Image.open(file)), mask[0])
+    organs = task_of("multilabel", ["left lung", "heart"])
+    files = write_masks(Input(tmp_path / "a.dcm", "b"), np.concatenate([mask, mask]), organs, tmp_path)
+    assert [file.name for file in files] == ["b_seg_left-lung.png", "b_seg_heart.png"]
+
+
+def test_values_that_no_png_can_hold_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="do not fit a PNG mask"):
+        write_masks(Input(tmp_path / "a.png", "a"), np.full((1, 2, 2), -1), TASKS[0], tmp_path)

@@ -1,0 +1,263 @@
+import csv
+import json
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from medflare.cli import main
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.inference.deployed import StoredModel, load_model, plain_message
+from medflare.inference.inputs import Input, find_inputs
+from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
+from medflare.methods.adaptation import AdaptationHyper, adapted_to, with_adaptation
+from medflare.methods.registry import build_deployed
+from medflare.tasks.config import load_task
+from medflare.tasks.site import open_site
+
+
+def rows_of(out: Path) -> list[dict[str, str]]:
+    with (out / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def probabilities(stored: StoredModel, images: Path, tmp_path: Path, adapt: str = "auto") -> torch.Tensor:
+    """What `predict` computes for a folder, before it is written."""
+    inputs, _ = find_inputs([images], tmp_path / "nowhere")
+    prepared = [prepare(source, stored.task) for source in inputs]
+    model = prediction_model(stored, build_deployed, adapt).eval()
+    if hasattr(model, "adapt") and adapt != "none":
+        fit(model, prepared, stored.task, "cpu", stored.kind)
+    return torch.cat([found.probabilities for found in predictions(model, prepared, stored.task)])
+
+
+# -- the same numbers as the run itself ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["global", "personal", "deployed"])
+def test_a_sites_test_images_give_the_numbers_of_the_run(role, trained, data_root, tmp_path, segmentation):
+    stored = load_model(trained("fedsm") / "sites/B" / role)
+    site = open_site("B", segmentation, data_root=data_root)
+    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    found = probabilities(stored, data_root / "B/test", tmp_path)
+    assert torch.equal(found, expected), "bitwise: same images, order and batches"
+    results = json.loads((trained("fedsm") / "results.json").read_text())
+    assert site.score_outputs(found, "test").values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
+
+
+def test_the_same_for_classification(trained, data_root, tmp_path, classification):
+    run = trained("fedsm", classification, opener=lambda name, role: open_site(name, classification, data_root=data_root / name / "grades"))
+    stored = load_model(run / "sites/A/deployed")
+    predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
+    rows = rows_of(tmp_path)
+    written = torch.tensor([[float(row[f"probability_{label}"]) for label in stored.task.labels] for row in rows])
+    site = open_site("A", classification, data_root=data_root / "A/grades")
+    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    assert torch.equal(written, expected), "nine digits hold a float32"
+    assert [row["label"] for row in rows] == [stored.task.labels[place] for place in expected.argmax(dim=1).tolist()]
+    assert {row["model"] for row in rows} <= {"global", "A", "B"} and "mask" not in rows[0]
+
+
+def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(trained, data_root, tmp_path, segmentation):
+    stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+    site = open_site("O", segmentation, role="outside", data_root=data_root)
+    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    assert stored.kind == "routed"
+    assert torch.equal(probabilities(stored, data_root / "O/test", tmp_path), expected)
+    assert torch.equal(probabilities(stored, data_root / "O/test", tmp_path, adapt="none"), expected), "the fit that was delivered"
+    refitted = probabilities(stored, data_root / "A/test", tmp_path)
+    assert not torch.equal(refitted, probabilities(stored, data_root / "A/test", tmp_path, adapt="none"))
+    states = {entry: state for entry, state in stored.message.states.items() if entry != "router"}
+    unfitted = StoredModel(stored.task, Message(states, stored.message.facts), {})
+    assert torch.equal(refitted, probabilities(unfitted, data_root / "A/test", tmp_path)), "whatever it was fitted to before"
+
+
+@pytest.mark.parametrize("tta", ["tent", "dsbn"])
+def test_adaptation_on_request_is_that_of_the_methods(tta, trained, data_root, tmp_path, segmentation):
+    stored = load_model(trained("fedavg") / "sites/A/global")
+    site, hyper = open_site("O", segmentation, role="outside", data_root=data_root), AdaptationHyper(tta=tta)
+    expected = site.predict(build_deployed(stored.task, adapted_to(site, stored.message, hyper)), "test")
+    found = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
+    assert torch.equal(found, expected)
+    plain = probabilities(stored, data_root / "O/test", tmp_path)
+    assert not torch.allclose(found, plain)
+    delivered = StoredModel(stored.task, with_adaptation(stored.message, stored.task, hyper), {})
+    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path), expected), "a model that came with it"
+    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt=tta), expected), "asking twice changes nothing"
+    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt="none"), plain), "and without it"
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+
+def test_masks_and_table(trained, data_root, tmp_path):
+    stored = load_model(trained("fedsm") / "sites/A/deployed")
+    summary = predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
+    rows = rows_of(tmp_path)
+    assert summary.images == len(rows) == 9 and not summary.failed and sum(summary.answered.values()) == 9
+    assert list(rows[0]) == ["image", "slice", "mask", "pixels_square", "model"]
+    for row, p in zip(rows, probabilities(stored, data_root / "A/test", tmp_path), strict=True):
+        mask = np.asarray(Image.open(tmp_path / row["mask"]))
+        np.testing.assert_array_equal(mask, np.where(p[0] > 0.5, 3, 0))  # the first value of the task's label
+        assert int(row["pixels_square"]) == (mask == 3).sum() and row["slice"] == ""
+    assert {row["model"] for row in rows} == set(summary.answered)
+    assert "answered by" in summary.render() and "9 images predicted, 0 failed" in summary.render()
+
+
+def test_every_format_in_its_own_geometry(tmp_path, write_dicom, untrained):
+    random = np.random.default_rng(0)
+    flat = random.integers(0, 255, (30, 22)).astype(np.uint8)
+    volume = random.integers(0, 255, (22, 30, 5)).astype(np.uint8)
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("p.png", "j.jpg", "t.tif"):
+        Image.fromarray(flat).save(images / name)
+    Image.fromarray(np.dstack([flat] * 3)).save(images / "colour.png")
+    affine = np.array([[0, 0, 3, 1], [-2, 0, 0, 2], [0, 1, 0, 3], [0, 0, 0, 1]])  # slices along x
+    nibabel.save(nibabel.Nifti1Image(volume, affine), images / "v.nii.gz")
+    write_dicom(images / "single", flat)
+    for number in range(3):
+        write_dicom(images / f"ct/{number}", flat, number)
+    summary = predict(load_model(untrained()), [images], tmp_path / "out")
+    assert not summary.failed and summary.images == 7
+    found = {file.relative_to(tmp_path / "out").as_posix(): file for file in (tmp_path / "out").rglob("*_seg*")}
+    assert set(found) == {"p_seg.png", "j_seg.png", "t_seg.png", "colour_seg.png", "single_seg.png", "v_seg.nii.gz", "ct_seg.nii.gz"}
+    assert {Image.open(file).size for name, file in found.items() if name.endswith(".png")} == {(22, 30)}
+    written = nibabel.load(found["v_seg.nii.gz"])
+    assert written.shape == volume.shape
+    np.testing.assert_array_equal(written.affine, affine)
+    assert nibabel.load(found["ct_seg.nii.gz"]).shape == (22, 30, 3)
+    slices = [row["slice"] for row in rows_of(tmp_path / "out") if row["image"].endswith("v.nii.gz")]
+    assert slices == [str(number) for number in range(30)], "slices along the axis that is axial once the volume is turned to LPS"
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_volume_is_its_slices(axis, tmp_path, segmentation):
+    """Each slice of a predicted volume is the prediction of that slice alone, by a model that calls bright what is bright."""
+    task = load_task({**segmentation.to_dict(), "slices": {"axis": axis}})
+    volume = np.random.default_rng(0).integers(0, 255, (9, 7, 5)).astype(np.uint8)  # (left, posterior, superior)
+    nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), tmp_path / "v.nii")
+    model, settings = StoredModel(task, plain_message({}), {}), {"builder": lambda task, message: nn.Identity()}
+    predict(model, [tmp_path / "v.nii"], tmp_path / "whole", **settings)
+    whole = np.asarray(nibabel.load(tmp_path / "whole/v_seg.nii.gz").dataobj)
+    assert whole.shape == volume.shape and 0.3 < (whole == 3).mean() < 0.7
+    assert ((whole == 3) == (volume > 127)).mean() > 0.8, "resized to the network and back, slices stand where they stood"
+    read = volume.transpose(1, 0, 2)  # as readers lay it out: rows, columns, slices
+    for number in range(read.shape[axis]):
+        picture = np.take(read, number, axis=axis)
+        Image.fromarray(picture).save(tmp_path / f"{number}.png")
+        predict(model, [tmp_path / f"{number}.png"], tmp_path / "alone", **settings)
+        alone = np.asarray(Image.open(tmp_path / f"alone/{number}_seg.png"))
+        np.testing.assert_array_equal(alone, np.take(whole.transpose(1, 0, 2), number, axis=axis))
+
+
+def test_multilabel_and_binary_tables(tmp_path, classification, untrained):
+    random = np.random.default_rng(0)
+    for number in range(3):
+        Image.fromarray(random.integers(0, 255, (16, 16)).astype(np.uint8)).save(tmp_path / f"{number}.png")
+    several = load_task({**classification.to_dict(), "target": "multilabel", "labels": ["oedema", "nodule"], "loss": {"name": "bce"}})
+    one = load_task({**classification.to_dict(), "target": "binary", "labels": ["melanoma"], "loss": {"name": "bce"}})
+    images = [tmp_path / f"{number}.png" for number in range(3)]
+    for task in (several, one):
+        predict(load_model(untrained(task)), images, tmp_path / f"out-{task.target}")
+    for row in rows_of(tmp_path / "out-multilabel"):
+        chosen = [label for label in several.labels if float(row[f"probability_{label}"]) > 0.5]
+        assert row["label"] == ";".join(chosen)
+    for row in rows_of(tmp_path / "out-binary"):
+        p = float(row["probability_melanoma"])
+        assert float(row["probability_not melanoma"]) == pytest.approx(1 - p)
+        assert row["label"] == ("melanoma" if p > 0.5 else "not melanoma")
+
+
+def test_batches_run_across_files(tmp_path, segmentation):
+    sizes = []
+
+    class Counting(nn.Module):
+        def forward(self, images):
+            sizes.append(len(images))
+            return images
+
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 11), np.uint8), np.eye(4)), tmp_path / "v.nii")
+    Image.fromarray(np.full((4, 4), 255, np.uint8)).save(tmp_path / "p.png")
+    prepared = [prepare(Input(tmp_path / name, name), segmentation) for name in ("p.png", "v.nii", "p.png")]
+    found = list(predictions(Counting(), prepared, segmentation))
+    assert sizes == [8, 5]
+    assert [part.probabilities.mean().item() for part in found] == [1, 0, 1]
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_image_is_named_and_the_others_go_through(tmp_path, data_root, capsys, untrained):
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("a.png", "c.png"):
+        (images / name).write_bytes((data_root / "A/test/0.png").read_bytes())
+    (images / "b.png").write_bytes((data_root / "A/test/0.png").read_bytes()[:60])
+    bad = np.full((4, 4, 2), np.nan, np.float32)
+    nibabel.save(nibabel.Nifti1Image(bad, np.eye(4)), images / "d.nii.gz")
+    (tmp_path / "empty").mkdir()
+    arguments = [str(untrained()), str(images), str(tmp_path / "empty"), str(tmp_path / "gone.png")]
+    status = main(["predict", *arguments, "--out", str(tmp_path / "out")])
+    output = capsys.readouterr()
+    lines = output.err.splitlines()
+    assert status == 1 and len(lines) == 4, lines
+    reasons = ("empty: no images", "gone.png: file not found", "b.png: cannot be read", "d.nii.gz: the image")
+    for line, expected in zip(sorted(lines), reasons, strict=True):
+        assert line.startswith("medflare: ") and expected in line
+    assert "2 images predicted, 4 failed" in output.out
+    assert [Path(row["image"]).name for row in rows_of(tmp_path / "out")] == ["a.png", "c.png"]
+    assert {file.name for file in (tmp_path / "out/images").iterdir()} == {"a_seg.png", "c_seg.png"}
+
+
+def test_the_command_succeeds_quietly(trained, data_root, tmp_path, capsys):
+    model = trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed"
+    assert main(["predict", str(model), str(data_root / "O/test"), "--out", str(tmp_path)]) == 0
+    output = capsys.readouterr()
+    assert not output.err
+    assert "adapted to these images: routed, fitted to 9 pictures before the first was predicted" in output.out
+
+
+def test_an_answer_that_is_no_number_is_no_prediction(tmp_path, data_root, segmentation):
+    class Broken(nn.Module):
+        def forward(self, images):
+            return torch.where(images.mean(dim=(1, 2, 3), keepdim=True) > 0.3, torch.nan, images)
+
+    stored = StoredModel(segmentation, plain_message({}), {})
+    summary = predict(stored, [data_root / "A/test"], tmp_path, builder=lambda task, message: Broken())
+    assert 0 < summary.images < 9 and summary.images + len(summary.failed) == 9
+    assert all("is not a number" in line for line in summary.failed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"adapt": "magic"}, "no adaptation 'magic'; known are auto, none, tent, dsbn"),
+        ({"device": "cuda:77"}, "device 'cuda:77' cannot be used here"),
+        ({"device": "toaster"}, "device 'toaster' cannot be used here"),
+        ({"adapt": "tent"}, "has no BatchNorm"),
+    ],
+)
+def test_settings_that_cannot_be(settings, text, tmp_path, data_root, segmentation, untrained):
+    task = load_task({**segmentation.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}})
+    with pytest.raises(ConfigError, match=text):
+        predict(load_model(untrained(task)), [data_root / "A/test"], tmp_path / "out", **settings)
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path, data_root, capsys, untrained):
+    (tmp_path / "out").write_text("a file")
+    assert main(["predict", str(untrained()), str(data_root / "A/test"), "--out", str(tmp_path / "out")]) == 1
+    assert "masks cannot be written here" in capsys.readouterr().err
+
+
+def test_a_tampered_model_is_not_loaded(tmp_path, data_root, capsys, untrained):
+    model = untrained()
+    (model / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n.")  # the beginning of a pickle
+    assert main(["predict", str(model), str(data_root / "A/test"), "--out", str(tmp_path / "out")]) == 1
+    assert "is not the file its card.json describes" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
