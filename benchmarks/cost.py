@@ -1,0 +1,84 @@
+"""What a method costs beside FedAvg on the same network, measured in one run: time of a round, peak memory, bytes each way.
+
+    python benchmarks/cost.py [--task phantom] [--sites 3] [--rounds 5] [--repeats 3]
+
+Every run is a process of its own with one thread; methods take turns, so that a busy machine slows all of them alike. Time is
+processor time of all steps but those of the first round, divided by the rounds; the ratio is that of the medians over repeats.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from statistics import median
+from typing import Any
+
+LIMITS = {"fedsm": 2.2, "prr": 2.2, "grace": 2.5, "iop_fl": 1.1, "feddag": 4.0}  # beside FedAvg; FedSM's without its selector
+HYPER = {"feddag": {"warmup": 0}}  # a warm-up round is one of FedAvg
+
+
+def measure(method: str, task: str, sites: int, rounds: int) -> dict[str, Any]:
+    """One run in this process: seconds of processor time a round, bytes a round and site, peak memory."""
+    import torch
+
+    import medflare
+
+    torch.set_num_threads(1)
+    clock: list[tuple[int, float]] = []
+
+    def after_step(line: str) -> None:
+        clock.append((len(clock), time.process_time()))
+
+    results = medflare.run_local(method, task, sites, rounds=rounds, seed=0, say=after_step, **HYPER.get(method, {}))
+    assert results["status"] == "COMPLETED", results["reason"]
+    steps = (len(clock) - 1) // rounds  # steps of a round; those after the last round are fewer than a round's
+    first, last = clock[steps - 1][1], clock[steps * rounds - 1][1]
+    return {
+        "seconds": (last - first) / (rounds - 1),
+        "down": results["traffic"]["down_bytes"] / rounds / sites,
+        "up": results["traffic"]["up_bytes"] / rounds / sites,
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="phantom")
+    parser.add_argument("--sites", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--methods", default="fedavg,fedsm,prr,grace,iop_fl,feddag")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.one, options.task, options.sites, options.rounds)))
+        return
+    methods = options.methods.split(",")
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    for _ in range(options.repeats):
+        for method in methods:
+            command = [sys.executable, "-W", "ignore", __file__, "--one", method]
+            command += ["--task", options.task, "--sites", str(options.sites), "--rounds", str(options.rounds)]
+            found[method].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]))
+    print(table(found))
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: a row a method, ratios to the first one."""
+    medians = {method: {key: median(run[key] for run in runs) for key in runs[0]} for method, runs in found.items()}
+    base = next(iter(medians.values()))
+    lines = [
+        "| method | round, s | beside FedAvg | limit | peak memory, MiB | down, MiB | up, MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for method, cost in medians.items():
+        cells = [f"{cost['seconds']:.2f}", f"{cost['seconds'] / base['seconds']:.2f}", str(LIMITS.get(method, ""))]
+        cells += [f"{cost['memory'] / 2**20:.0f}", f"{cost['down'] / 2**20:.2f}", f"{cost['up'] / 2**20:.2f}"]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
