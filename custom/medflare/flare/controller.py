@@ -13,6 +13,7 @@ from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
+from medflare.evaluation.console import results_table
 from medflare.evaluation.results import FAILED, FOLDER
 from medflare.evaluation.run import Run
 from medflare.flare.aggregators import MethodAggregator
@@ -100,6 +101,7 @@ class MedflareController(Controller):
                 fl_ctx,
                 abort_signal,
                 members=self._members,
+                outside=run.outside,
                 stop_reason=lambda: self._stop_reason or "stopped on request",
                 step_timeout=self.step_timeout,
                 silence=self.silence,
@@ -110,6 +112,7 @@ class MedflareController(Controller):
         except MedflareError as error:
             self._fail(str(error), fl_ctx)
         else:
+            self.log_info(fl_ctx, "\n" + results_table(results))
             if results["status"] == FAILED:
                 self._fail(results["reason"], fl_ctx)
 

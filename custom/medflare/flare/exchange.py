@@ -16,11 +16,11 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 
-from medflare.core.errors import Aborted, UpdateError
+from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.flare.wire import error_of, to_message, to_shareable
 from medflare.methods.base import Step
-from medflare.methods.federation import Reply
+from medflare.methods.federation import DELIVER, ENROL, Reply
 
 _LOOK = 0.1  # seconds between two looks at the clock and the abort signal; answers wake the wait at once
 
@@ -59,7 +59,9 @@ class TaskExchange:
         controller: schedules the tasks.
         members: names of the sites that FLARE has in this job at the moment.
         stop_reason: why the job is being stopped, asked for when the abort signal is set.
-        step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that lives.
+        outside: names of sites that never train, as the job has them.
+        step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
+            lives. Enrolment and delivery always do: reading the data may take long, and so may the last evaluation.
         silence: seconds without a sign of life after which a site counts as gone.
     """
 
@@ -70,6 +72,7 @@ class TaskExchange:
         abort_signal: Signal,
         *,
         members: Callable[[], Iterable[str]],
+        outside: Iterable[str],
         stop_reason: Callable[[], str],
         step_timeout: float,
         silence: float,
@@ -78,6 +81,7 @@ class TaskExchange:
         self.fl_ctx = fl_ctx
         self.abort_signal = abort_signal
         self.members = members
+        self.outside = tuple(outside)
         self.stop_reason = stop_reason
         self.step_timeout = step_timeout
         self.watch = Watch(silence)
@@ -85,7 +89,15 @@ class TaskExchange:
         self._changed = threading.Condition()
 
     def present(self, round: int) -> list[str]:
-        """The job's sites that are not given up; one that was comes back with its first sign of life."""
+        """The job's sites that are not given up; one that was comes back with its first sign of life.
+
+        Raises:
+            ConfigError: the job names an outside site that FLARE does not know.
+        """
+        unknown = sorted(set(self.outside) - set(self.members()))
+        if unknown:
+            there = ", ".join(sorted(self.members()))
+            raise ConfigError(f"unknown outside site {unknown[0]!r}; this job runs at {there}: correct 'outside' or start the site first")
         return sorted(site for site in self.members() if site not in self.watch.lost)
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
@@ -93,7 +105,7 @@ class TaskExchange:
             self._asked = {site: self._ask(step, site, message) for site, message in sorted(outgoing.items())}
             self._changed.notify_all()
         try:
-            problems = self._wait(step)
+            problems = self._wait(step, 0.0 if step.phase in (ENROL, DELIVER) else self.step_timeout)
         finally:
             with self._changed:
                 asked, self._asked = self._asked, {}
@@ -135,7 +147,7 @@ class TaskExchange:
 
     # -- waiting -----------------------------------------------------------------------------------------------------------
 
-    def _wait(self, step: Step) -> dict[str, Reply]:
+    def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
         """Returns when every site has answered or is given up; gives the replies that stand for missing answers."""
         started = busy = time.monotonic()
         problems: dict[str, Reply] = {}
@@ -143,7 +155,7 @@ class TaskExchange:
             while pending := {site: one for site, one in self._asked.items() if one.answer is None and site not in problems}:
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
-                if self.step_timeout and time.monotonic() - started > self.step_timeout:
+                if timeout and time.monotonic() - started > timeout:
                     problems |= {site: self._overdue(step, one) for site, one in pending.items()}
                     break
                 gone = {site for site, one in pending.items() if self._gone(site, one, busy)}
