@@ -8,7 +8,7 @@ from typing import Any
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.core.store import write_atomically
+from medflare.core.store import StateStore, write_atomically
 from medflare.evaluation.run import Run
 from medflare.inference.deployed import save_model
 from medflare.methods.base import Step
@@ -19,6 +19,7 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.site import Site, open_site
 
 SITES = "sites"  # below `out`: what each site would keep at home
+STATE = "state"  # below a site's folder: what it remembers between two steps
 
 
 class LocalExchange:
@@ -70,6 +71,7 @@ def run_local(
     absent: Mapping[int, Iterable[str]] | None = None,
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
+    resume: bool = False,
     say: Callable[[str], None] = lambda line: None,
     **hyper: Any,
 ) -> dict[str, Any]:
@@ -88,6 +90,7 @@ def run_local(
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
+        resume: go on where an interrupted run left `out`; everything else must be as it was.
         say: takes a progress line a step.
         hyper: the method's hyper-parameters by name.
 
@@ -117,7 +120,8 @@ def run_local(
             if folder is not None:
                 write_atomically(folder / SITES / name / "pictures" / f"{title}.png", png)
 
-        return Participant(name, site, chosen, hyper, keep=keep, show=show)
+        store = None if folder is None else StateStore(folder / SITES / name / STATE)
+        return Participant(name, site, chosen, hyper, store=store, keep=keep, show=show)
 
     run = Run(
         chosen,
@@ -132,7 +136,7 @@ def run_local(
         settings={"engine": "local"},
         say=say,
     )
-    return run.execute(LocalExchange((*inside, *apart), opened, absent))
+    return run.execute(LocalExchange((*inside, *apart), opened, absent), resume=resume)
 
 
 def _names(sites: int | Iterable[str]) -> tuple[str, ...]:

@@ -4,12 +4,13 @@ Tensors and facts share one file (the facts are JSON in the safetensors header),
 round beside facts of another. Nothing is ever unpickled.
 """
 
+import copy
 import hashlib
 import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -87,6 +88,42 @@ def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
+class Store(Protocol):
+    """Messages by name."""
+
+    def save(self, name: str, message: Message) -> None: ...
+
+    def load(self, name: str) -> Message | None:
+        """The message saved under `name`, or None where none was; StateError where it is damaged."""
+
+    def names(self) -> list[str]: ...
+
+    def delete(self, name: str) -> None: ...
+
+
+class MemoryStore:
+    """A store that lives as long as its process. What is saved and loaded is a copy: training goes on in place."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, Message] = {}
+
+    def save(self, name: str, message: Message) -> None:
+        self._messages[name] = _copied(message)
+
+    def load(self, name: str) -> Message | None:
+        return _copied(self._messages[name]) if name in self._messages else None
+
+    def names(self) -> list[str]:
+        return sorted(self._messages)
+
+    def delete(self, name: str) -> None:
+        self._messages.pop(name, None)
+
+
+def _copied(message: Message) -> Message:
+    return Message({entry: copy_state(state) for entry, state in message.states.items()}, copy.deepcopy(message.facts))
+
+
 class StateStore:
     """Messages by name in one folder, for example a site's half between two tasks."""
 
@@ -102,3 +139,9 @@ class StateStore:
     def load(self, name: str) -> Message | None:
         """The message saved under `name`, or None where none was; StateError where it is damaged."""
         return read_message(self.path(name)) if self.path(name).exists() else None
+
+    def names(self) -> list[str]:
+        return sorted(path.stem for path in self.folder.glob("*.safetensors") if not path.name.startswith("."))
+
+    def delete(self, name: str) -> None:
+        self.path(name).unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """One run from settings to results: what the plain loop and the FLARE controller have in common around the schedule."""
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ from medflare.methods.registry import Method
 from medflare.tasks.config import TaskConfig
 
 MODELS = "models"
-_CHECKPOINT = "checkpoint"
+CHECKPOINT = "checkpoint"
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Run:
         """Run to the end and return the results dict; a failure is a result too (status FAILED and the reason), never silence.
 
         Args:
-            resume: go on after the last step that a checkpoint in `folder` holds, where there is one.
+            resume: go on after the last step that the checkpoint in `folder` holds.
 
         Raises:
             Aborted: stopped from outside, after the results were written.
@@ -67,7 +68,8 @@ class Run:
         server: ServerHalf | None = None
         try:
             server = self._server()
-            self._federation(server, exchange, outcome).run(self._restore(server, outcome) if resume else 0)
+            federation = self._federation(server, exchange, outcome)
+            federation.run(self._restore(federation) if resume else 0)
             self._keep_models(server)
         except Aborted as error:
             reason = f"aborted: {error}"
@@ -115,29 +117,48 @@ class Run:
         message, outcome = federation.server.state(), federation.outcome
         message.facts["run"] = {
             "finished": finished,
-            "sites": list(self.sites),
+            "enrolled": sorted(outcome.enrolled),
             "events": self.events.to_list(),
             "history": outcome.history,
             "bytes": [outcome.down_bytes, outcome.up_bytes],
+            "plan": self._plan(),
         }
-        StateStore(self.folder).save(_CHECKPOINT, message)
+        StateStore(self.folder).save(CHECKPOINT, message)
 
-    def _restore(self, server: ServerHalf, outcome: Outcome) -> int:
-        """Take up the checkpoint in `folder`; returns the number of finished steps."""
-        message = StateStore(self.folder).load(_CHECKPOINT) if self.folder is not None else None
+    def _plan(self) -> dict[str, Any]:
+        """What this run is, as far as it decides what its steps mean: a checkpoint is taken up by the same run only."""
+        return {
+            "method": self.method.name,
+            "task": self.task.to_dict(),
+            "hyper": dict(self.hyper),
+            "rounds": self.rounds,
+            "seed": self.seed,
+            "sites": list(self.sites),
+            "outside": list(self.outside),
+            "rules": asdict(self.rules),
+        }
+
+    def _restore(self, federation: Federation) -> int:
+        """Take up the checkpoint in `folder`; returns the number of finished steps.
+
+        Raises:
+            StateError: there is none, or it belongs to another run.
+        """
+        message = StateStore(self.folder).load(CHECKPOINT) if self.folder is not None else None
         if message is None:
-            return 0
+            raise StateError(f"no checkpoint in {self.folder}: the run did not finish its first step; start it afresh")
         stored = message.facts.pop("run")
-        if stored["sites"] != list(self.sites):
-            raise StateError(
-                f"the checkpoint in {self.folder} belongs to the sites {', '.join(stored['sites'])}, here are {', '.join(self.sites)}; "
-                "resume with the same sites"
-            )
-        server.restore(message)
-        outcome.history = stored["history"]
-        outcome.down_bytes, outcome.up_bytes = stored["bytes"]
-        before = self.events.to_list()
-        self.events.replace([*stored["events"], *before])
+        own = json.loads(json.dumps(self._plan()))
+        for name, value in own.items():
+            if stored["plan"][name] != value:
+                raise StateError(
+                    f"the checkpoint in {self.folder} has {name} = {stored['plan'][name]!r}, this run {value!r}; resume with what it began with"
+                )
+        federation.server.restore(message)
+        federation.returning = stored["enrolled"]
+        federation.outcome.history = stored["history"]
+        federation.outcome.down_bytes, federation.outcome.up_bytes = stored["bytes"]
+        self.events.replace([*stored["events"], *self.events.to_list()])
         self.events.add("resumed", f"went on after {stored['finished']} finished steps")
         return int(stored["finished"])
 

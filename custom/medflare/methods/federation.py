@@ -6,7 +6,7 @@ federation cannot differ.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -103,6 +103,7 @@ class Federation:
         identity: facts sent with "enrol"; a site whose task or method differs refuses, by name.
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps.
+        returning: sites that were enrolled when the run that is taken up was interrupted; they go on from what they remember.
     """
 
     server: ServerHalf
@@ -113,6 +114,8 @@ class Federation:
     on_step: Callable[[StepReport], None] = lambda report: None
     checkpoint: Callable[[int, "Federation"], None] = lambda finished, federation: None
     outcome: Outcome = field(default_factory=Outcome)
+    returning: Collection[str] = ()
+    _finished: int = field(default=0, init=False)
 
     @property
     def events(self) -> EventLog:
@@ -126,13 +129,14 @@ class Federation:
             Aborted: raised by the exchange when the engine was asked to stop.
         """
         started = time.monotonic()
+        self._finished = finished
         self._enrol()
         steps = self.server.steps()
         for index, step in enumerate(steps[finished:], start=finished):
             self._step(index, step)
             self.checkpoint(index + 1, self)
         self.outcome.seconds["training"] = time.monotonic() - started
-        self._deliver()
+        self._deliver(len(steps))
         self.outcome.seconds["total"] = time.monotonic() - started
         return self.outcome
 
@@ -160,7 +164,8 @@ class Federation:
         new = [site for site in sorted(sites) if site in known and site not in self.outcome.enrolled]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
         invitation = {**self.identity, "sites": list(context.sites)}
-        replies = self._ask(step, {site: Message({}, {**invitation, "role": roles[site]}) for site in new})
+        finished = {site: self._finished if site in self.returning else 0 for site in new}
+        replies = self._ask(step, {site: Message({}, {**invitation, "role": roles[site], "finished": finished[site]}) for site in new})
         for site in new:
             reply = replies[site]
             if reply.message is None:
@@ -181,7 +186,7 @@ class Federation:
         for attempt in range(self.rules.repeats + 1):
             started = time.monotonic()
             down, up = self.outcome.down_bytes, self.outcome.up_bytes
-            outgoing = {site: self.server.outgoing(step, site) for site in self._asked(step)}
+            outgoing = {site: _numbered(self.server.outgoing(step, site), index) for site in self._asked(step)}
             accepted, rejected = self._exchange(step, outgoing)
             if len(accepted) >= min(self._needed(), self.rules.sites_per_round or self._needed()):
                 break
@@ -257,11 +262,11 @@ class Federation:
 
     # -- delivery ----------------------------------------------------------------------------------------------------------
 
-    def _deliver(self) -> None:
+    def _deliver(self, index: int) -> None:
         """Every enrolled site, inside and outside, gets its final models and measures them on its own test images."""
         step = Step(DELIVER, self.server.context.rounds, everyone=True)
         self._admit(Step(ENROL, step.round), self.exchange.present(step.round))
-        outgoing = {site: self.server.delivery(site) for site in sorted(self.outcome.enrolled)}
+        outgoing = {site: _numbered(self.server.delivery(site), index) for site in sorted(self.outcome.enrolled)}
         replies = self._ask(step, outgoing)
         for site, reply in replies.items():
             if reply.message is None:
@@ -272,6 +277,11 @@ class Federation:
             self.outcome.delivered[site] = facts
         if not self.outcome.delivered:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
+
+
+def _numbered(message: Message, index: int) -> Message:
+    """The message with the number of its step, by which a site knows a step that it has done before."""
+    return Message(message.states, {**message.facts, "step": index})
 
 
 def _listed(problems: Mapping[str, str]) -> str:

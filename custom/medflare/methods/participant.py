@@ -9,9 +9,10 @@ from torch import nn
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
-from medflare.core.store import StateStore
+from medflare.core.store import MemoryStore, StateStore, Store
 from medflare.methods.base import SiteHalf
 from medflare.methods.federation import DELIVER, ENROL
+from medflare.methods.memory import HalfMemory
 from medflare.methods.registry import Method, build_deployed
 from medflare.methods.training import finite_or_none
 from medflare.tasks.site import Site
@@ -25,7 +26,7 @@ class SelfReporting(Protocol):
 
 
 ROLES = ("global", "personal", "deployed")
-_MEMBERSHIP, _HALF = "membership", "half"
+_MEMBERSHIP = "membership"
 
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
@@ -51,8 +52,7 @@ class Participant:
     Args:
         name: the site's name.
         opened: role -> the site with its data; called once, when the first task that needs it comes.
-        store: where the half's state goes after every task, so that the next one may run in a new process; None keeps the half
-            in memory.
+        store: where the half's state goes after every task, so that the next one may run in a new process; None keeps it in memory.
         keep: called at delivery with (role, delivered model, metrics) for each final model, so that an engine can put it on disk.
         show: called at delivery with (name, PNG content) for each picture that the method makes for the site itself.
     """
@@ -64,7 +64,7 @@ class Participant:
         method: Method,
         hyper: Mapping[str, Any],
         *,
-        store: StateStore | None = None,
+        store: Store | None = None,
         keep: Callable[[str, Message, Mapping[str, Any]], None] = lambda role, message, metrics: None,
         show: Callable[[str, bytes], None] = lambda name, png: None,
     ):
@@ -72,29 +72,42 @@ class Participant:
         self.opened = opened
         self.method = method
         self.hyper = hyper
-        self.store = store
+        self.store = store or MemoryStore()
         self.keep = keep
         self.show = show
+        self._memory = HalfMemory(self.store)
+        self._site: Site | None = None
         self._half: SiteHalf | None = None
+        self._precedes = 0  # the step that the half in memory is ready for
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step. Errors are raised: the engine turns them into a reply that names the site.
+
+        The fact "step" of `incoming` counts the steps of the run. One that is asked again is answered from the state that it
+        was answered from before.
 
         Raises:
             MedflareError: whatever is wrong with the site's data, state or configuration.
         """
         if phase == ENROL:
             return self._enrol(incoming)
-        half = self._restored()
-        reply = self._deliver(half, incoming) if phase == DELIVER else half.perform(phase, round, incoming)
-        if self.store is not None:
-            self.store.save(_HALF, half.state())
+        step = int(incoming.facts["step"])
+        half = self._ready(step)
+        try:
+            if phase == DELIVER:
+                return self._deliver(half, incoming)
+            reply = half.perform(phase, round, incoming)
+            self._memory.save(step + 1, half.state())
+        except BaseException:
+            self._half = None  # half way through a step; the next one starts from what was saved
+            raise
+        self._precedes = step + 1
         return reply
 
     def _enrol(self, incoming: Message) -> Message:
         """Check that server and site mean the same federation, remember the membership, and say what this site has."""
         role, sites = incoming.facts["role"], tuple(incoming.facts["sites"])
-        site = self.opened(role)
+        site = self._opened(role)
         own = identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed)
         for name, value in own.items():
             if name in incoming.facts and incoming.facts[name] != value:
@@ -102,10 +115,14 @@ class Participant:
                     f"site {self.name} and the server differ in {name}: {value!r} here, {incoming.facts[name]!r} there; "
                     "submit one job folder to all, and do not edit the site's copy"
                 )
-        self._half = self.method.make_site(site, self.hyper, sites)
-        if self.store is not None:
+        if incoming.facts.get("finished", 0):
+            self._ready(incoming.facts["finished"])
+        else:
+            self._half = self.method.make_site(site, self.hyper, sites)
+            self._memory.clear()
             self.store.save(_MEMBERSHIP, Message({}, {"site": self.name, "sites": list(sites), "role": role}))
-            self.store.save(_HALF, self._half.state())
+            self._memory.save(0, self._half.state())
+            self._precedes = 0
         return Message({}, {"n": site.n, "class_counts": site.class_counts().tolist(), "events": self._notes(site)})
 
     def _notes(self, site: Site) -> list[dict[str, Any]]:
@@ -114,22 +131,30 @@ class Participant:
             log.add("warning", note, site=self.name)
         return log.to_list()
 
-    def _restored(self) -> SiteHalf:
-        """The half as the last task left it."""
-        if self._half is None:
-            membership = self.store.load(_MEMBERSHIP) if self.store is not None else None
-            if membership is None or self.store is None:
-                raise StateError(f"site {self.name} was asked to work before it enrolled, or its state is gone; restart the job")
-            if membership.facts["site"] != self.name:
-                owner = membership.facts["site"]
-                raise StateError(f"the state in {self.store.folder} belongs to site {owner}, not to {self.name}; put it back")
-            site = self.opened(membership.facts["role"])
-            self._half = self.method.make_site(site, self.hyper, tuple(membership.facts["sites"]))
-            state = self.store.load(_HALF)
-            if state is None:
-                raise StateError(f"site {self.name} has lost {self.store.path(_HALF)}; restore it or restart the job")
-            self._half.restore(state)
-        return self._half
+    def _opened(self, role: str) -> Site:
+        """The site with its data, read once in this process."""
+        if self._site is None:
+            self._site = self.opened(role)
+        return self._site
+
+    def _ready(self, step: int) -> SiteHalf:
+        """The half as the last step before `step` left it."""
+        if self._half is not None and self._precedes <= step:
+            return self._half
+        membership = self.store.load(_MEMBERSHIP)
+        if membership is None:
+            raise StateError(f"site {self.name} was asked to work before it enrolled, or its state is gone; restart the job")
+        owner = membership.facts["site"]
+        if owner != self.name:
+            raise StateError(f"the state that site {self.name} finds belongs to site {owner}; put each site's state back in its place")
+        kept = self._memory.before(step)
+        if kept is None:
+            raise StateError(f"site {self.name} has lost what it remembered before step {step}; restore its state or restart the job")
+        half = self.method.make_site(self._opened(membership.facts["role"]), self.hyper, tuple(membership.facts["sites"]))
+        self._precedes, state = kept
+        half.restore(state)
+        self._half = half
+        return half
 
     def _deliver(self, half: SiteHalf, incoming: Message) -> Message:
         """Build the final models, measure them on this site's test images and hand them to the engine to keep."""
