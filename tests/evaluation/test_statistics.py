@@ -114,6 +114,13 @@ def test_markdown_table(runs):
     ]
 
 
+def test_models_with_the_same_numbers_share_a_row(record):
+    same = {"global": {"dice": 0.5}, "personal": {"dice": 0.5}, "deployed": {"dice": 0.6}}
+    run = build_results(dataclasses.replace(record, sites={"A": SiteRecord("inside", metrics=same)}))
+    rows = markdown_table({"FedSM": [run]}, "dice").splitlines()[2:]
+    assert rows == ["| FedSM | global, personal | 0.500 | 0.500 | 1 |", "| FedSM | deployed | **0.600** | **0.600** | 1 |"]
+
+
 def test_markdown_table_of_a_distance_marks_the_smallest(runs):
     table = markdown_table({"all": runs, "first": runs[:1]}, "hd95", ["global"])
     assert "| first | global | **4.0** | – | **4.0** |" in table

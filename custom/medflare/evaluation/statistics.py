@@ -131,7 +131,8 @@ def summarise(results: Sequence[Run], *, confidence: float = 0.95) -> list[Row]:
 def markdown_table(groups: Mapping[str, Sequence[Run]], metric: str, models: Sequence[str] = MODELS) -> str:
     """A Markdown table of one metric: a row for each group and model, a column for each site and each role's mean.
 
-    Cells hold "mean ± standard deviation" over the group's runs; the best mean of a column is bold.
+    Cells hold "mean ± standard deviation" over the group's runs; the best mean of a column is bold. Models of a group with
+    the same numbers everywhere (FedAvg delivers one model for all purposes) share a row.
 
     Args:
         groups: label, for example "FedSM" or "single-site" -> results dicts that differ in their seed alone.
@@ -142,8 +143,12 @@ def markdown_table(groups: Mapping[str, Sequence[Run]], metric: str, models: Seq
     for label, runs in groups.items():
         for model in models:
             cells = [estimate(values_of(runs, model, metric, role=role, site=site)) for role, site in columns]
-            if any(cell.n for cell in cells):
-                body[label, model] = cells
+            if not any(cell.n for cell in cells):
+                continue
+            twin = next((key for key, known in body.items() if key[0] == label and known == cells), None)
+            if twin is not None:
+                del body[twin]
+            body[label, f"{twin[1]}, {model}" if twin else model] = cells
     best = [best_value(metric, (cells[place].mean for cells in body.values())) for place in range(len(columns))]
     headings = ["method", "model", *(_heading(role, site) for role, site in columns), "runs"]
     lines = [headings, ["---", "---", *["---:"] * (len(columns) + 1)]]
