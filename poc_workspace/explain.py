@@ -14,27 +14,24 @@ from pathlib import Path
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 # What FLARE or medflare writes -> what it means. {party} is the server or the site whose log or reply it is.
-MEANINGS = (
-    (
-        r"BYOC not permitted",
+MEANINGS = {
+    r"BYOC not permitted": (
         "{party} refuses jobs that bring their own code; submit the job without app/custom/ (medflare job ... --no-byoc), "
-        'or have {party} allow "byoc" to your role in its local/authorization.json',
+        'or have {party} allow "byoc" to your role in its local/authorization.json'
     ),
-    (
-        r"Component '(?P<what>[\w.]+)'.* is not in allow_list",
+    r"Component '(?P<what>[\w.]+)'.* is not in allow_list": (
         "{party} does not allow the component {what}; its administrator adds \"medflare.\" to class_allow_list in "
-        "{party}'s local/resources.json (install_local.py does so), then submit the job again",
+        "{party}'s local/resources.json (install_local.py does so), then submit the job again"
     ),
-    (
-        r"No module named '(?P<what>[\w.]+)'",
-        "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in",
+    r"No module named '(?P<what>[\w.]+)'": (
+        "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in"
     ),
-    (r"medflare: FAILED: (?!aborted)(?P<what>.+)", "the federation failed: {what}"),
-    (r"medflare: site \S+: (?P<what>.+)", "{party} could not do its part: {what}"),
-)
+    r"medflare: FAILED: (?!aborted)(?P<what>.+)": "the federation failed: {what}",
+    r"medflare: site \S+: (?P<what>.+)": "{party} could not do its part: {what}",
+}
 
 
-def main(kit: str, job: str) -> int:
+def main(kit: str, job: str) -> None:
     user = json.loads((Path(kit) / "startup" / "fed_admin.json").read_text())["admin"]["username"]
     session = new_secure_session(user, kit)
     try:
@@ -43,14 +40,13 @@ def main(kit: str, job: str) -> int:
         session.close()
     for line in found or [f"nothing known about job {job} explains its end; read the logs of the server and the sites"]:
         print(line)
-    return 0
 
 
 def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
     """What the (party, text) pairs mean, line by line."""
     for party, text in texts:
         for line in text.splitlines():
-            matches = ((re.search(pattern, line), meaning) for pattern, meaning in MEANINGS)
+            matches = ((re.search(pattern, line), meaning) for pattern, meaning in MEANINGS.items())
             yield from (meaning.format(party=party, **match.groupdict()) for match, meaning in matches if match)
 
 
@@ -68,4 +64,4 @@ def _texts(session: Session, job: str) -> Iterator[tuple[str, str]]:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: explain.py KIT JOB_ID")
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -16,13 +16,12 @@ from typing import Any
 TEMPLATES = Path(__file__).resolve().parent / "local"
 
 
-def main() -> int:
+def main() -> None:
     options = _parser().parse_args()
     kit, local = options.kit.resolve(), options.kit.resolve() / "local"
     kind = _kind(kit)
     if kind is None:
-        print(f"{kit} is no startup kit of a server or a site: startup/fed_server.json or startup/fed_client.json is missing", file=sys.stderr)
-        return 1
+        sys.exit(f"{kit} is no startup kit of a server or a site: startup/fed_server.json or startup/fed_client.json is missing")
     for template in sorted((TEMPLATES / kind).glob("*.json")):
         target = local / template.name
         if target.exists() and not options.force:
@@ -35,7 +34,6 @@ def main() -> int:
     else:
         own = {"data_root": options.data_root, "device": options.device, "cache": options.cache}
         _edit(local / "medflare.json", lambda settings: _set_own(settings, own))
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,4 +73,4 @@ def _set_own(settings: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

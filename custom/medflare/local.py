@@ -9,7 +9,7 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore, write_atomically
-from medflare.evaluation.run import Run
+from medflare.evaluation.run import Run, stored_plan
 from medflare.inference.deployed import save_model
 from medflare.methods.base import Step
 from medflare.methods.federation import Reply, Rules
@@ -137,6 +137,35 @@ def run_local(
         say=say,
     )
     return run.execute(LocalExchange((*inside, *apart), opened, absent), resume=resume)
+
+
+def resume_local(
+    folder: Path | str, *, data_root: Path | str | None = None, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Finish an interrupted run of the plain loop from what it left in `folder`; returns the results dict.
+
+    Raises:
+        StateError: no run that can be taken up is in `folder`.
+    """
+    plan = stored_plan(Path(folder))
+    site_half, server_half = (*plan["method"].split("+"), *plan["method"].split("+"))[:2]
+    return run_local(
+        site_half,
+        plan["task"],
+        plan["sites"],
+        rounds=plan["rounds"],
+        seed=plan["seed"],
+        outside=plan["outside"],
+        data_root=data_root,
+        site_half=site_half,
+        server_half=server_half,
+        min_sites=plan["rules"]["min_sites"],
+        sites_per_round=plan["rules"]["sites_per_round"],
+        out=folder,
+        resume=True,
+        say=say,
+        **plan["hyper"],
+    )
 
 
 def _names(sites: int | Iterable[str]) -> tuple[str, ...]:

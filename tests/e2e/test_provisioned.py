@@ -117,7 +117,9 @@ def test_a_stranger_does_not_get_in(federation, tmp_path_factory):
     try:
         server = federation.kit("localhost") / "log.txt"
         log = other.kit("site-4") / "log.txt"
-        wait_until(lambda: "CERTIFICATE_VERIFY_FAILED" in text_of(log) or "certificate verify failed" in text_of(log), f"no TLS error in {log}")
+        wait_until(
+            lambda: "CERTIFICATE_VERIFY_FAILED" in text_of(log) or "certificate verify failed" in text_of(log), f"no TLS error in {log}"
+        )
         assert "site-4" not in text_of(server)
     finally:
         other.stop()

@@ -37,6 +37,7 @@ class Run:
         settings: further settings that a reader of the results should know (the engine, for example).
         say: takes progress lines.
         observe: called after every step, for tracking.
+        checkpoints: folder for checkpoints where it is not `folder`.
     """
 
     method: Method
@@ -53,6 +54,7 @@ class Run:
     say: Callable[[str], None] = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
     events: EventLog = field(default_factory=EventLog)
+    checkpoints: Path | None = None
 
     def execute(self, exchange: Exchange, *, resume: bool = False) -> dict[str, Any]:
         """Run to the end and return the results dict; a failure is a result too (status FAILED and the reason), never silence.
@@ -112,7 +114,8 @@ class Run:
     # -- checkpoints: the server half after every step, so that a killed server goes on after the last finished one ----------
 
     def _checkpoint(self, finished: int, federation: Federation) -> None:
-        if self.folder is None:
+        store = self._store
+        if store is None:
             return
         message, outcome = federation.server.state(), federation.outcome
         message.facts["run"] = {
@@ -123,7 +126,12 @@ class Run:
             "bytes": [outcome.down_bytes, outcome.up_bytes],
             "plan": self._plan(),
         }
-        StateStore(self.folder).save(CHECKPOINT, message)
+        store.save(CHECKPOINT, message)
+
+    @property
+    def _store(self) -> StateStore | None:
+        folder = self.checkpoints or self.folder
+        return None if folder is None else StateStore(folder)
 
     def _plan(self) -> dict[str, Any]:
         """What this run is, as far as it decides what its steps mean: a checkpoint is taken up by the same run only."""
@@ -144,15 +152,17 @@ class Run:
         Raises:
             StateError: there is none, or it belongs to another run.
         """
-        message = StateStore(self.folder).load(CHECKPOINT) if self.folder is not None else None
-        if message is None:
-            raise StateError(f"no checkpoint in {self.folder}: the run did not finish its first step; start it afresh")
+        store = self._store
+        message = store.load(CHECKPOINT) if store is not None else None
+        if store is None or message is None:
+            raise StateError(f"no checkpoint in {store and store.folder}: the run did not finish its first step; start it afresh")
         stored = message.facts.pop("run")
         own = json.loads(json.dumps(self._plan()))
         for name, value in own.items():
             if stored["plan"][name] != value:
                 raise StateError(
-                    f"the checkpoint in {self.folder} has {name} = {stored['plan'][name]!r}, this run {value!r}; resume with what it began with"
+                    f"the checkpoint in {store.folder} has {name} = {stored['plan'][name]!r}, this run {value!r}; "
+                    "resume with what it began with"
                 )
         federation.server.restore(message)
         federation.returning = stored["enrolled"]
@@ -195,3 +205,27 @@ class Run:
         enrolled, delivered = outcome.enrolled.get(site, {}), outcome.delivered.get(site, {})
         role = "outside" if site in self.outside else "inside"
         return SiteRecord(role, enrolled.get("n", {}), delivered.get("metrics", {}), delivered.get("reports", {}))
+
+
+def take_up(interrupted: Path, own: Path) -> None:
+    """Copy the checkpoint of an interrupted run to where a new run looks for its own.
+
+    Raises:
+        StateError: there is none, or it is damaged.
+    """
+    message = StateStore(interrupted).load(CHECKPOINT)
+    if message is None:
+        raise StateError(f"no checkpoint in {interrupted}: that run did not finish its first step, or it came to its end; start afresh")
+    StateStore(own).save(CHECKPOINT, message)
+
+
+def stored_plan(folder: Path) -> dict[str, Any]:
+    """What the run was whose checkpoint lies in `folder`, see `Run._plan`.
+
+    Raises:
+        StateError: there is none, or it is damaged.
+    """
+    message = StateStore(folder).load(CHECKPOINT)
+    if message is None:
+        raise StateError(f"no checkpoint in {folder}: the run did not finish its first step; start it afresh")
+    return dict(message.facts["run"]["plan"])

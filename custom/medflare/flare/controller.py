@@ -1,5 +1,6 @@
 """The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders."""
 
+import shutil
 from pathlib import Path
 
 from nvflare.apis.client import Client
@@ -15,7 +16,7 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
 from medflare.evaluation.console import results_table
 from medflare.evaluation.results import FAILED, FOLDER
-from medflare.evaluation.run import Run
+from medflare.evaluation.run import Run, take_up
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange import TaskExchange
 from medflare.flare.seat import TASK_FILE
@@ -41,6 +42,7 @@ class MedflareController(Controller):
         sites_per_round: how many inside sites are drawn for a round; None: all.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
         silence: seconds without a sign of life after which a site counts as gone.
+        resume: id of the interrupted job that this one takes up at the last step that it finished.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class MedflareController(Controller):
         sites_per_round: int | None = None,
         step_timeout: float = 0.0,
         silence: float = 120.0,
+        resume: str = "",
     ):
         super().__init__(task_check_period=0.1)
         register_tensors()
@@ -67,6 +70,7 @@ class MedflareController(Controller):
         self.sites_per_round = sites_per_round
         self.step_timeout = step_timeout
         self.silence = silence
+        self.resume = resume
         self._exchange: TaskExchange | None = None
         self._events = EventLog()
         self._stop_reason = ""
@@ -106,7 +110,7 @@ class MedflareController(Controller):
                 step_timeout=self.step_timeout,
                 silence=self.silence,
             )
-            results = run.execute(self._exchange)
+            results = run.execute(self._exchange, resume=bool(self.resume))
         except Aborted as error:
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
         except MedflareError as error:
@@ -115,6 +119,8 @@ class MedflareController(Controller):
             self.log_info(fl_ctx, "\n" + results_table(results))
             if results["status"] == FAILED:
                 self._fail(results["reason"], fl_ctx)
+            else:
+                shutil.rmtree(self._checkpoints(fl_ctx.get_job_id()), ignore_errors=True)
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
@@ -125,6 +131,8 @@ class MedflareController(Controller):
         if not isinstance(aggregator, MethodAggregator):
             raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
         outside = tuple(self.outside or ())
+        if self.resume:
+            take_up(self._checkpoints(self.resume), self._checkpoints(job))
         return Run(
             method=get_method(self.site_half or aggregator.method_name, server=aggregator.method_name),
             task=load_task(Path(workspace.get_app_config_dir(job)) / TASK_FILE),
@@ -135,10 +143,16 @@ class MedflareController(Controller):
             outside=outside,
             rules=Rules(min_sites=self.min_sites, sites_per_round=self.sites_per_round),
             folder=Path(workspace.get_run_dir(job)) / FOLDER,
+            checkpoints=self._checkpoints(job),
             say=lambda line: self.log_info(fl_ctx, line),
             observe=Tracking(self, fl_ctx, self.rounds),
             events=self._events,
         )
+
+    def _checkpoints(self, job: str) -> Path:
+        """A job's checkpoints: beside the job folders, which FLARE packs up for download when a job ends, however it ends."""
+        workspace: Workspace = self._engine.get_workspace()
+        return Path(workspace.get_root_dir()) / FOLDER / job
 
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]

@@ -38,16 +38,18 @@ class MedflareExecutor(Executor):
         seed: of the run.
         hyper: the method's hyper-parameters, the same as at the server.
         server_half: method that the server half comes from, where it is another one.
+        resume: id of the interrupted job that this one takes up.
     """
 
     default_method: ClassVar[str] = ""
 
-    def __init__(self, method: str = "", seed: int = 0, hyper: dict[str, Any] | None = None, server_half: str = ""):
+    def __init__(self, method: str = "", seed: int = 0, hyper: dict[str, Any] | None = None, server_half: str = "", resume: str = ""):
         super().__init__()
         self.method = method
         self.seed = seed
         self.hyper = hyper
         self.server_half = server_half
+        self.resume = resume
         self._participant: Participant | None = None
         self._abort_signal = Signal()
         self._host = WarmHost(os.getppid())
@@ -110,6 +112,7 @@ class MedflareExecutor(Executor):
             local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),
             folder=str(Path(workspace.get_run_dir(job)) / FOLDER),
             hyper=self.hyper or {},
+            resumed=str(Path(workspace.get_run_dir(self.resume)) / FOLDER) if self.resume else "",
         )
 
 

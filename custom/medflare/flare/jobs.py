@@ -1,5 +1,6 @@
 """From a method, a task and settings to a FLARE job: configuration only, the code is the installed package."""
 
+import json
 import math
 import shutil
 import tempfile
@@ -80,6 +81,7 @@ class JobSettings:
     step_timeout: float = 0.0
     silence: float = 120.0
     byoc: bool = True
+    resume: str = ""
 
 
 class FederationJob(FedJob):
@@ -136,6 +138,31 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
     return folder
 
 
+def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
+    """Write the job that takes up an interrupted one: the same folder, with the id of the interrupted job in both configurations.
+
+    Args:
+        job: the job folder that was submitted.
+        interrupted: FLARE's id of the job.
+        out: the folder to write.
+
+    Raises:
+        ConfigError: `job` is no job folder of medflare's, or `out` exists.
+    """
+    configs = {side: job / "app" / "config" / f"config_fed_{side}.json" for side in ("server", "client")}
+    if not all(path.is_file() for path in configs.values()):
+        raise ConfigError(f"{job} is no job folder: app/config/config_fed_server.json or config_fed_client.json is missing")
+    if out.exists():
+        raise ConfigError(f"{out} exists; choose another folder")
+    server, client = (json.loads(path.read_text(encoding="utf-8")) for path in configs.values())
+    server["workflows"][0]["args"]["resume"] = interrupted
+    client["executors"][0]["executor"]["args"]["resume"] = interrupted
+    shutil.copytree(job, out)
+    for path, content in zip(configs.values(), (server, client), strict=True):
+        write_json(out / path.relative_to(job), content)
+    return out
+
+
 # -- components ----------------------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +176,7 @@ def _controller(settings: JobSettings) -> MedflareController:
         sites_per_round=settings.sites_per_round,
         step_timeout=settings.step_timeout,
         silence=settings.silence,
+        resume=settings.resume,
     )
 
 
@@ -163,7 +191,12 @@ def _aggregator(settings: JobSettings, method: Method) -> MethodAggregator:
 def _executor(settings: JobSettings) -> MedflareExecutor:
     own = {executor.default_method: executor for executor in EXECUTORS}
     name = settings.site_half or settings.method
-    options: dict[str, Any] = {"seed": settings.seed, "hyper": dict(settings.hyper) or None, "server_half": settings.server_half or ""}
+    options: dict[str, Any] = {
+        "seed": settings.seed,
+        "hyper": dict(settings.hyper) or None,
+        "server_half": settings.server_half or "",
+        "resume": settings.resume,
+    }
     return own[name](**options) if name in own else MedflareExecutor(name, **options)
 
 

@@ -5,6 +5,7 @@ The imports at the top are light, see `executors`.
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ class Seat:
         task_file: the job's task.json.
         local_file: the site's own settings; may not exist.
         folder: the site's folder in the job.
+        resumed: the site's folder in the interrupted job that this one takes up; "" where it takes up none.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Seat:
     local_file: str
     folder: str
     hyper: Mapping[str, Any] = field(default_factory=dict)
+    resumed: str = ""
 
     @property
     def state_folder(self) -> Path:
@@ -70,6 +73,8 @@ class Seat:
         from medflare.tasks.site import open_site
 
         folder = Path(self.folder)
+        if self.resumed:
+            self._take_up(Path(self.resumed) / _MEMBER)
         task, local = load_task(Path(self.task_file)), read_local(Path(self.local_file))
         method = get_method(self.method, server=self.server_half or None)
         method.check(self.hyper)
@@ -87,6 +92,15 @@ class Seat:
             write_atomically(folder / "pictures" / f"{title}.png", png)  # pictures show patients: they stay at the site
 
         return Participant(self.name, opened, method, self.hyper, store=StateStore(self.state_folder), keep=keep, show=show)
+
+
+    def _take_up(self, interrupted: Path) -> None:
+        """Copy what the site remembers of the interrupted job, once and in one piece; that job's own folder stays as it is."""
+        if interrupted.exists() and not self.state_folder.exists():
+            partial = self.state_folder.with_name(f".{_MEMBER}")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(interrupted, partial)
+            partial.rename(self.state_folder)
 
 
 @dataclass(frozen=True)
