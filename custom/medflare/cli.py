@@ -38,11 +38,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_job(commands)
+    _add_resume(commands)
     _add_study(commands)
     _add_results(commands)
     _add_methods(commands)
     _add_data(commands)
     _add_predict(commands)
+    _add_export(commands)
     return parser
 
 
@@ -229,6 +231,38 @@ def _job(options: argparse.Namespace) -> int:
     return 0
 
 
+# -- resume ----------------------------------------------------------------------------------------------------------------
+
+
+def _add_resume(commands: Any) -> None:
+    parser = commands.add_parser(
+        "resume",
+        help="go on with an interrupted run after the last step that it finished",
+        description="Go on with an interrupted run: here (a folder of `medflare run --engine local`), or as a job for the federation "
+        "whose server was interrupted (a job folder and --job).",
+    )
+    parser.add_argument("path", type=Path, help="folder of the interrupted run, or the job folder that was submitted")
+    parser.add_argument("--job", metavar="ID", help="FLARE's id of the interrupted job: writes a job that takes it up")
+    parser.add_argument("--out", type=Path, help="with --job: job folder to write")
+    parser.add_argument("--data-root", type=Path, help="without --job: folder with a subfolder per site")
+    parser.set_defaults(command=_resume)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from medflare.evaluation.console import show_results
+
+    if options.job is None:
+        from medflare.local import resume_local
+
+        resume_local(options.path, data_root=options.data_root, say=print)
+        return 0 if show_results(options.path) else 1
+    from medflare.flare.jobs import resumed_job
+
+    folder = resumed_job(options.path, options.job, options.out or options.path.with_name(f"{options.path.name}-resumed"))
+    print(f"job folder: {folder}\nsubmit it to the federation that job {options.job} ran in: nvflare job submit -j {folder}")
+    return 0
+
+
 # -- results ---------------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +366,32 @@ def _predict(options: argparse.Namespace) -> int:
         )
     print(summary.render())
     return 1 if summary.failed else 0
+
+
+# -- export ----------------------------------------------------------------------------------------------------------------
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="a delivered model as TorchScript, ONNX or a MONAI bundle, checked to give the same numbers",
+        description="Writes a model that maps prepared images to probabilities, once it is known to give the delivered model's numbers.",
+    )
+    parser.add_argument("model", type=Path, help="folder with model.safetensors and card.json")
+    formats = ("torchscript", "onnx", "monai")
+    parser.add_argument("--format", choices=formats, required=True, help="onnx needs: pip install 'medflare[export]'")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--images", type=Path, nargs="+", default=(), help="images for the check (default: generated photographs)")
+    parser.set_defaults(command=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from medflare.inference.deployed import load_model
+    from medflare.inference.export import export
+    from medflare.methods.registry import build_deployed
+
+    print(export(load_model(options.model), options.format, options.out, builder=build_deployed, images=options.images).render())
+    return 0
 
 
 if __name__ == "__main__":

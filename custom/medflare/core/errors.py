@@ -21,6 +21,10 @@ class StateError(MedflareError):
     """A stored state is missing, damaged or belongs to somebody else."""
 
 
+class ExportError(MedflareError):
+    """A model cannot be exported, or what was exported gives other numbers."""
+
+
 class FederationFailed(MedflareError):
     """The federation cannot go on (too few usable updates, a failed site under a strict policy)."""
 

@@ -75,6 +75,14 @@ class Adaptive(Protocol):
         """Images (N, C, H, W) in the batches in which they will be predicted."""
 
 
+@runtime_checkable
+class Branching(Protocol):
+    """A deployed module that computes different things for different images, which no exporter can record."""
+
+    def unbranched(self) -> nn.Module:
+        """A module that gives the same answers by one computation for all images."""
+
+
 @dataclass(frozen=True)
 class StoredModel:
     """A delivered model as read from its folder."""

@@ -32,10 +32,10 @@ class Probabilities(nn.Module):
     def __init__(self, network: nn.Module, task: TaskConfig):
         super().__init__()
         self.network = network
-        self._task = task
+        self.task = task
 
     def forward(self, images: Tensor) -> Tensor:
-        return self._task.probabilities(self.network(images))
+        return self.task.probabilities(self.network(images))
 
 
 class Site:

@@ -1,0 +1,253 @@
+"""A delivered model as a MONAI bundle (configs, metadata, weights), for MONAI's own tools.
+
+The weights come twice: as a state dict for the network that `network_def` builds with medflare, and as TorchScript, which
+needs MONAI and torch alone. A bundle's configuration is code to MONAI ("$..." is evaluated, "_target_" is called), so nothing
+from a model's card enters it that could be read as such.
+"""
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import ExportError
+from medflare.core.versions import installed_versions
+from medflare.inference.deployed import StoredModel
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.networks import FeatureNetwork
+from medflare.tasks.readers import PICTURES
+
+_META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+_CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
+_LUMA = "torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)"  # as tasks.readers
+
+
+def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path) -> list[Callable[[Tensor], Tensor]]:
+    """Write the bundle and load it back, both ways.
+
+    Args:
+        model: the delivered model, images to probabilities.
+        script: the same as TorchScript.
+        folder: empty; becomes the bundle's root.
+
+    Raises:
+        ExportError: a text of the card that MONAI would run as code, or a module that no configuration can describe.
+    """
+    from monai import bundle
+    from monai.data.torchscript_utils import save_net_with_metadata
+
+    for part in ("configs", "models", "docs"):
+        (folder / part).mkdir()
+    described = metadata(stored)
+    _write_config(folder / "configs" / "metadata.json", described)
+    _write_config(folder / "configs" / "inference.json", inference_config(stored.task, definition(model)))
+    (folder / "docs" / "README.md").write_text(_readme(stored))
+    torch.save(model.state_dict(), folder / "models" / "model.pt")
+    save_net_with_metadata(script, str(folder / "models" / "model.ts"), meta_values=described)
+
+    place = {"name": folder.name, "bundle_dir": folder.parent, "device": "cpu"}
+    network = bundle.load(**place, workflow_type="inference")
+    recorded, _, _ = bundle.load(**place, load_ts_module=True)
+    return [network.eval(), recorded]
+
+
+def definition(value: Any) -> Any:
+    """What MONAI's `network_def` needs to build an object anew: modules by their constructor's arguments, which they keep as
+    attributes of the same names; networks and tasks by the functions that made them.
+
+    Raises:
+        ExportError: an object that does not say how it was made, or a text that MONAI would run as code.
+    """
+    if isinstance(value, TaskConfig):
+        return {"_target_": "medflare.tasks.config.load_task", "source": harmless(value.to_dict())}
+    if isinstance(value, FeatureNetwork) and value.settings:
+        return {"_target_": "medflare.tasks.networks.build_network", **harmless(value.settings)}
+    if isinstance(value, list | nn.ModuleList):
+        return [definition(item) for item in value]
+    if not isinstance(value, nn.Module):
+        return harmless(value)
+    cls = type(value)
+    names = list(inspect.signature(cls).parameters)
+    if cls.__module__.split(".")[0] != "medflare" or not all(hasattr(value, name) for name in names):
+        raise ExportError(f"{cls.__name__} does not say how it was made, so no bundle can build it; export torchscript or onnx")
+    return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **{name: definition(getattr(value, name)) for name in names}}
+
+
+def harmless(value: Any) -> Any:
+    """The value itself.
+
+    Raises:
+        ExportError: it is not JSON, or MONAI would run a part of it as code.
+    """
+    if isinstance(value, dict):
+        for name in value:
+            if str(name).startswith("_"):
+                raise ExportError(f"{name!r} in the model's card is a command in a MONAI bundle; rename it, or export torchscript or onnx")
+        return {name: harmless(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [harmless(item) for item in value]
+    if isinstance(value, str) and value.startswith(_CODE):
+        raise ExportError(f"{value[:40]!r} in the model's card would be run by MONAI; rename it, or export torchscript or onnx")
+    if not isinstance(value, str | int | float | None):
+        raise ExportError(f"{type(value).__name__} cannot be written into a MONAI bundle; export torchscript or onnx")
+    return value
+
+
+# -- configs/inference.json --------------------------------------------------------------------------------------------------------
+
+
+def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
+    """A workflow over a folder of 2-D pictures; volumes are for `medflare predict`."""
+    found = f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES!r}]"
+    weights = "torch.load(@bundle_root + '/models/model.pt', map_location=@device, weights_only=True)"
+    output = "@inferer(item['image'][None].to(@device), @network)[0].detach().cpu()"
+    saving = _segmentation(task) if task.kind == "segmentation" else _classification()
+    return {
+        "imports": ["$import pathlib", "$import torch", "$import monai"],
+        "bundle_root": ".",
+        "device": "$torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
+        "dataset_dir": "$@bundle_root + '/images'",
+        "output_dir": "$@bundle_root + '/eval'",
+        "datalist": found,
+        "network_def": network,
+        "network": "$@network_def.to(@device).eval()",
+        "checkpoint": f"$@network.load_state_dict({weights})",
+        "preprocessing": {"_target_": "Compose", "transforms": _preprocessing(task)},
+        "dataset": {"_target_": "Dataset", "data": "@datalist", "transform": "@preprocessing"},
+        "inferer": {"_target_": "SimpleInferer"},
+        **saving,
+        "run": [
+            "$@checkpoint",
+            f"$[@postprocessing({{**item, 'pred': monai.data.MetaTensor({output}, meta=item['image'].meta)}}) for item in @dataset]",
+            *(["$@saver.finalize()"] if "saver" in saving else []),
+        ],
+    }
+
+
+def _preprocessing(task: TaskConfig) -> list[Any]:
+    """What `readers.read_image` and `Preprocessing` do to a picture, in MONAI's words."""
+    height, width = task.size
+    grey = f"image[:1] if len(image) < 3 else (image[:3] * {_LUMA}).sum(dim=0, keepdim=True)"
+    colour = "image[:3] if len(image) >= 3 else image[:1].repeat(3, 1, 1)"
+    mode = f"'area' if image.shape[1] >= {height} and image.shape[2] >= {width} else 'bilinear'"
+    resize = f"image if image.shape[1:] == ({height}, {width}) else monai.transforms.Resize(({height}, {width}), mode={mode})(image)"
+    intensity = harmless(task.intensity)
+    return [
+        {"_target_": "LoadImaged", "keys": "image", "reader": "PILReader", "ensure_channel_first": True},
+        {"_target_": "Transposed", "keys": "image", "indices": [0, 2, 1]},  # MONAI reads pictures column by column
+        {"_target_": "CastToTyped", "keys": "image", "dtype": "$torch.float32"},
+        "$lambda item: {**item, 'size': tuple(item['image'].shape[1:])}",
+        {"_target_": "Lambdad", "keys": "image", "func": f"$lambda image: {grey if task.channels == 1 else colour}"},
+        {"_target_": f"{intensity['name']}d", "keys": "image", **{key: item for key, item in intensity.items() if key != "name"}},
+        {"_target_": "Lambdad", "keys": "image", "func": f"$lambda image: {resize}"},
+    ]
+
+
+def _segmentation(task: TaskConfig) -> dict[str, Any]:
+    """Masks of the picture's size: class numbers as PNG, or one channel per structure as NIfTI (multilabel)."""
+    height, width = task.size
+    mode = f"{{'mode': 'area'}} if size[0] <= {height} and size[1] <= {width} else {{'mode': 'bilinear', 'align_corners': False}}"
+    restored = f"(lambda size: torch.nn.functional.interpolate(item['pred'][None], size, **({mode}))[0])(item['size'])"
+    label = "p.argmax(dim=0, keepdim=True)" if task.target == "multiclass" else "(p > 0.5)"
+    saver = {
+        "_target_": "SaveImaged",
+        "keys": "pred",
+        "output_dir": "@output_dir",
+        "output_postfix": "seg",
+        "output_ext": ".nii.gz" if task.target == "multilabel" else ".png",
+        "output_dtype": "$torch.uint8",
+        "separate_folder": False,
+        "resample": False,
+        "print_log": False,
+    }
+    steps = [
+        f"$lambda item: {{**item, 'pred': {restored}}}",
+        {"_target_": "Lambdad", "keys": "pred", "func": f"$lambda p: {label}.to(torch.uint8)"},
+        {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]},
+        saver,
+    ]
+    return {"postprocessing": {"_target_": "Compose", "transforms": steps}}
+
+
+def _classification() -> dict[str, Any]:
+    """predictions.csv: file, then one probability per class in the order of the metadata."""
+    return {
+        "saver": {"_target_": "CSVSaver", "output_dir": "@output_dir", "filename": "predictions.csv", "overwrite": True},
+        "postprocessing": {"_target_": "Compose", "transforms": ["$lambda item: @saver.save(item['pred'], item['pred'].meta)"]},
+    }
+
+
+# -- configs/metadata.json and docs ------------------------------------------------------------------------------------------------
+
+
+def metadata(stored: StoredModel) -> dict[str, Any]:
+    """What MONAI's metadata schema asks for, as far as the card knows it."""
+    task, card, versions = stored.task, stored.card, installed_versions()
+    height, width = task.size
+    classes = {str(number): name for number, name in enumerate(task.labels if task.target != "binary" else task.classes)}
+    image = {
+        "type": "image",
+        "format": "magnitude",
+        "modality": "n/a",
+        "num_channels": task.channels,
+        "spatial_shape": [height, width],
+        "dtype": "float32",
+        "value_range": [],
+        "is_patch_data": False,
+        "channel_def": {"0": "grey"} if task.channels == 1 else {"0": "red", "1": "green", "2": "blue"},
+    }
+    output = {
+        "type": "image" if task.kind == "segmentation" else "probabilities",
+        "format": "segmentation" if task.kind == "segmentation" else "classes",
+        "num_channels": task.outputs,
+        "spatial_shape": [height, width] if task.kind == "segmentation" else [],
+        "dtype": "float32",
+        "value_range": [0, 1],
+        "is_patch_data": False,
+        "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
+    }
+    return {
+        "schema": _META_SCHEMA,
+        "version": "1.0.0",
+        "changelog": {"1.0.0": "exported by medflare"},
+        "monai_version": versions["monai"],
+        "pytorch_version": versions["torch"],
+        "numpy_version": versions["numpy"],
+        "required_packages_version": {"medflare": versions.get("medflare", "")},  # absent where the code is not installed
+        "name": harmless(f"medflare {task.name}"),
+        "task": f"{task.target} {task.kind}",
+        "description": harmless(f"Model of kind {stored.kind}, trained by {card.get('method', 'an unnamed method')} on task {task.name}"),
+        "authors": "the federation that trained it",
+        "copyright": "see the data's licence",
+        "data_source": harmless(task.source),
+        "label_classes": harmless(classes),
+        "eval_metrics": harmless(card.get("metrics", {})),
+        "intended_use": "research; not a medical device",
+        "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": harmless(output)}},
+    }
+
+
+def _readme(stored: StoredModel) -> str:
+    return f"""# medflare {stored.task.name}
+
+A delivered model ({stored.kind}) as a MONAI bundle; `card.json` says where it comes from. A folder of 2-D pictures is predicted
+from the bundle's root by
+
+    from monai import bundle
+    bundle.run(config_file="configs/inference.json", dataset_dir="IMAGES", output_dir="OUT")
+
+Where medflare is not installed, the TorchScript file takes the place of network and weights:
+
+    without = {{"network_def": "$torch.jit.load('models/model.ts')", "checkpoint": "$None"}}
+    bundle.run(config_file="configs/inference.json", dataset_dir="IMAGES", output_dir="OUT", **without)
+
+The network gives probabilities. NIfTI and DICOM volumes, label values and adaptation to a site: `medflare predict`.
+"""
+
+
+def _write_config(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,255 @@
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from medflare.cli import main
+from medflare.core.errors import ConfigError, DataError, ExportError
+from medflare.inference import export as exporting
+from medflare.inference.bundle import definition, harmless, inference_config
+from medflare.inference.deployed import StoredModel, load_model, plain_message
+from medflare.inference.export import export, largest_difference, random_batches
+from medflare.inference.predict import predict
+from medflare.methods.adaptation import AdaptationHyper, adapted_to, with_adaptation
+from medflare.methods.registry import build_deployed
+from medflare.tasks.config import load_task
+from medflare.tasks.site import open_site
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),
+    pytest.mark.filterwarnings("ignore::UserWarning:monai.*"),
+]
+
+
+def built(stored: StoredModel) -> nn.Module:
+    return build_deployed(stored.task, stored.message).eval()
+
+
+@pytest.fixture
+def super_model(trained, segmentation) -> StoredModel:
+    """A super model whose members all get their turn: γ between the scores that its selector gives to random images."""
+    stored = load_model(trained("fedsm") / "models/deployed")
+    with torch.no_grad():
+        scores = torch.cat([built(stored).scores(batch) for batch in random_batches(segmentation)]).amax(dim=1)
+    stored.message.facts["gamma"] = float(scores.median())
+    return stored
+
+
+# -- TorchScript and ONNX --------------------------------------------------------------------------------------------------
+
+
+def test_torchscript_of_a_plain_model(untrained, tmp_path, segmentation):
+    stored = load_model(untrained())
+    result = export(stored, "torchscript", tmp_path / "out")
+    assert {file.name for file in result.files} == {"model.ts", "card.json"} and max(result.differences.values()) == 0
+    recorded = torch.jit.load(tmp_path / "out/model.ts")
+    images = torch.rand(7, 1, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(recorded(images), built(stored)(images), rtol=0, atol=1e-6)
+    card = json.loads((tmp_path / "out/card.json").read_text())
+    assert card["preprocessing"]["size"] == [16, 16]
+    assert card["export"] == {"format": "torchscript", "largest_difference": result.differences}
+
+
+@pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
+def test_torchscript_of_super_models(combine, trained, super_model, tmp_path):
+    stored = super_model
+    if combine:
+        stored = load_model(trained("fedsm_extra", combine=combine, selector_rounds=1) / "models/deployed")
+    result = export(stored, "torchscript", tmp_path, builder=build_deployed)
+    assert max(result.differences.values()) < 1e-5
+    images, model = torch.cat(random_batches(stored.task)), built(stored)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.load(tmp_path / "model.ts")(images), model(images), rtol=0, atol=1e-6)
+    if combine is None:
+        assert model.report()["global"] and len([name for name in model.names if model.report()[name]]) > 1, "several members answered"
+
+
+@pytest.mark.slow
+def test_onnx(super_model, untrained, classification, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    for name, stored in {"super": super_model, "plain": load_model(untrained(classification))}.items():
+        result = export(stored, "onnx", tmp_path / name, builder=build_deployed)
+        assert max(result.differences.values()) < 1e-5
+        session = onnxruntime.InferenceSession(str(tmp_path / name / "model.onnx"), providers=["CPUExecutionProvider"])
+        images = torch.randn(7, 1, 16, 16)  # a batch of another size than any that was checked
+        with torch.no_grad():
+            expected = built(stored)(images)
+        torch.testing.assert_close(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]), expected, rtol=0, atol=1e-5)
+
+
+def test_a_site_adapted_model_keeps_its_statistics(trained, data_root, segmentation, tmp_path):
+    plain = load_model(trained("fedavg") / "models/global")
+    site = open_site("O", segmentation, role="outside", data_root=data_root)
+    stored = StoredModel(plain.task, adapted_to(site, plain.message, AdaptationHyper(tta="dsbn")), {})
+    export(stored, "torchscript", tmp_path, builder=build_deployed)
+    images, recorded = site.data.test.images, torch.jit.load(tmp_path / "model.ts")
+    with torch.no_grad():
+        torch.testing.assert_close(recorded(images), built(stored)(images), rtol=0, atol=1e-6)
+        assert not torch.allclose(recorded(images), built(plain)(images), atol=1e-3)
+
+
+# -- nothing is handed out unchecked ---------------------------------------------------------------------------------------
+
+
+def test_other_numbers_are_refused(untrained, tmp_path, monkeypatch):
+    stored = load_model(untrained())
+    monkeypatch.setitem(exporting._WRITERS, "torchscript", lambda stored, model, folder: [model, lambda images: model(images) + 1e-3])
+    with pytest.raises(ExportError, match=r"differs from the delivered one by 1\.0e-03 on random input, allowed is 1e-04"):
+        export(stored, "torchscript", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_branch_that_the_recording_missed_is_found(segmentation, tmp_path):
+    class Branches(nn.Module):
+        def forward(self, images):
+            return images.sigmoid() if images.mean() > 0.3 else -images.sigmoid()
+
+    with pytest.raises(ExportError, match="differs from the delivered one"):
+        export(StoredModel(segmentation, plain_message({}), {}), "torchscript", tmp_path / "out", builder=lambda task, message: Branches())
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_recorded_is_refused_with_the_reason(segmentation, tmp_path):
+    class Stubborn(nn.Module):
+        def forward(self, images):
+            if torch.jit.is_tracing():
+                raise RuntimeError("I am not recorded")
+            return images
+
+    stored = StoredModel(segmentation, plain_message({}), {})
+    with pytest.raises(ExportError, match=r"cannot be recorded as torchscript \(I am not recorded\); use another format"):
+        export(stored, "torchscript", tmp_path / "out", builder=lambda task, message: Stubborn())
+
+
+def test_differences():
+    batches = [torch.zeros(1, 2), torch.ones(3, 2)]
+    assert largest_difference(lambda x: x, lambda x: x * 1.25, batches) == 0.25
+    assert largest_difference(lambda x: x, lambda x: x[:1], batches) == float("inf")
+    assert largest_difference(lambda x: x, lambda x: x / 0, batches) == float("inf")
+
+
+def test_models_that_live_on_their_images_are_refused(trained, tmp_path):
+    routed = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+    with pytest.raises(ExportError, match=r"'routed' cannot be exported: its weights .* use `medflare predict`"):
+        export(routed, "onnx", tmp_path, builder=build_deployed)
+    plain = load_model(trained("fedavg") / "models/global")
+    tent = StoredModel(plain.task, with_adaptation(plain.message, plain.task, AdaptationHyper(tta="tent")), {})
+    with pytest.raises(ExportError, match="'tent' cannot be exported: it goes on learning"):
+        export(tent, "torchscript", tmp_path, builder=build_deployed)
+
+
+def test_missing_packages_are_named(untrained, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "find_spec", lambda package: None if package == "onnxruntime" else package)
+    with pytest.raises(ConfigError, match=r"needs onnxruntime; pip install 'medflare\[export\]'"):
+        export(load_model(untrained()), "onnx", tmp_path)
+    with pytest.raises(ConfigError, match="no export format 'caffe'; known are torchscript, onnx, monai"):
+        export(load_model(untrained()), "caffe", tmp_path)
+
+
+def test_the_check_takes_the_users_images(untrained, data_root, tmp_path, capsys):
+    arguments = ["export", str(untrained()), "--format", "torchscript", "--out", str(tmp_path / "out"), "--images"]
+    assert main([*arguments, str(data_root / "A/test")]) == 0
+    assert "on 9 images" in capsys.readouterr().out
+    (tmp_path / "broken.png").write_bytes(b"")
+    assert main([*arguments, str(tmp_path / "broken.png")]) == 1
+    assert "broken.png: cannot be read" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no images in this folder"):
+        export(load_model(untrained()), "torchscript", tmp_path / "out", images=[tmp_path / "empty"])
+
+
+# -- MONAI bundle ----------------------------------------------------------------------------------------------------------
+
+
+def run_bundle(root: Path, images: Path, out: Path, monkeypatch, **override: str) -> None:
+    from monai import bundle
+
+    monkeypatch.chdir(root)
+    bundle.run(config_file="configs/inference.json", dataset_dir=str(images), output_dir=str(out), **override)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Grey and colour, smaller, equal, larger and of other shape than the network's 16 x 16."""
+    random, folder = np.random.default_rng(0), tmp_path / "pictures"
+    folder.mkdir()
+    shapes = {"same": (16, 16), "large": (40, 28), "small": (9, 12), "wide": (10, 40), "colour": (20, 30, 3), "alpha": (20, 30, 4)}
+    for name, shape in shapes.items():
+        Image.fromarray(random.integers(0, 255, shape).astype(np.uint8)).save(folder / f"{name}.png")
+    return folder
+
+
+@pytest.mark.parametrize("without_medflare", [False, True])
+def test_a_bundle_predicts_as_medflare_does(without_medflare, super_model, pictures, tmp_path, monkeypatch):
+    result = export(super_model, "monai", tmp_path / "bundle", builder=build_deployed)
+    assert max(result.differences.values()) < 1e-5
+    script = {"network_def": "$torch.jit.load('models/model.ts')", "checkpoint": "$None"} if without_medflare else {}
+    run_bundle(tmp_path / "bundle", pictures, tmp_path / "monai", monkeypatch, **script)
+    predict(super_model, [pictures], tmp_path / "medflare", builder=build_deployed)
+    found = sorted((tmp_path / "monai").glob("*.png"))
+    assert len(found) == 6
+    for file in found:
+        expected = np.asarray(Image.open(tmp_path / "medflare" / file.name))
+        np.testing.assert_array_equal(np.asarray(Image.open(file)), expected == 3)
+
+
+def test_a_bundle_of_a_classifier_writes_a_table(untrained, classification, pictures, tmp_path, monkeypatch):
+    colour = load_task({**classification.to_dict(), "channels": 3, "intensity": {"name": "NormalizeIntensity"}})
+    stored = load_model(untrained(colour))
+    export(stored, "monai", tmp_path / "bundle")
+    run_bundle(tmp_path / "bundle", pictures, tmp_path / "monai", monkeypatch)
+    predict(stored, [pictures], tmp_path / "medflare")
+    with (tmp_path / "monai/predictions.csv").open() as file:
+        found = {Path(name).stem: list(map(float, values)) for name, *values in csv.reader(file)}
+    with (tmp_path / "medflare/predictions.csv").open() as file:
+        for row in csv.DictReader(file):
+            expected = [float(row[f"probability_{label}"]) for label in stored.task.labels]
+            assert found[Path(row["image"]).stem] == pytest.approx(expected, abs=1e-5)
+
+
+def test_monais_own_check_of_a_bundle(untrained, tmp_path):
+    from monai import bundle
+
+    export(load_model(untrained()), "monai", tmp_path / "bundle")
+    files = {name: str(tmp_path / f"bundle/configs/{name}.json") for name in ("metadata", "inference")}
+    bundle.verify_net_in_out(net_id="network_def", meta_file=files["metadata"], config_file=files["inference"], device="cpu")
+    weights = torch.load(tmp_path / "bundle/models/model.pt", weights_only=True)
+    assert weights and all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
+    readme = (tmp_path / "bundle/docs/README.md").read_text()
+    assert "bundle.run(" in readme and "$torch.jit.load('models/model.ts')" in readme
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"labels": ["$__import__('os').system('touch owned')"], "label_values": {}},
+        {"source": "@run"},
+        {"name": "%configs/secret.json"},
+        {"intensity": {"name": "ScaleIntensity", "_mode_": "callable"}},
+    ],
+)
+def test_a_card_never_becomes_code(changes, segmentation):
+    task = load_task(segmentation.to_dict()).__class__(**{**vars(segmentation), **changes})
+    with pytest.raises(ExportError, match=r"command in a MONAI bundle|would be run by MONAI"):
+        definition(task)
+
+
+def test_intensity_arguments_are_no_code_either(segmentation):
+    task = segmentation.__class__(**{**vars(segmentation), "intensity": {"name": "ScaleIntensity", "dtype": "$print()"}})
+    with pytest.raises(ExportError, match="would be run by MONAI"):
+        inference_config(task, {})
+
+
+def test_what_no_configuration_can_describe():
+    with pytest.raises(ExportError, match="Identity does not say how it was made"):
+        definition(nn.Identity())
+    with pytest.raises(ExportError, match="set cannot be written"):
+        harmless({"a": {1}})
+    assert harmless({"a": [1, 2.5, None, True, ("x",)]}) == {"a": [1, 2.5, None, True, ["x"]]}
