@@ -22,7 +22,7 @@ from medflare.flare.filters import joined_parts
 from medflare.methods.fedsm import soft_pull
 from medflare.methods.grace_math import consistent_aggregate
 from medflare.methods.hyper import build_hyper
-from medflare.methods.prr_math import Treatment, aggregate_models, frequency_ratio
+from medflare.methods.prr_fourier import Treatment, aggregate_models, frequency_ratio
 from medflare.methods.registry import get_method
 from medflare.methods.sha import HierarchicalAggregation
 

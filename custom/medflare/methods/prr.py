@@ -4,7 +4,7 @@ The server gives every site a model of its own (Progressive Fourier Aggregation)
 site's. It lands in a deputy model D_k; the personal model P_k is never overwritten. Deputy-Enhanced Transfer trains both on
 the same batches and lets them teach each other in stages. The CPA loss balances classes by their counts over all sites and by
 how far a site's class prototypes are from the others'. Batch normalisation stays at the site. The formulas stand in
-`prr_math.py`, the loss on images and pixels in `prr_supervision.py`.
+`prr_fourier.py` and `prr_math.py`, the loss on images and pixels in `prr_supervision.py`, the training in `prr_transfer.py`.
 
 Without any of the three parts (pfa=false det=false cpa=off) this is FedBN (Li et al., ICLR 2021).
 """
@@ -25,18 +25,8 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, ServerContext, ServerHalf, Step
 from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.hyper import param
-from medflare.methods.prr_math import (
-    aggregate_models,
-    conjoint_mask,
-    cpa_loss,
-    fourier_aggregate,
-    frequency_ratio,
-    global_prototypes,
-    most_representative,
-    next_stage,
-    prototype_gamma,
-    treatments,
-)
+from medflare.methods.prr_fourier import aggregate_models, fourier_aggregate, frequency_ratio, treatments
+from medflare.methods.prr_math import conjoint_mask, cpa_loss, global_prototypes, most_representative, next_stage, prototype_gamma
 from medflare.methods.prr_supervision import SitePrototypes, Supervision, class_names, class_totals, meta_network, prototype_width
 from medflare.methods.prr_transfer import Transfer
 from medflare.methods.selection import Best

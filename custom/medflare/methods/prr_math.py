@@ -1,208 +1,17 @@
-"""The mathematics of PRR-Imbalance as pure functions: Fourier aggregation, transfer stages, the CPA loss and its prototypes.
+"""Formulas of PRR's site half as pure functions: transfer stages, the CPA loss, its prototypes.
 
 Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward Imbalanced Medical Data", IEEE TMI 41(12),
-2022. "Official" is the authors' published code where it differs from the printed equations. `prr.py` builds the two halves of
-the method from these functions.
+2022. "Official" is the authors' published code where it differs from the printed equations. The server's formulas stand in
+`prr_fourier.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from medflare.core.states import StateDict, batch_norm_entries, weighted_mean
-
-_WEIGHTED = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
-_BINS_AT_ONCE = 2**18  # frequency bins aggregated at a time: few enough for the processor's cache
-
-# Progressive Fourier Aggregation (Sec. III-B)
-
-
-def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0.48) -> float:
-    """Low-frequency threshold of a round, r_t = r0 + (r1 - r0) t / T (PRR, Sec. III-B), t from 0.
-
-    The official schedule is this line with r1 = 0.475 and T = 50.
-    """
-    return r0 + (r1 - r0) * round / num_rounds
-
-
-def fourier_aggregate(
-    weights: Tensor,
-    r: float,
-    *,
-    classifier: bool = False,
-    layout: str = "in_major",
-    window: str = "closed",
-    components: str = "both",
-    phase_mean: str = "arithmetic",
-) -> Tensor:
-    """Average one layer's low frequencies over the sites and keep each site's high frequencies (PRR, Eq. 1-4).
-
-    A real FFT is enough, although the official window is not symmetric and the mean phase of a self-conjugate bin (DC,
-    Nyquist) may be neither 0 nor pi: the real part of an inverse transform depends on the Hermitian half
-    (S(k) + conj S(-k)) / 2 of the spectrum S alone, and that half is what is built here.
-
-    Args:
-        weights: (K, O, I, kh, kw) convolutions or (K, O, I) linear layers of K sites with O outputs and I inputs.
-        r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
-        classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
-        layout: the matrix of a convolution: "in_major" (I kh, kw O) as in the official code, "out_major" (O kh, I kw) as printed.
-        window: "closed" |k| <= floor(r N), Eq. 2, or "official" -floor(r N) <= k < floor(r N).
-        components: what is averaged: "amplitude" (as in the MICCAI 2021 paper), "phase" or "both".
-        phase_mean: "arithmetic" mean of the angles, Eq. 4, or "circular", the angle of the mean unit phasor. Phasors that
-            cancel have no mean direction; the circular mean then leaves the bin empty.
-
-    Returns:
-        (K, ...) aggregated weights, one version per site, of the dtype of `weights`. A single site gets its own weights back.
-
-    Raises:
-        ValueError: r outside [0, 0.5], an unknown option, or a shape that belongs to no convolution and no linear layer.
-    """
-    _check_choice("layout", layout, ("in_major", "out_major"))
-    _check_choice("window", window, ("closed", "official"))
-    _check_choice("components", components, ("both", "amplitude", "phase"))
-    _check_choice("phase_mean", phase_mean, ("arithmetic", "circular"))
-    if not 0 <= r <= 0.5:
-        raise ValueError(f"r = {r} is outside [0, 0.5]: a band cannot be wider than the spectrum")
-    if weights.dim() not in (3, 5):
-        raise ValueError(f"weights of shape {tuple(weights.shape)} are neither (K, O, I) nor (K, O, I, kh, kw); average them plainly")
-    if len(weights) == 1:
-        return weights.clone()
-    order = _axis_order(weights.dim(), classifier, layout)
-    turned = weights.permute(order)
-    matrices = turned.flatten(2) if classifier else turned.flatten(3).flatten(1, 2) if weights.dim() == 5 else turned
-    if matrices.dtype in (torch.float16, torch.bfloat16):
-        matrices = matrices.float()  # the CPU has no FFT of half precision
-    axes = (-1,) if classifier else (-2, -1)
-    rows, columns = matrices.shape[1:]
-    spectra = torch.fft.rfftn(matrices, dim=axes)
-    _settle_real_bins(spectra, rows, columns, classifier)
-    share = _band_share(rows, columns, r, classifier, window).to(matrices)
-    block = max(1, _BINS_AT_ONCE // (len(weights) * max(1, share.shape[1])))
-    for start in range(0, len(share), block):
-        part = slice(start, start + block)
-        if bool(share[part].any()):
-            band = spectra[:, part, : share.shape[1]]
-            band.copy_(share[part] * _aggregate(band, components, phase_mean) + (1 - share[part]) * band)
-    mixed = torch.fft.irfftn(spectra, s=matrices.shape[-len(axes) :], dim=axes)
-    return mixed.to(weights.dtype).reshape(turned.shape).permute([order.index(axis) for axis in range(len(order))]).contiguous()
-
-
-def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[int, ...]:
-    """The order of the axes (K, O, I, kh, kw) in which merging neighbours makes the matrix."""
-    if dimensions == 3 or classifier:
-        return tuple(range(dimensions))
-    return (0, 2, 3, 4, 1) if layout == "in_major" else (0, 1, 3, 2, 4)
-
-
-def _settle_real_bins(spectra: Tensor, rows: int, columns: int, classifier: bool) -> None:
-    """Give self-conjugate bins (DC, Nyquist) the imaginary part +0 instead of rounding noise.
-
-    The phase of a negative number is then +pi at every site; with noise it would be +pi or -pi by chance, and so would the mean.
-    """
-    real_rows = slice(None) if classifier else _self_conjugate(rows)
-    for column in _self_conjugate(columns):
-        spectra.imag[:, real_rows, column] = 0.0
-
-
-def _self_conjugate(bins: int) -> list[int]:
-    return [0, bins // 2] if bins % 2 == 0 else [0]
-
-
-def _band_share(rows: int, columns: int, r: float, classifier: bool, window: str) -> Tensor:
-    """Share of the aggregate in each bin of a half spectrum: (R, c) with c the last column of the band.
-
-    The Hermitian half of the window: 1 where k and -k lie inside, 1/2 where one of them does.
-    """
-    row, mirrored_row = (torch.ones(2, rows)) if classifier else _low_band(rows, r, window)
-    column, mirrored_column = _low_band(columns, r, window)[:, : columns // 2 + 1]
-    share = (torch.outer(row, column) + torch.outer(mirrored_row, mirrored_column)) / 2
-    return share[:, : int(share.any(dim=0).sum())]
-
-
-def _low_band(bins: int, r: float, window: str) -> Tensor:
-    """(2, bins): 1 where bin k of an axis, in FFT order, is a low frequency, else 0; and the same for -k."""
-    half_width = int(bins * r)
-    frequency = (torch.arange(bins) + bins // 2) % bins - bins // 2
-    upper = frequency <= half_width if window == "closed" else frequency < half_width
-    inside = (upper & (frequency >= -half_width)).float()
-    return torch.stack([inside, inside[-torch.arange(bins) % bins]])
-
-
-def _aggregate(band: Tensor, components: str, phase_mean: str) -> Tensor:
-    """Eq. 3-4 for spectra (K, R, C): mean amplitude, mean phase or both, as (K, R, C) or, where all sites agree, (1, R, C)."""
-    amplitude = band.abs()
-    mean_amplitude = amplitude.mean(dim=0, keepdim=True)
-    if components == "amplitude":
-        return torch.where(amplitude > 0, band * (mean_amplitude / amplitude), mean_amplitude)
-    magnitude = amplitude if components == "phase" else mean_amplitude
-    if phase_mean == "circular":
-        phasors = torch.where(amplitude > 0, band.sgn(), 1.0)  # the phase of zero is 0
-        return magnitude * phasors.mean(dim=0, keepdim=True).sgn()
-    phase = torch.angle(band).mean(dim=0, keepdim=True)
-    return torch.polar(*torch.broadcast_tensors(magnitude, phase))
-
-
-Kind = Literal["local", "mean", "kernel", "classifier"]
-
-
-@dataclass(frozen=True)
-class Treatment:
-    """What the server does with one entry of a model's state.
-
-    Attributes:
-        kind: "local" never leaves the site (batch normalisation, as in FedBN), "mean" is averaged plainly (biases, other
-            normalisation), "kernel" gets the 2-D Fourier aggregation and "classifier" the 1-D one.
-        inputs_first: the weight is stored as (I, O, kh, kw): a transposed convolution.
-    """
-
-    kind: Kind
-    inputs_first: bool = False
-
-
-def treatments(network: nn.Module) -> dict[str, Treatment]:
-    """How each entry of `network`'s state is aggregated, by the type of the layer that it belongs to, never by its name.
-
-    The classifier is the last convolution or linear layer in order of registration, the one that gives the logits.
-    """
-    local = batch_norm_entries(network)
-    weighted = {f"{name}.weight".lstrip("."): layer for name, layer in network.named_modules() if isinstance(layer, _WEIGHTED)}
-    last = next(reversed(weighted), None)
-    found = {name: Treatment("local" if name in local else "mean") for name in network.state_dict()}
-    for name, layer in weighted.items():
-        found[name] = Treatment("classifier" if name == last else "kernel", isinstance(layer, nn.ConvTranspose2d))
-    return found
-
-
-def aggregate_models(
-    states: Mapping[str, StateDict], plan: Mapping[str, Treatment], r: float, *, fourier: bool = True, **options: str
-) -> dict[str, StateDict]:
-    """The aggregated model S_k of each site (PRR, Alg. 1 line 7): Fourier aggregation by layer, the plain mean elsewhere.
-
-    Args:
-        states: site -> state, without the entries that stay local.
-        plan: how each entry is treated, see `treatments`.
-        r: low-frequency threshold of the round, see `frequency_ratio`.
-        fourier: False averages everything plainly, which with local batch normalisation is FedBN.
-        options: `layout`, `window`, `components` and `phase_mean` of `fourier_aggregate`.
-    """
-    sites = sorted(states)
-    mean = weighted_mean(states, dict.fromkeys(sites, 1.0))
-    aggregated = {site: dict(mean) for site in sites}
-    for name in mean if fourier else ():
-        treatment = plan[name]
-        if treatment.kind in ("kernel", "classifier"):
-            stacked = torch.stack([states[site][name] for site in sites])
-            stacked = stacked.transpose(1, 2) if treatment.inputs_first else stacked
-            mixed = fourier_aggregate(stacked, r, classifier=treatment.kind == "classifier", **options)
-            mixed = mixed.transpose(1, 2) if treatment.inputs_first else mixed
-            for site, weight in zip(sites, mixed, strict=True):
-                aggregated[site][name] = weight.contiguous()
-    return aggregated
-
+from medflare.methods.prr_fourier import check_choice
 
 # Deputy-Enhanced Transfer (Sec. III-C)
 
@@ -224,7 +33,7 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
     Returns:
         1 Recover, 2 Exchange or 3 Sublimate.
     """
-    _check_choice("rule", rule, ("official", "threshold"))
+    check_choice("rule", rule, ("official", "threshold"))
     if stage not in (0, RECOVER, EXCHANGE, SUBLIMATE):
         raise ValueError(f"stage = {stage}: a stage is 0 (start of a round), 1, 2 or 3")
     if not deputy >= lam1 * personal or (rule == "official" and stage == 0):
@@ -240,7 +49,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Ten
     "kl": KL(teacher || student), Eq. 5-6. "mse10": ten times the squared difference of the probabilities, as in the official
     segmentation code. The teacher receives no gradient.
     """
-    _check_choice("form", form, ("kl", "mse10"))
+    check_choice("form", form, ("kl", "mse10"))
     if form == "mse10":
         return 10 * functional.mse_loss(student.softmax(dim=1), teacher.detach().softmax(dim=1))
     log_student, log_teacher = student.log_softmax(dim=1), teacher.detach().log_softmax(dim=1)
@@ -338,7 +147,7 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
     Returns:
         (C, D); zero for a class that no site has.
     """
-    _check_choice("spread", spread, ("gaussian", "clamped", "mean"))
+    check_choice("spread", spread, ("gaussian", "clamped", "mean"))
     member = present.to(local.dtype)[:, :, None]
     sites = member.sum(dim=0)
     mean = (local * member).sum(dim=0) / sites.clamp(min=1)
@@ -365,8 +174,3 @@ def most_representative(counts: Mapping[str, Tensor]) -> str:
 
     everyone = shares(torch.stack(list(counts.values())).sum(dim=0))
     return min(sorted(counts), key=lambda site: float((shares(counts[site]) - everyone).abs().sum()))
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
