@@ -13,7 +13,7 @@ PACKAGE = ROOT / "custom" / "medflare"
 # From the top down; names that share a line may not import one another.
 LAYERS = (
     ("cli",),
-    ("studies",),
+    ("studies", "delivery"),
     ("local", "flare"),
     ("evaluation",),
     ("methods",),
