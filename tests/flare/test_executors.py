@@ -1,0 +1,188 @@
+"""A site's executor: tasks in, answers or one-line reasons out, in this process or in a fork of a warm host."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+from nvflare.app_common.app_constant import AppConstants
+
+from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.message import Message
+from medflare.core.store import write_json
+from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
+from medflare.flare.seat import TASK_FILE, Seat, anchor, read_local
+from medflare.flare.warm import WarmHost
+from medflare.flare.wire import error_of, to_message, to_shareable
+from medflare.inference.deployed import load_model
+from medflare.methods.participant import identity_of
+from medflare.methods.registry import get_method
+from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.networks import initial_network
+
+SMALL = {"size": [16, 16], "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}}
+
+
+@pytest.fixture
+def task() -> TaskConfig:
+    return load_task({**load_task("phantom").to_dict(), **SMALL})
+
+
+@pytest.fixture
+def place(tmp_path: Path, task: TaskConfig) -> Path:
+    """A site's workspace with one job in it."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "local").mkdir()
+    write_json(tmp_path / "config" / TASK_FILE, task.to_dict())
+    return tmp_path
+
+
+@pytest.fixture
+def fl_ctx(place: Path) -> FLContext:
+    workspace = SimpleNamespace(
+        get_run_dir=lambda job: str(place / "run"),
+        get_app_config_dir=lambda job: str(place / "config"),
+        get_site_config_dir=lambda: str(place / "local"),
+    )
+    engine = SimpleNamespace(get_workspace=lambda: workspace, fire_event=lambda event, ctx: None, send_aux_request=lambda **request: {})
+    manager = FLContextManager(engine=engine, identity_name="CS", job_id="job", public_stickers={}, private_stickers={})
+    engine.new_context = manager.new_context
+    return manager.new_context()
+
+
+def enrolment(task: TaskConfig, **changes: Any) -> Message:
+    identity = identity_of(get_method("fedavg"), {}, task.fingerprint(), 0)
+    return Message({}, {**identity, "role": "inside", "sites": ["CS", "DU"], **changes})
+
+
+def model(task: TaskConfig, step: int = 0) -> Message:
+    return Message({"model": initial_network(task, 0).state_dict()}, {"step": step})
+
+
+def answered(executor: MedflareExecutor, fl_ctx: FLContext, phase: str, message: Message, round: int = 0, abort: bool = False) -> Shareable:
+    signal = Signal()
+    if abort:
+        signal.trigger(True)
+    shareable = to_shareable(message)
+    shareable.set_header(AppConstants.CURRENT_ROUND, round)
+    executor.handle_event(EventType.ABOUT_TO_START_RUN, fl_ctx)
+    return executor.execute(phase, shareable, fl_ctx, signal)
+
+
+def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    executor = FedAvgExecutor()
+    assert to_message(answered(executor, fl_ctx, "enrol", enrolment(task))).facts["n"]["train"] > 0
+    reply = to_message(answered(executor, fl_ctx, "train", model(task)))
+    assert reply.facts["n_samples"] > 0
+    assert reply.states["model"].keys() == model(task).states["model"].keys()
+    delivered = to_message(answered(executor, fl_ctx, "deliver", model(task, step=1), round=1))
+    assert 0 <= delivered.facts["metrics"]["deployed"]["dice"] <= 1
+    kept = load_model(place / "run" / "medflare" / "personal")
+    assert (kept.card["site"], kept.card["role"], kept.card["method"]) == ("CS", "personal", "fedavg")
+
+
+def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, task: TaskConfig) -> None:
+    answered(FedAvgExecutor(), fl_ctx, "enrol", enrolment(task))
+    together = FedAvgExecutor()
+    first = to_message(answered(together, fl_ctx, "train", model(task)))
+    again = to_message(answered(FedAvgExecutor(), fl_ctx, "train", model(task)))
+    assert all((first.states["model"][name] == again.states["model"][name]).all() for name in first.states["model"])
+
+
+def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    stranger = enrolment(task, seed=9)
+    assert "site CS and the server differ in seed" in str(error_of(answered(FedAvgExecutor(), fl_ctx, "enrol", stranger)))
+    (place / "local" / "medflare.json").write_text('{"data_root": "/nowhere"}')
+    reason = str(error_of(answered(FedAvgExecutor(), fl_ctx, "enrol", enrolment(task))))
+    assert "site CS: data root /nowhere" in reason
+    assert "\n" not in reason
+    assert "no method 'fedagv'; did you mean 'fedavg'" in str(error_of(answered(MedflareExecutor("fedagv"), fl_ctx, "enrol", Message())))
+
+
+def test_an_unexpected_error_is_a_reason_too(fl_ctx: FLContext, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FedAvgExecutor()
+    answered(executor, fl_ctx, "enrol", enrolment(task))
+    monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", lambda *arguments: 1 / 0)
+    reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
+    assert reason == "ZeroDivisionError in 'train' of round 2: division by zero; the site's log has the traceback"
+
+
+def test_abort_is_honoured_before_the_next_batch(fl_ctx: FLContext, task: TaskConfig) -> None:
+    executor = FedAvgExecutor()
+    answered(executor, fl_ctx, "enrol", enrolment(task))
+    assert answered(executor, fl_ctx, "train", model(task), abort=True).get_return_code() == ReturnCode.TASK_ABORTED
+
+
+def test_settings_of_the_site() -> None:
+    assert read_local(Path("nowhere.json")) == {}
+
+
+@pytest.mark.parametrize(("content", "problem"), [("{", "not JSON"), ("[]", "must hold a JSON object")])
+def test_broken_settings_of_the_site(content: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "medflare.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"medflare.json: {problem}"):
+        read_local(tmp_path / "medflare.json")
+
+
+def test_a_relative_data_root_is_meant_where_the_user_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PWD", str(tmp_path))
+    for given, meant in (("data", tmp_path / "data"), ("/data", Path("/data")), ("../data", tmp_path / ".." / "data")):
+        monkeypatch.setenv("SOME_ROOT", given)
+        anchor("SOME_ROOT")
+        assert os.environ["SOME_ROOT"] == str(meant)
+
+
+@pytest.fixture
+def simulator():
+    """A process that a host takes for its simulator."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_warm_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: subprocess.Popen) -> None:
+    """A fork answers as this process does, says why it cannot, stops on request, and the host ends with the simulator."""
+    cold = to_message(answered_twice(fl_ctx, task))
+    host = WarmHost(simulator.pid)
+    assert not host.running()
+    host.start("fedavg")
+    host.start("fedavg")  # two sites may start one at the same time
+    wait_for(host.running)
+    seat = Seat(
+        "CS", "fedavg", "", 0, str(place / "config" / TASK_FILE), str(place / "local" / "medflare.json"), str(place / "run" / "medflare")
+    )
+    warm = host.answer(seat, "train", 0, model(task), aborted=lambda: False)
+    assert warm.facts == cold.facts
+    assert all((warm.states["model"][name] == cold.states["model"][name]).all() for name in cold.states["model"])
+    with pytest.raises(MedflareError, match="has no phase 'dance'"):
+        host.answer(seat, "dance", 0, model(task), aborted=lambda: False)
+    with pytest.raises(Aborted):
+        host.answer(seat, "train", 0, model(task), aborted=lambda: True)
+    simulator.kill()
+    simulator.wait()
+    wait_for(lambda: not host.folder.exists())
+
+
+def answered_twice(fl_ctx: FLContext, task: TaskConfig) -> Shareable:
+    fl_ctx.set_prop(FLContextKey.SIMULATE_MODE, False)
+    executor = FedAvgExecutor()
+    answered(executor, fl_ctx, "enrol", enrolment(task))
+    return answered(executor, fl_ctx, "train", model(task))
+
+
+def wait_for(condition: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
