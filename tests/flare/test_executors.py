@@ -105,7 +105,7 @@ def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task:
     reason = str(error_of(answered(FedAvgExecutor(), fl_ctx, "enrol", enrolment(task))))
     assert "site CS: data root /nowhere" in reason
     assert "\n" not in reason
-    assert "no method 'fedagv'; did you mean 'fedavg'" in str(error_of(answered(MedflareExecutor("fedagv"), fl_ctx, "enrol", Message())))
+    assert "no method 'fedavgg'; did you mean 'fedavg'" in str(error_of(answered(MedflareExecutor("fedavgg"), fl_ctx, "enrol", Message())))
 
 
 def test_an_unexpected_error_is_a_reason_too(fl_ctx: FLContext, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class MedflareExecutor(Executor):
 
     default_method: ClassVar[str] = ""
 
-    def __init__(self, method: str = "", seed: int = 0, hyper: dict[str, Any] | None = None, server_half: str = "", resume: str = ""):
+    def __init__(self, seed: int, hyper: dict[str, Any] | None = None, method: str = "", server_half: str = "", resume: str = ""):
         super().__init__()
         self.method = method
         self.seed = seed
@@ -84,7 +84,7 @@ class MedflareExecutor(Executor):
         except Exception as error:
             self.log_exception(fl_ctx, f"'{task_name}' of round {round} failed")
             reason = f"{type(error).__name__} in '{task_name}' of round {round}: {error}; the site's log has the traceback"
-        self.log_error(fl_ctx, f"medflare: site {fl_ctx.get_identity_name()}: {reason}")
+        self.log_error(fl_ctx, f"medflare: {reason}")
         return error_reply(reason)
 
     def _answer(self, phase: str, round: int, incoming: "Message", fl_ctx: FLContext) -> "Message":
