@@ -27,13 +27,14 @@ def component(folder: Path, name: str) -> dict:
 
 
 def test_the_main_jobs_are_committed() -> None:
-    assert {"fedavg", "fedsm"} <= set(COMMITTED)
+    assert {"fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag"} <= set(COMMITTED)
 
 
 @pytest.mark.parametrize("method", COMMITTED)
 def test_committed_job_is_not_stale(method: str, tmp_path: Path) -> None:
-    built = build_job(method, "phantom", out=tmp_path / method)
-    remedy = f"write it anew: medflare job {method} --out jobs/{method}"
+    task = load_task(JOBS / method / "app" / "config" / "task.json").name
+    built = build_job(method, task, out=tmp_path / method)
+    remedy = f"write it anew: medflare job {method} --task {task} --out jobs/{method}"
     assert files(built) == files(JOBS / method), remedy
     different = filecmp.cmpfiles(built, JOBS / method, files(built), shallow=False)[1]
     assert not different, remedy
@@ -46,9 +47,10 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
     assert workflow["path"] == "medflare.flare.controller.MedflareController"
     assert workflow["args"] == {"rounds": 20, "seed": 7, "outside": ["HT"], "min_sites": 2, "step_timeout": 600.0}
     assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.SoftPullAggregator"
-    assert component(folder, "aggregator")["args"] == {"hyper": {"lam": 0.3}}
+    hyper = component(folder, "aggregator")["args"]["hyper"]
+    assert hyper["lam"] == 0.3 and hyper["gamma"] == "tune"  # what is not set is there with its default
     executor = config(folder, "client")["executors"][0]["executor"]
-    assert executor == {"path": "medflare.flare.executors.FedSMExecutor", "args": {"seed": 7, "hyper": {"lam": 0.3}}}
+    assert executor == {"path": "medflare.flare.executors.FedSMExecutor", "args": {"seed": 7, "hyper": hyper}}
     assert json.loads((folder / "meta.json").read_text())["min_clients"] == 2
     assert load_task(folder / "app" / "config" / "task.json") == load_task("brain_lgg")
 
@@ -72,7 +74,7 @@ def test_halves_of_two_methods(tmp_path: Path) -> None:
 
 def test_a_method_without_components_of_its_own_uses_those_it_extends(tmp_path: Path) -> None:
     folder = build_job("fedsm_extra", "phantom", out=tmp_path / "job")
-    assert component(folder, "aggregator")["args"] == {"method": "fedsm_extra"}
+    assert component(folder, "aggregator")["args"]["method"] == "fedsm_extra"
     assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.SoftPullAggregator"
 
 

@@ -33,9 +33,9 @@ class MedflareController(Controller):
     """Runs a federation: enrol, the method's rounds, deliver and evaluate; leaves its results in the job's folder.
 
     Args:
-        aggregator_id: the component that owns the server half, a `MethodAggregator`.
         rounds: of the federation.
         seed: of the run.
+        aggregator_id: the component that owns the server half, a `MethodAggregator`.
         outside: names of sites that never train and only receive the final models.
         site_half: method whose site half the sites run, where it is not the aggregator's.
         min_sites: usable answers that a step needs; None: two, or one in a federation of one.
@@ -47,9 +47,9 @@ class MedflareController(Controller):
 
     def __init__(
         self,
+        rounds: int,
+        seed: int,
         aggregator_id: str = "aggregator",
-        rounds: int = 10,
-        seed: int = 0,
         outside: list[str] | None = None,
         site_half: str = "",
         min_sites: int | None = None,

@@ -34,9 +34,9 @@ class MedflareExecutor(Executor):
     """Answers every task of the federation for one site.
 
     Args:
-        method: name of the method whose site half runs; the subclasses name it themselves.
         seed: of the run.
         hyper: the method's hyper-parameters, the same as at the server.
+        method: name of the method whose site half runs; the subclasses name it themselves.
         server_half: method that the server half comes from, where it is another one.
         resume: id of the interrupted job that this one takes up.
     """

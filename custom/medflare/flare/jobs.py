@@ -5,7 +5,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from medflare.flare.executors import (
     PRRExecutor,
 )
 from medflare.flare.seat import TASK_FILE
+from medflare.methods.hyper import effective
 from medflare.methods.registry import Method, get_method
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -94,6 +95,8 @@ class FederationJob(FedJob):
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
         method.check(settings.hyper)
+        # all of them, so that a reader of the job sees what there is to set
+        settings = replace(settings, hyper=effective(settings.hyper, method.site_class.Hyper, method.server_class.Hyper))
         if settings.rounds < 1:
             raise ConfigError(f"rounds = {settings.rounds}: a federation needs at least one round")
         super().__init__(name=f"{method.name.replace('+', '_')}-{task.name}", min_clients=settings.min_sites or 1)
@@ -197,7 +200,7 @@ def _executor(settings: JobSettings) -> MedflareExecutor:
         "server_half": settings.server_half or "",
         "resume": settings.resume,
     }
-    return own[name](**options) if name in own else MedflareExecutor(name, **options)
+    return own[name](**options) if name in own else MedflareExecutor(method=name, **options)
 
 
 def _transport(method: Method, task: TaskConfig, hyper: Mapping[str, Any]) -> dict[str, int]:
