@@ -117,6 +117,14 @@ def test_damaged_folders_are_refused(tmp_path, message, spoil, text):
         load_model(tmp_path)
 
 
+def test_a_folder_above_the_model_is_told_from_a_damaged_one(tmp_path, message):
+    save_model(tmp_path / "run/models/global", TASK, message, {"method": "fedavg"})
+    with pytest.raises(StateError, match=r"no delivered model here .* for example .*run/models/global"):
+        load_model(tmp_path / "run")
+    with pytest.raises(StateError, match="give the folder that holds both files$"):
+        load_model(tmp_path / "nowhere")
+
+
 def test_another_schema_is_refused(tmp_path, message, monkeypatch):
     monkeypatch.setattr(deployed, "CARD_SCHEMA", 2)
     save_model(tmp_path, TASK, message, {})

@@ -99,6 +99,27 @@ def test_dicom(tmp_path: Path) -> None:
     assert pydicom.dcmread(tmp_path / "c.dcm").SamplesPerPixel == 3
 
 
+@pytest.mark.parametrize("frames", [3, 5])
+def test_frames_of_one_dicom_file_are_slices(tmp_path: Path, frames: int) -> None:
+    volume = np.random.default_rng(0).integers(0, 255, (frames, 3, 4)).astype(np.uint8)
+    _dicom(tmp_path / "grey.dcm", GREY)
+    _dicom(tmp_path / "colour.dcm", COLOUR)
+    for name, pixels in {"grey": volume, "colour": np.stack([volume, volume // 2, volume // 3], axis=-1)}.items():
+        cine = pydicom.dcmread(tmp_path / f"{name}.dcm")
+        cine.NumberOfFrames, cine.PixelData = frames, pixels.tobytes()
+        cine.save_as(tmp_path / f"{name}.dcm")
+    np.testing.assert_array_equal(read_image(tmp_path / "grey.dcm", 1)[0], volume.transpose(1, 2, 0))
+    np.testing.assert_array_equal(read_image(tmp_path / "colour.dcm", 3)[1], volume.transpose(1, 2, 0) // 2)
+
+
+def test_a_dicom_series_in_colour(tmp_path: Path) -> None:
+    (tmp_path / "series").mkdir()
+    for position in range(2):
+        _dicom(tmp_path / f"series/{position}.dcm", COLOUR + np.uint8(position), position=position)
+    volume = read_image(tmp_path / "series", 3)
+    np.testing.assert_array_equal(volume[..., 1], COLOUR.transpose(2, 0, 1) + 1)
+
+
 def test_dicom_without_suffix_or_position(tmp_path: Path) -> None:
     _dicom(tmp_path / "IM0001", GREY)
     np.testing.assert_array_equal(read_image(tmp_path / "IM0001", 1)[0], GREY)

@@ -28,10 +28,11 @@ def read_image(path: Path, channels: int) -> np.ndarray:
     Raises:
         DataError: the file is missing, unreadable, of an unknown format, not an image or volume, or holds NaN or infinity.
     """
-    array = _read(path, colour=True).astype(np.float32)
+    array, has_channels = _read(path, colour=True)
+    array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise DataError(f"{path}: the image holds NaN or infinite values; repair it or leave it out")
-    if _has_channels(path, array):
+    if has_channels:
         array = np.moveaxis(array, -1, 0)[:3]
         if array.shape[0] == 2:
             raise DataError(f"{path}: two-channel images are not supported; store one channel (grey) or three (RGB)")
@@ -50,8 +51,8 @@ def read_mask(path: Path) -> np.ndarray:
     Raises:
         DataError: as `read_image`, or values that are not whole numbers.
     """
-    array = _read(path, colour=False)
-    if _has_channels(path, array):
+    array, has_channels = _read(path, colour=False)
+    if has_channels:
         array = np.moveaxis(array, -1, 0)
         array = array[:1] if (array[:3] == array[:1]).all() else array  # a grey mask saved as RGB or RGBA
     else:
@@ -73,24 +74,20 @@ def is_dicom(path: Path) -> bool:
     return suffix(path) in DICOM or (suffix(path) not in (*PICTURES, *NIFTI) and path.is_file() and bool(holds_dicom(path)))
 
 
-def _has_channels(path: Path, array: np.ndarray) -> bool:
-    """Whether the last axis holds channels: pictures of three axes, colour DICOM, volumes of four axes."""
-    if suffix(path) in NIFTI:
-        return array.ndim == 4
-    return array.ndim == 4 or (array.ndim == 3 and not path.is_dir() and array.shape[-1] in (2, 3, 4))
-
-
-def _read(path: Path, colour: bool) -> np.ndarray:
+def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
+    """(rows, columns[, slices][, channels]), and whether the last axis holds channels."""
     if not path.exists():
         raise DataError(f"{path}: file not found; correct the path or restore the file")
     kind = "folder" if path.is_dir() else ".dcm" if is_dicom(path) else suffix(path)
     try:
         if kind in PICTURES:
             array = _read_picture(path, colour)
+            has_channels = array.ndim == 3
         elif kind in NIFTI:
             array = _read_nifti(path)
+            has_channels = array.ndim == 4
         elif kind in DICOM or kind == "folder":
-            array = _read_dicom(path)
+            array, has_channels = _read_dicom(path)
         else:
             formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
             raise DataError(f"{path}: unknown image format {kind!r}; convert it to one of {formats} or a folder with a DICOM series")
@@ -101,7 +98,7 @@ def _read(path: Path, colour: bool) -> np.ndarray:
         raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or leave it out") from error
     if array.ndim not in (2, 3, 4) or not array.size:
         raise DataError(f"{path}: expected a picture or a volume, found an array of shape {array.shape}")
-    return array
+    return array, has_channels
 
 
 def _read_picture(path: Path, colour: bool) -> np.ndarray:
@@ -133,11 +130,21 @@ def _read_nifti(path: Path) -> np.ndarray:
     return np.moveaxis(turned, 0, -1) if last_is_channel else turned[0]
 
 
-def _read_dicom(path: Path) -> np.ndarray:
+def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
     from monai.data.image_reader import PydicomReader
 
     reader = PydicomReader(swap_ij=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")  # a radiograph has none, and none is needed
-        array, _ = reader.get_data(reader.read(path))
-    return np.squeeze(array, axis=-1) if array.ndim == 4 and array.shape[-1] == 1 else array
+        stored = reader.read(path)
+        array, _ = reader.get_data(stored)
+    series = isinstance(stored, list)
+    first = stored[0] if series else stored
+    if hasattr(first, "SegmentSequence"):
+        return array, True  # MONAI gives (rows, columns, slices, segments)
+    colour = int(first.get("SamplesPerPixel", 1)) > 1
+    if series and colour:
+        array = np.moveaxis(array, 2, -1)  # slices were stacked behind the channels
+    elif not series and int(first.get("NumberOfFrames") or 1) > 1:
+        array = np.moveaxis(array, 0, 2)  # frames come first
+    return array, colour
