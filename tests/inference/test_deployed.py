@@ -121,7 +121,7 @@ def test_a_folder_above_the_model_is_told_from_a_damaged_one(tmp_path, message):
     save_model(tmp_path / "run/models/global", TASK, message, {"method": "fedavg"})
     with pytest.raises(StateError, match=r"no delivered model here .* for example .*run/models/global"):
         load_model(tmp_path / "run")
-    with pytest.raises(StateError, match="give the folder that holds both files$"):
+    with pytest.raises(StateError, match=r"give the folder that holds both files$"):
         load_model(tmp_path / "nowhere")
 
 

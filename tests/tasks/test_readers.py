@@ -112,6 +112,19 @@ def test_frames_of_one_dicom_file_are_slices(tmp_path: Path, frames: int) -> Non
     np.testing.assert_array_equal(read_image(tmp_path / "colour.dcm", 3)[1], volume.transpose(1, 2, 0) // 2)
 
 
+def test_dicom_segmentations(tmp_path: Path) -> None:
+    frames = np.random.default_rng(0).integers(0, 2, (2, 3, 4)).astype(np.uint8)  # slices, rows, columns
+    _dicom(tmp_path / "seg.dcm", frames[0])
+    seg = pydicom.dcmread(tmp_path / "seg.dcm")
+    seg.NumberOfFrames, seg.PixelData = 2, frames.tobytes()
+    segment, frame, place = pydicom.Dataset(), pydicom.Dataset(), pydicom.Dataset()
+    segment.SegmentNumber, place.ReferencedSegmentNumber = 1, 1
+    frame.SegmentIdentificationSequence = [place]
+    seg.SegmentSequence, seg.PerFrameFunctionalGroupsSequence = [segment], [frame, frame]
+    seg.save_as(tmp_path / "seg.dcm")
+    np.testing.assert_array_equal(read_mask(tmp_path / "seg.dcm")[0], frames.transpose(1, 2, 0))
+
+
 def test_a_dicom_series_in_colour(tmp_path: Path) -> None:
     (tmp_path / "series").mkdir()
     for position in range(2):

@@ -152,8 +152,8 @@ def load_model(folder: Path | str) -> StoredModel:
     missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
     if missing:
         below = next(iter(sorted(folder.glob(f"*/**/{CARD_FILE}"))), folder / CARD_FILE).parent
-        example = f", for example {below}" if below != folder else ""
-        raise StateError(f"{folder}: no delivered model here ({' and '.join(missing)} missing); give the folder that holds both files{example}")
+        remedy = "give the folder that holds both files" + (f", for example {below}" if below != folder else "")
+        raise StateError(f"{folder}: no delivered model here ({' and '.join(missing)} missing); {remedy}")
     try:
         card = json.loads((folder / CARD_FILE).read_text())
         schema, checksum, described = card["schema"], card["sha256"], card["task"]
