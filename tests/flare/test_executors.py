@@ -79,7 +79,7 @@ def answered(executor: MedflareExecutor, fl_ctx: FLContext, phase: str, message:
 
 
 def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
-    executor = FedAvgExecutor()
+    executor = FedAvgExecutor(seed=0)
     assert to_message(answered(executor, fl_ctx, "enrol", enrolment(task))).facts["n"]["train"] > 0
     reply = to_message(answered(executor, fl_ctx, "train", model(task)))
     assert reply.facts["n_samples"] > 0
@@ -91,25 +91,27 @@ def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: Tas
 
 
 def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, task: TaskConfig) -> None:
-    answered(FedAvgExecutor(), fl_ctx, "enrol", enrolment(task))
-    together = FedAvgExecutor()
+    answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))
+    together = FedAvgExecutor(seed=0)
     first = to_message(answered(together, fl_ctx, "train", model(task)))
-    again = to_message(answered(FedAvgExecutor(), fl_ctx, "train", model(task)))
+    again = to_message(answered(FedAvgExecutor(seed=0), fl_ctx, "train", model(task)))
     assert all((first.states["model"][name] == again.states["model"][name]).all() for name in first.states["model"])
 
 
 def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
     stranger = enrolment(task, seed=9)
-    assert "site CS and the server differ in seed" in str(error_of(answered(FedAvgExecutor(), fl_ctx, "enrol", stranger)))
+    assert "site CS and the server differ in seed" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", stranger)))
     (place / "local" / "medflare.json").write_text('{"data_root": "/nowhere"}')
-    reason = str(error_of(answered(FedAvgExecutor(), fl_ctx, "enrol", enrolment(task))))
+    reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
     assert "site CS: data root /nowhere" in reason
     assert "\n" not in reason
-    assert "no method 'fedavgg'; did you mean 'fedavg'" in str(error_of(answered(MedflareExecutor("fedavgg"), fl_ctx, "enrol", Message())))
+    assert "no method 'fedavgg'; did you mean 'fedavg'" in str(
+        error_of(answered(MedflareExecutor(seed=0, method="fedavgg"), fl_ctx, "enrol", Message()))
+    )
 
 
 def test_an_unexpected_error_is_a_reason_too(fl_ctx: FLContext, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = FedAvgExecutor()
+    executor = FedAvgExecutor(seed=0)
     answered(executor, fl_ctx, "enrol", enrolment(task))
     monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", lambda *arguments: 1 / 0)
     reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
@@ -117,7 +119,7 @@ def test_an_unexpected_error_is_a_reason_too(fl_ctx: FLContext, task: TaskConfig
 
 
 def test_abort_is_honoured_before_the_next_batch(fl_ctx: FLContext, task: TaskConfig) -> None:
-    executor = FedAvgExecutor()
+    executor = FedAvgExecutor(seed=0)
     answered(executor, fl_ctx, "enrol", enrolment(task))
     assert answered(executor, fl_ctx, "train", model(task), abort=True).get_return_code() == ReturnCode.TASK_ABORTED
 
@@ -176,7 +178,7 @@ def test_warm_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: 
 
 def answered_twice(fl_ctx: FLContext, task: TaskConfig) -> Shareable:
     fl_ctx.set_prop(FLContextKey.SIMULATE_MODE, False)
-    executor = FedAvgExecutor()
+    executor = FedAvgExecutor(seed=0)
     answered(executor, fl_ctx, "enrol", enrolment(task))
     return answered(executor, fl_ctx, "train", model(task))
 
