@@ -20,7 +20,7 @@ MEANINGS = {
         'or have {party} allow "byoc" to your role in its local/authorization.json'
     ),
     r"Component '(?P<what>[\w.]+)'.* is not in allow_list": (
-        "{party} does not allow the component {what}; its administrator adds \"medflare.\" to class_allow_list in "
+        '{party} does not allow the component {what}; its administrator adds "medflare." to class_allow_list in '
         "{party}'s local/resources.json (install_local.py does so), then submit the job again"
     ),
     r"No module named '(?P<what>[\w.]+)'": (

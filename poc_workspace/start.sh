@@ -6,6 +6,9 @@ set -euo pipefail
 kit=$(cd "$1" && pwd)
 limit=${2:-60}
 
+# How long a finished job waits for the last word of a site that is gone; FLARE's default is a quarter of an hour.
+export NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT=${NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT:-60}
+
 log=$kit/log.txt
 touch "$log"
 before=$(wc -l <"$log") # what earlier starts wrote does not count

@@ -23,6 +23,7 @@ PEOPLE = {
     "member": "member@hospital-two.org",
     "it": "it@hospital-one.org",
 }
+_PATIENCE = {"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"}  # see poc_workspace/start.sh
 
 
 class ProvisionedFederation:
@@ -100,6 +101,11 @@ class ProvisionedFederation:
         done = self.command("nvflare", "--format", "json", "job", "meta", job, "--startup-kit", self.kit("lead"))
         return json.loads(done.stdout)["data"]
 
+    def connected(self) -> list[str]:
+        """Names of the sites that the server has at the moment; none while it does not answer."""
+        done = self.command("nvflare", "--format", "json", "system", "status", "--startup-kit", self.kit("admin"), check=False)
+        return [site for site in self.sites if done.returncode == 0 and site in done.stdout]
+
     # -- faults and clean-up -----------------------------------------------------------------------------------------------
 
     def processes(self, name: str) -> list[psutil.Process]:
@@ -143,4 +149,4 @@ def _free_port() -> int:
 
 def _own(home: Path) -> dict[str, str]:
     """This interpreter for every child, and a home of its own for the files that the nvflare command keeps."""
-    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), "HOME": str(home)}
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), "HOME": str(home), **_PATIENCE}

@@ -93,7 +93,6 @@ class Seat:
 
         return Participant(self.name, opened, method, self.hyper, store=StateStore(self.state_folder), keep=keep, show=show)
 
-
     def _take_up(self, interrupted: Path) -> None:
         """Copy what the site remembers of the interrupted job, once and in one piece; that job's own folder stays as it is."""
         if interrupted.exists() and not self.state_folder.exists():
