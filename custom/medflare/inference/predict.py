@@ -77,19 +77,37 @@ class Summary:
     """What became of a call of `predict`.
 
     Attributes:
+        table: the CSV file with a row for every picture.
+        inputs: how many there were.
+        say, progress: see `predict`.
         images, pictures: inputs predicted; their pictures, counting every slice of a volume.
         failed: one line for each input that could not be predicted.
         answered: for a super model, how many pictures each member answered.
         adapted: how the model adapted to the images; "" where it did not.
-        table: the CSV file with a row for every picture.
     """
 
     table: Path
+    inputs: int
+    say: Callable[[str], None]
+    progress: Callable[[int, int], None]
     images: int = 0
     pictures: int = 0
     failed: list[str] = field(default_factory=list)
     answered: Counter[str] = field(default_factory=Counter)
     adapted: str = ""
+
+    def add(self, answered: Sequence[str]) -> None:
+        """One input was predicted; who answered each of its pictures."""
+        self.images += 1
+        self.pictures += len(answered)
+        self.answered.update(filter(None, answered))
+        self.progress(self.images + len(self.failed), self.inputs)
+
+    def fail(self, line: str) -> None:
+        """One input was not, for the reason that the line gives."""
+        self.failed.append(line)
+        self.say(line)
+        self.progress(self.images + len(self.failed), self.inputs)
 
     def render(self) -> str:
         slices = f" ({self.pictures} pictures with every slice of the volumes)" if self.pictures > self.images else ""
@@ -120,46 +138,31 @@ def predict(
         out: made where it does not exist.
         builder: `methods.registry.build_deployed`; the default builds kind "plain" alone.
         adapt: one of `ADAPTATIONS`, see `prediction_model`.
-        device: "cpu", "cuda", "cuda:1", ...
-        say: takes a line for every image that fails, when it does.
+        say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
         progress: called with (inputs done, inputs in all).
-
-    Returns:
-        The summary. An image that cannot be read or predicted is named in its `failed`; the others are predicted.
 
     Raises:
         ConfigError: an unknown adaptation or device, or a network that cannot adapt.
         StateError: weights that do not fit the task, or an output folder that cannot be written.
     """
     inputs, problems = find_inputs(images, out)
-    summary, rows, task = Summary(out / TABLE), list[dict[str, Any]](), stored.task
+    task, summary = stored.task, Summary(out / TABLE, len(inputs) + len(problems), say, progress)
     model = prediction_model(stored, builder, adapt).to(checked_device(device)).eval()
-
-    def step() -> None:
-        progress(summary.images + len(summary.failed), len(inputs) + len(problems))
-
-    def fail(line: str) -> None:
-        summary.failed.append(line)
-        say(line)
-        step()
-
     for problem in problems:
-        fail(problem)
-    prepared: Iterable[Prepared] = _readable(inputs, task, fail)
+        summary.fail(problem)
+    prepared: Iterable[Prepared] = _readable(inputs, task, summary.fail)
     if isinstance(model, Adaptive) and adapt != "none":
         prepared = list(prepared)
         summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
     elif isinstance(model, Tent):
         summary.adapted = "tent, batch by batch while they were predicted"
+    rows: list[dict[str, Any]] = []
     for prediction in predictions(model, prepared, task, device):
-        if not torch.isfinite(prediction.probabilities).all():
-            fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
-            continue
-        rows += _written(prediction, task, out)
-        summary.images += 1
-        summary.pictures += len(prediction.answered)
-        summary.answered.update(filter(None, prediction.answered))
-        step()
+        if torch.isfinite(prediction.probabilities).all():
+            rows += _written(prediction, task, out)
+            summary.add(prediction.answered)
+        else:
+            summary.fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
     _write_table(summary.table, rows)
     return summary
 
