@@ -203,6 +203,14 @@ def test_a_question_for_work_is_answered_when_there_is_some() -> None:
     assert time.monotonic() - started < 0.5
 
 
+def test_nobody_waits_for_work_after_the_end() -> None:
+    carrier = exchange(FakeController(CS=never_fetches))
+    threading.Timer(0.1, carrier.close).start()
+    started = time.monotonic()
+    carrier.wait_for_task("CS", 5.0)
+    assert time.monotonic() - started < 0.5
+
+
 def test_an_unknown_outside_site_is_named() -> None:
     controller = FakeController(CS=answers(), DU=answers())
     with pytest.raises(ConfigError, match="unknown outside site 'HT'; this job runs at CS, DU"):

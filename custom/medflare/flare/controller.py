@@ -78,9 +78,11 @@ class MedflareController(Controller):
     # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        pass
+        """Nothing: sites may ask for work before this, so `handle_event` has made ready for them."""
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -87,6 +87,7 @@ class TaskExchange:
         self.watch = Watch(silence)
         self._asked: dict[str, _Asked] = {}
         self._changed = threading.Condition()
+        self._closed = False
 
     def present(self, round: int) -> list[str]:
         """The job's sites that are not given up; one that was comes back with its first sign of life.
@@ -117,7 +118,13 @@ class TaskExchange:
     def wait_for_task(self, site: str, seconds: float) -> None:
         """Returns when there is a task that the site has not fetched, at the latest after `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: site in self._asked and not self._asked[site].fetched, seconds)
+            self._changed.wait_for(lambda: self._closed or (site in self._asked and not self._asked[site].fetched), seconds)
+
+    def close(self) -> None:
+        """There will be no more tasks: nobody is kept waiting for one."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 
