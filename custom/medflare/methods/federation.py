@@ -16,7 +16,7 @@ from medflare.core.manifest import Manifest
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.methods.base import ServerHalf, Step
-from medflare.methods.screening import drop_undefined_metrics, screen
+from medflare.methods.screening import drop_undefined_metrics, not_plain, screen
 from medflare.methods.training import total_bytes
 
 ENROL, DELIVER = "enrol", "deliver"
@@ -255,7 +255,7 @@ class Federation:
         """The engine's exchange, counted; a site without an answer gets one that says so."""
         answers = self.exchange(step, outgoing) if outgoing else {}
         silent = Reply(problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing")
-        replies = {site: answers.get(site, silent) for site in sorted(outgoing)}
+        replies = {site: _plain(answers.get(site, silent)) for site in sorted(outgoing)}
         self.outcome.down_bytes += total_bytes(outgoing.values())
         self.outcome.up_bytes += total_bytes(reply.message for reply in replies.values() if reply.message is not None)
         return replies
@@ -282,6 +282,12 @@ class Federation:
 def _numbered(message: Message, index: int) -> Message:
     """The message with the number of its step, by which a site knows a step that it has done before."""
     return Message(message.states, {**message.facts, "step": index})
+
+
+def _plain(reply: Reply) -> Reply:
+    """The reply, or why its facts must not get as far as the results."""
+    problem = not_plain(reply.message.facts) if reply.message is not None else None
+    return reply if problem is None else Reply(problem=problem, kind="rejected")
 
 
 def _listed(problems: Mapping[str, str]) -> str:

@@ -1,5 +1,6 @@
 """What the server takes from a site: everything else is rejected, by name, before it can reach an average."""
 
+import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -46,6 +47,15 @@ def screen(
         del accepted[site]
         rejected[site] = reason
     return Screened(accepted, dict(sorted(rejected.items())))
+
+
+def not_plain(facts: Mapping[str, object]) -> str | None:
+    """What in a reply's facts cannot be written down as numbers and names, in words, or None."""
+    try:
+        json.dumps(facts)
+    except (TypeError, ValueError) as error:
+        return f"facts hold something that is neither number nor text ({error})"
+    return None
 
 
 def _reason(reply: Message, manifest: Manifest, counts: Mapping[str, int]) -> str | None:

@@ -1,0 +1,84 @@
+"""FLARE's privacy filters on what a site changed.
+
+`PercentilePrivacy` and `SVTPrivacy` were made for weight differences: they cut off or drop small numbers and clip large ones. A
+site sends its models in full, and clipped weights are no model. Here the filter sees the difference to the model that came in
+with the task, and the site sends that model plus the filtered difference.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.dxo_filter import DXOFilter
+from nvflare.apis.filter import Filter
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
+from nvflare.app_common.filters.svt_privacy import SVTPrivacy
+
+from medflare.core.errors import ConfigError, MedflareError, UpdateError
+from medflare.flare.seat import ASSIGNMENT, Assignment
+
+if TYPE_CHECKING:
+    from medflare.core.states import StateDict
+
+_FILTERS: dict[str, type[DXOFilter]] = {"percentile": PercentilePrivacy, "svt": SVTPrivacy}
+
+
+class UpdatePrivacy(Filter):
+    """Task-result filter: one of FLARE's privacy filters, on every floating tensor's change in this task.
+
+    An entry that did not come in with the task (FedSM's prototypes, a new head) has no change that could be filtered; the whole
+    result is then kept back with that reason rather than sent unprotected. Put the filter before `OutboundGuard`.
+
+    Args:
+        name: "percentile" (Shokri and Shmatikov, CCS 2015) or "svt" (sparse vector technique).
+        options: arguments of FLARE's filter, for example {"percentile": 10, "gamma": 0.01} or {"epsilon": 0.1, "fraction": 0.1}.
+
+    Raises:
+        ConfigError: there is no such filter, or it does not take these arguments.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any] | None = None):
+        super().__init__()
+        if name not in _FILTERS:
+            raise ConfigError(f"no privacy filter {name!r}; choose {' or '.join(sorted(_FILTERS))}")
+        try:
+            self.filter = _FILTERS[name](**(options or {}))
+        except TypeError as error:
+            raise ConfigError(f"privacy filter {name}: {error}") from error
+        if isinstance(self.filter, SVTPrivacy) and self.filter.tau >= self.filter.gamma:
+            raise ConfigError(
+                f"privacy filter svt: tau = {self.filter.tau} is not below gamma = {self.filter.gamma}: no change would ever pass"
+            )
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        from medflare.core.message import Message
+        from medflare.flare.wire import error_reply, to_message, to_shareable
+
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable
+        assignment: Assignment | None = fl_ctx.get_prop(ASSIGNMENT)
+        try:
+            message = to_message(shareable)
+            came_in = assignment.incoming.states if assignment is not None else {}
+            states = {entry: self._filtered(entry, state, came_in.get(entry), shareable, fl_ctx) for entry, state in message.states.items()}
+        except MedflareError as error:
+            return error_reply(f"the privacy filter of site {fl_ctx.get_identity_name()} kept back the answer: {error}")
+        return to_shareable(Message(states, message.facts)) if states else shareable
+
+    def _filtered(
+        self, entry: str, state: "StateDict", came_in: "StateDict | None", shareable: Shareable, fl_ctx: FLContext
+    ) -> "StateDict":
+        """`came_in` plus the filtered change; integer tensors (counters) as they are."""
+        import torch
+
+        if came_in is None:
+            raise UpdateError(f"{entry} did not come in with the task, so it has no change to filter; the method cannot be used with it")
+        names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
+        if unknown := [name for name in names if name not in came_in]:
+            raise UpdateError(f"{entry}/{unknown[0]} did not come in with the task, so it has no change to filter")
+        changes = DXO(DataKind.WEIGHT_DIFF, {name: (state[name].double() - came_in[name].double()).numpy() for name in names})
+        filtered = self.filter.process_dxo(changes, shareable, fl_ctx) or changes
+        sent = {name: came_in[name].double() + torch.from_numpy(filtered.data[name].reshape(state[name].shape)) for name in names}
+        return {name: sent[name].to(tensor.dtype) if name in sent else tensor for name, tensor in state.items()}
