@@ -3,17 +3,19 @@
     python install_local.py KIT [--data-root FOLDER] [--device cuda:0] [--cache FOLDER]      at a hospital
     python install_local.py KIT --storage FOLDER                                             at the server
 
-What FLARE provisioned stays beside it as *.json.default. Files that are there already are kept unless --force is given.
+What FLARE provisioned stays beside it as *.json.default; resources.json is made from it, so that a kit prepared for Docker or
+Kubernetes keeps its launcher. Files that are there already are kept unless --force is given.
 """
 
 import argparse
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 TEMPLATES = Path(__file__).resolve().parent / "local"
+_PLAIN_LAUNCHER = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
+_SHARED = "/tmp/nvflare/"  # FLARE's default: all federations of a machine share it, and a reboot empties it
 
 
 def main() -> None:
@@ -22,18 +24,35 @@ def main() -> None:
     kind = _kind(kit)
     if kind is None:
         sys.exit(f"{kit} is no startup kit of a server or a site: startup/fed_server.json or startup/fed_client.json is missing")
+    storage = (options.storage or kit / "storage").resolve()
+    own = {"data_root": options.data_root, "device": options.device, "cache": options.cache}
     for template in sorted((TEMPLATES / kind).glob("*.json")):
         target = local / template.name
         if target.exists() and not options.force:
             print(f"kept      {target}")
             continue
-        shutil.copyfile(template, target)
+        source = local / "resources.json.default" if template.name == "resources.json" else template
+        content = json.loads(source.read_text(encoding="utf-8"))
+        if template.name == "resources.json":
+            adapt(content, storage)
+        elif template.name == "medflare.json":
+            _set_own(content, own)
+        target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         print(f"installed {target}")
-    if kind == "server":
-        _edit(local / "resources.json", lambda resources: _set_storage(resources, (options.storage or kit / "storage").resolve()))
-    else:
-        own = {"data_root": options.data_root, "device": options.device, "cache": options.cache}
-        _edit(local / "medflare.json", lambda settings: _set_own(settings, own))
+
+
+def adapt(resources: dict[str, Any], storage: Path) -> None:
+    """What medflare needs of FLARE's resources.json, in place; `storage` is where a server keeps jobs and results."""
+    resources["class_allow_list"].insert(0, "medflare.")
+    components = {component["id"]: component for component in resources["components"]}
+    launcher = components.get("process_launcher", {})
+    if launcher.get("path") == _PLAIN_LAUNCHER:
+        launcher["path"] = "medflare.flare.launcher.RestartingLauncher"
+    for server in resources.get("servers", ()):
+        server["heart_beat_timeout"] = 120  # seconds; FLARE's ten minutes are long for those who wait for a site that is gone
+    if "job_manager" in components and components["job_manager"]["args"]["uri_root"].startswith(_SHARED):
+        components["job_manager"]["args"]["uri_root"] = str(storage / "jobs")
+        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(storage / "snapshots")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,19 +69,6 @@ def _parser() -> argparse.ArgumentParser:
 def _kind(kit: Path) -> str | None:
     found = [kind for kind, file in (("server", "fed_server.json"), ("site", "fed_client.json")) if (kit / "startup" / file).is_file()]
     return found[0] if found else None
-
-
-def _edit(path: Path, change: Any) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    change(content)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _set_storage(resources: dict[str, Any], folder: Path) -> None:
-    """FLARE's default is a folder below /tmp that all federations of a machine share and a reboot empties."""
-    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(folder / "snapshots")
-    manager = next(component for component in resources["components"] if component["id"] == "job_manager")
-    manager["args"]["uri_root"] = str(folder / "jobs")
 
 
 def _set_own(settings: dict[str, Any], own: dict[str, Any]) -> None:

@@ -187,7 +187,7 @@ class TestPrivacyFiltersOfFlare:
             UpdatePrivacy("laplace")
         with pytest.raises(ConfigError, match="percentile"):
             UpdatePrivacy("percentile", {"gama": 0.1})
-        with pytest.raises(ConfigError, match="tau = 0.1 is not below gamma"):
+        with pytest.raises(ConfigError, match=r"tau = 0.1 is not below gamma"):
             UpdatePrivacy("svt", {"tau": 0.1})
 
     def test_exclude_vars_reaches_the_tensors_and_the_guard_says_what_is_missing(self, context: FLContext, update: Message) -> None:

@@ -1,0 +1,44 @@
+"""Thirty rounds: no process of the server or a site keeps growing."""
+
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from e2e.simulation import Simulate
+from medflare.flare.jobs import build_job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROUNDS = 30
+
+
+def test_memory_does_not_grow(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
+    """Mean resident memory of each process in the last third of the rounds, against the first third: less than 5 % more."""
+    simulation = simulate(build_job("fedsm", tiny_task, rounds=ROUNDS, seed=1, out=tmp_path / "job"), "-n", "2", "-t", "2")
+    log = simulation.folder / "metrics.jsonl"
+    memory: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # process -> round -> bytes
+    parent = psutil.Process(simulation.process.pid)
+    while simulation.process.poll() is None:
+        done = len(log.read_text().splitlines()) if log.exists() else 0
+        for process in [parent, *parent.children(recursive=True)]:
+            try:
+                memory[process.pid][done].append(process.memory_info().rss)
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(0.2)
+    assert simulation.results["status"] == "COMPLETED"
+    third = ROUNDS // 3
+    watched = 0
+    for rounds in memory.values():
+        first = [size for done, sizes in rounds.items() if 1 <= done <= third for size in sizes]
+        last = [size for done, sizes in rounds.items() if ROUNDS - third < done <= ROUNDS for size in sizes]
+        if first and last:  # a process that lived through the rounds
+            watched += 1
+            growth = statistics.mean(last) / statistics.mean(first) - 1
+            assert growth < 0.05, f"{growth:.1%} more memory in the last third"
+    assert watched >= 3, "the server and two sites"

@@ -1,0 +1,61 @@
+"""The site-local templates say what install_local.py makes of freshly provisioned kits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def provisioned(tmp_path_factory: pytest.TempPathFactory) -> ProvisionedFederation:
+    federation = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ["site-1"])
+    federation.provision()
+    return federation
+
+
+@pytest.mark.parametrize(("kind", "party"), [("site", "site-1"), ("server", SERVER)])
+def test_templates_are_what_a_kit_gets(provisioned: ProvisionedFederation, kind: str, party: str) -> None:
+    local = provisioned.kit(party) / "local"
+    for template in (SCRIPTS / "local" / kind).glob("*.json"):
+        expected, found = json.loads(template.read_text()), json.loads((local / template.name).read_text())
+        if template.name == "medflare.json":
+            expected = {"device": expected["device"]}  # the folders are the hospital's own
+        text = json.dumps(expected).replace("/var/lib/medflare", str(provisioned.kit(party) / "storage"))
+        assert json.loads(text) == found, template
+
+
+def test_a_sites_own_settings(provisioned: ProvisionedFederation, tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPTS / "install_local.py", provisioned.kit("site-1"), "--data-root", tmp_path, "--device", "cuda:1"]
+    own = provisioned.kit("site-1") / "local" / "medflare.json"
+    kept = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"kept      {own}" in kept.stdout and "data_root" not in own.read_text(), "what is there is not replaced unasked"
+    subprocess.run([*command, "--force"], capture_output=True, check=True)
+    assert json.loads(own.read_text()) == {"device": "cuda:1", "data_root": str(tmp_path)}
+
+
+def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFederation) -> None:
+    kit = provisioned.kit("site-1")
+    provisioned.command("nvflare", "deploy", "prepare", kit, "--config", SCRIPTS / "runtime" / "docker.yaml")
+    subprocess.run([sys.executable, SCRIPTS / "install_local.py", kit / "prepared" / "docker"], capture_output=True, check=True)
+    resources = json.loads((kit / "prepared" / "docker" / "local" / "resources.json").read_text())
+    assert "medflare." in resources["class_allow_list"]
+    assert any("docker" in component["path"].lower() for component in resources["components"])
+
+
+def test_what_is_no_kit_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, SCRIPTS / "install_local.py", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "is no startup kit" in done.stderr
+
+
+def test_poc_project_has_the_same_people(provisioned: ProvisionedFederation) -> None:
+    import yaml
+
+    central, poc = (yaml.safe_load((SCRIPTS / name).read_text())["participants"] for name in ("project.yml", "project_poc.yml"))
+    assert {one["role"] for one in poc if one["type"] == "admin"} == {one["role"] for one in central if one["type"] == "admin"}
+    assert [one["name"] for one in poc if one["type"] == "client"] == [one["name"] for one in central if one["type"] == "client"]
