@@ -153,14 +153,12 @@ def _run(options: argparse.Namespace) -> int:
         inside = [site for site in sites if site not in common["outside"]]
         run_local(options.method, task, inside, rounds=options.rounds, data_root=options.data_root, out=folder, say=print, **common)
         return 0 if show_results(folder) else 1
-    from nvflare.recipe import SimEnv
-
     from medflare.flare.recipes import MedflareRecipe
 
     if options.data_root is not None:
         os.environ["MEDFLARE_DATA_ROOT"] = str(options.data_root.resolve())
     recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **common)
-    recipe.execute(SimEnv(clients=sites, num_threads=options.threads, workspace_root=str(folder)))
+    recipe.simulate(sites, folder, threads=options.threads)
     return 0 if show_results(folder) else 1
 
 

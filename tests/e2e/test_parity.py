@@ -43,11 +43,22 @@ def read_local(local: Path) -> dict:
     return load_results(local)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedsm"])
+CASES = {
+    "fedavg": ("phantom", 3, ()),
+    "fedsm": ("phantom", 3, ()),
+    "prr": ("phantom_grades", 2, ("site-3",)),
+    "grace": ("phantom", 2, ()),
+    "iop_fl": ("phantom", 2, ("site-3",)),
+    "feddag": ("phantom_grades", 2, ()),
+}
+
+
+@pytest.mark.parametrize("method", CASES)
 def test_engines_end_in_the_same_weights(method: str, simulate: Simulate, tmp_path: Path) -> None:
+    task, rounds, outside = CASES[method]
     local = tmp_path / "local"
-    run_local(method, "phantom", SITES, rounds=3, seed=5, out=local)
-    job = build_job(method, "phantom", out=tmp_path / "job", rounds=3, seed=5)
+    run_local(method, task, [site for site in SITES if site not in outside], rounds=rounds, seed=5, outside=outside, out=local)
+    job = build_job(method, task, out=tmp_path / "job", rounds=rounds, seed=5, outside=outside)
     assert_equal_to_local(simulate(job, "-n", "3", "-t", "3").wait(), local, SITES)
     assert_equal_to_local(simulate(job, "-n", "3", "-t", "1").wait(), local, SITES)
 

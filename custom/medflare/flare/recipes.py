@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import Recipe
 
 from medflare.flare.jobs import FederationJob, JobSettings
@@ -62,6 +63,10 @@ class MedflareRecipe(Recipe):
             silence,
         )
         super().__init__(FederationJob(load_task(task), settings))
+
+    def simulate(self, sites: Sequence[str], workspace: Path, *, threads: int | None = None) -> None:
+        """Run in FLARE's simulator with these sites; `threads` of them work at the same time (None: all)."""
+        self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
 
 
 class FedAvgRecipe(MedflareRecipe):
