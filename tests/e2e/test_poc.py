@@ -1,0 +1,69 @@
+"""The job folder that the simulator runs, unchanged, in a POC federation of real processes."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from e2e.provisioned import SCRIPTS, ProvisionedFederation, wait_until
+from medflare.evaluation.results import load_results
+from medflare.flare.jobs import build_job
+from medflare.local import run_local
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SITES = ("site-1", "site-2")
+
+
+class PocFederation(ProvisionedFederation):
+    """Two sites of poc_workspace/project_poc.yml, prepared and started by `nvflare poc`."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, SITES)
+        self.kits = folder / "poc" / "medflare" / "prod_00"
+        self.environment = {**self.environment, "NVFLARE_POC_WORKSPACE": str(folder / "poc")}
+
+    def kit(self, name: str) -> Path:
+        return super().kit("server" if name == "localhost" else name)
+
+    def start_all(self) -> None:
+        project = yaml.safe_load((SCRIPTS / "project_poc.yml").read_text())
+        project["participants"] = [one for one in project["participants"] if one["type"] != "client" or one["name"] in SITES]
+        for one in project["participants"]:
+            if one["type"] == "server":
+                one["fed_learn_port"] = self.port
+        (self.folder / "project.yml").write_text(yaml.safe_dump(project))
+        self.command("nvflare", "poc", "prepare", "-i", self.folder / "project.yml", "--force", limit=60)
+        self.command("nvflare", "poc", "start", "--no-wait", limit=60)
+        wait_until(lambda: len(self.connected()) == len(SITES), "the sites do not connect", 120)
+
+    def stop(self) -> None:
+        """`nvflare poc start` leaves its processes to themselves: those that work in this folder are this federation's."""
+        for process in psutil.process_iter(["cmdline"]):
+            if process.pid != os.getpid() and any(str(self.kits) in word for word in process.info["cmdline"] or ()):
+                process.kill()
+
+
+@pytest.fixture
+def poc(tmp_path: Path) -> Iterator[PocFederation]:
+    running = PocFederation(tmp_path)
+    try:
+        running.start_all()
+        yield running
+    finally:
+        running.stop()
+
+
+def test_the_same_job_folder_gives_the_same_results(poc: PocFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
+    job = build_job("fedsm", tiny_task, rounds=2, seed=3, out=tmp_path / "job")
+    assert (job / "app" / "custom").is_dir(), "with app/custom/, as the simulator takes it"
+    identity = poc.submit(job)
+    poc.script("watch.sh", poc.kit("lead"), identity, 150, limit=180)
+    poc.script("fetch.sh", poc.kit("lead"), identity, tmp_path / "fetched")
+    expected = run_local("fedsm", tiny_task, SITES, rounds=2, seed=3)
+    assert load_results(tmp_path / "fetched")["sites"] == json.loads(json.dumps(expected["sites"]))
