@@ -1,12 +1,14 @@
 """What really goes wrong in a running federation: a site's process is killed, the server is killed and comes back."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from e2e.components.cable import Cable
 from e2e.provisioned import SERVER, ProvisionedFederation, wait_until
 from e2e.simulation import problems
 from medflare.evaluation.results import load_results
@@ -16,6 +18,7 @@ from medflare.local import run_local
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROUNDS, SEED = 5, 7
+CUT = 20.0  # seconds without network
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,31 @@ def test_a_killed_site_is_started_again_and_loses_nothing(federation, job, tiny_
     assert results["status"] == "COMPLETED"
     assert results["sites"] == run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED)["sites"]
     assert "starting it again" in (federation.kit("site-2") / "log.txt").read_text()
+
+
+def test_a_cut_network_costs_time_and_nothing_else(federation, tiny_task, tmp_path):
+    """One site's connections are cut for a while shorter than `silence`: it is waited for, comes back and answers."""
+    job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=120.0, out=tmp_path / "job")
+    cable = Cable(federation.port)
+    config = federation.kit("site-2") / "startup" / "fed_client.json"
+    direct = config.read_text()
+    federation.kill("site-2")
+    config.write_text(direct.replace(f":{federation.port}", f":{cable.port}"))
+    try:
+        federation.start("site-2")
+        identity = federation.submit(job)
+        wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere", 120)
+        cable.pull()
+        time.sleep(CUT)
+        cable.plug()
+        results = fetched(federation, identity, tmp_path / "fetched")
+    finally:
+        cable.close()
+        config.write_text(direct)
+        federation.kill("site-2")
+        federation.start("site-2")
+    assert results["status"] == "COMPLETED"
+    assert results["sites"] == run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED)["sites"]
 
 
 def test_a_site_that_is_gone_for_good_is_named_and_the_others_go_on(federation, job, tmp_path):
