@@ -71,6 +71,7 @@ METHODS: dict[str, Method] = {
         Method("iop_fl", "iop_fl:IOPSite", "iop_fl:IOPServer", "Jiang et al., IOP-FL, IEEE TMI 2023"),
         Method("grace", "grace:GraceSite", "grace:GraceServer", "Zhang et al., GRACE, MICCAI 2023"),
         Method("moon", "moon:MoonSite", "moon:MoonServer", "Li et al., MOON, CVPR 2021"),
+        Method("robust", "fedavg:FedAvgSite", "robust:RobustServer", "Yin et al., ICML 2018"),
         Method("prr", "prr:PRRSite", "prr:PRRServer", "Chen et al., PRR-Imbalance, IEEE TMI 2022"),
     )
 }
