@@ -19,7 +19,7 @@ from medflare.evaluation.results import FAILED, FOLDER
 from medflare.evaluation.run import Run, take_up
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange import TaskExchange
-from medflare.flare.seat import TASK_FILE
+from medflare.flare.seat import TASK_FILE, interrupted
 from medflare.flare.signs import ALIVE, PATIENCE, WORK
 from medflare.flare.streams import share_cleanup_thread
 from medflare.flare.tracking import Tracking
@@ -134,7 +134,7 @@ class MedflareController(Controller):
             raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
         outside = tuple(self.outside or ())
         if self.resume:
-            take_up(self._checkpoints(self.resume), self._checkpoints(job))
+            take_up(self._checkpoints(interrupted(self.resume)), self._checkpoints(job))
         return Run(
             method=get_method(self.site_half or aggregator.method_name, server=aggregator.method_name),
             task=load_task(Path(workspace.get_app_config_dir(job)) / TASK_FILE),

@@ -19,7 +19,7 @@ from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, MedflareError
-from medflare.flare.seat import ASSIGNMENT, FOLDER, LOCAL_FILE, TASK_FILE, Assignment, Seat, anchor
+from medflare.flare.seat import ASSIGNMENT, FOLDER, LOCAL_FILE, TASK_FILE, Assignment, Seat, anchor, interrupted
 from medflare.flare.signs import Pulse, wait_for_work
 from medflare.flare.warm import WarmHost
 
@@ -112,7 +112,7 @@ class MedflareExecutor(Executor):
             local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),
             folder=str(Path(workspace.get_run_dir(job)) / FOLDER),
             hyper=self.hyper or {},
-            resumed=str(Path(workspace.get_run_dir(self.resume)) / FOLDER) if self.resume else "",
+            resumed=str(Path(workspace.get_run_dir(interrupted(self.resume))) / FOLDER) if self.resume else "",
         )
 
 

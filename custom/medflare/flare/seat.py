@@ -5,6 +5,7 @@ The imports at the top are light, see `executors`.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -110,6 +111,17 @@ class Assignment:
     round: int
     incoming: "Message"
     seat: Seat
+
+
+def interrupted(job: str) -> str:
+    """The id of a job to take up, as a folder's name.
+
+    Raises:
+        ConfigError: it is no such name, but a way to somewhere else.
+    """
+    if not re.fullmatch(r"[\w-]+", job):
+        raise ConfigError(f"resume = {job!r} is no job id; give the id that FLARE listed the interrupted job under")
+    return job
 
 
 def read_local(path: Path) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""A killed job process is replaced, a few times; one that was asked to stop, or failed by itself, is not."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from nvflare.apis.job_launcher_spec import JobReturnCode
+from nvflare.app_common.job_launcher.process_launcher import ProcessHandle
+
+from medflare.flare.launcher import RestartingHandle
+
+
+class Processes:
+    """Starts the given programs one after the other."""
+
+    def __init__(self, *programs: str):
+        self.programs = list(programs)
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self) -> ProcessHandle:
+        program = self.programs[min(len(self.started), len(self.programs) - 1)]
+        self.started.append(subprocess.Popen([sys.executable, "-c", program], start_new_session=True))
+        return ProcessHandle(process=self.started[-1])
+
+
+DIES = "import os; os.kill(os.getpid(), 9)"
+
+
+def test_a_killed_process_is_replaced() -> None:
+    start = Processes(DIES, DIES, "pass")
+    handle = RestartingHandle(start, restarts=2)
+    handle.wait()
+    assert len(start.started) == 3
+    assert handle.poll() == JobReturnCode.SUCCESS
+
+
+def test_not_for_ever_and_not_as_a_failure_of_the_job() -> None:
+    start = Processes(DIES)
+    handle = RestartingHandle(start, restarts=2)
+    handle.wait()
+    assert len(start.started) == 3
+    assert handle.poll() == JobReturnCode.UNKNOWN, "FLARE would end the job for all sites on an execution error"
+
+
+def test_a_process_that_fails_by_itself_stays_failed() -> None:
+    start = Processes("raise SystemExit(1)")
+    handle = RestartingHandle(start, restarts=2)
+    handle.wait()
+    assert len(start.started) == 1
+    assert handle.poll() == JobReturnCode.EXECUTION_ERROR
+
+
+def test_a_process_that_was_asked_to_stop_stays_stopped() -> None:
+    start = Processes("import time; time.sleep(60)")
+    handle = RestartingHandle(start, restarts=2)
+    waiting = threading.Thread(target=handle.wait)
+    waiting.start()
+    time.sleep(0.3)
+    handle.terminate()
+    waiting.join(10)
+    assert not waiting.is_alive() and len(start.started) == 1
+
+
+def test_a_process_killed_from_outside_is_replaced_while_waited_for() -> None:
+    start = Processes("import time; time.sleep(60)", "pass")
+    handle = RestartingHandle(start, restarts=1)
+    waiting = threading.Thread(target=handle.wait)
+    waiting.start()
+    os.kill(start.started[0].pid, signal.SIGKILL)
+    waiting.join(20)
+    assert len(start.started) == 2 and handle.poll() == JobReturnCode.SUCCESS
