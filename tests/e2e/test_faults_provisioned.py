@@ -53,6 +53,18 @@ def test_a_killed_server_goes_on_after_its_last_step(federation, job, tiny_task,
         assert all(found[name].equal(expected[name]) for name in expected), model
 
 
+def test_an_aborted_job_can_be_taken_up(federation, job, tiny_task, tmp_path):
+    """Stopped by the lead in the middle: it ends as aborted, at the sites too, and what was finished is not lost."""
+    aborted = federation.submit(job)
+    wait_until(lambda: steps_done(federation, aborted) >= 1, "the job does not get anywhere", 120)
+    federation.command("nvflare", "job", "abort", aborted, "--force", "--startup-kit", federation.kit("lead"))
+    wait_until(lambda: federation.meta(aborted)["status"] == "FINISHED:ABORTED", "the job is not aborted", 90)
+    identity = federation.script("resume.sh", federation.kit("lead"), job, aborted).stdout.strip()
+    results = fetched(federation, identity, tmp_path / "resumed")
+    assert results["sites"] == run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED)["sites"]
+    assert not (federation.kit(SERVER) / "medflare" / identity).exists(), "a completed job needs no checkpoint any more"
+
+
 def test_a_killed_site_is_started_again_and_loses_nothing(federation, job, tiny_task, tmp_path):
     """kill -9 for one site's job process while it trains: another process answers in its place, from what the site remembers."""
     identity = federation.submit(job)
