@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nvflare.recipe import SimEnv
-from nvflare.recipe.spec import Recipe
+from nvflare.recipe.spec import ExecEnv, Recipe
 
 from medflare.flare.jobs import FederationJob, JobSettings
 from medflare.tasks.config import TaskConfig, load_task
@@ -63,6 +63,12 @@ class MedflareRecipe(Recipe):
             silence,
         )
         super().__init__(FederationJob(load_task(task), settings))
+
+    def process_env(self, env: ExecEnv) -> None:
+        """In an environment that starts its sites itself (PocEnv) the job waits for all of them: FLARE would start it with those
+        that have registered by then, and a site that comes a second later would never be part of it."""
+        if not isinstance(env, SimEnv):  # the simulator's sites are all there from the beginning
+            self._job.job.min_clients = max(self._job.job.min_clients, getattr(env, "num_clients", None) or 0)
 
     def simulate(self, sites: Sequence[str], workspace: Path, *, threads: int | None = None) -> None:
         """Run in FLARE's simulator with these sites; `threads` of them work at the same time (None: all)."""
