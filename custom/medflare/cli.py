@@ -55,7 +55,7 @@ def _federation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything that is drawn (default: %(default)s)")
     parser.add_argument("--resplit", type=int, metavar="SEED", help="draw the training / validation / test split anew by patient")
     parser.add_argument("--outside", default="", metavar="NAMES", help="comma-separated sites that only receive the final models")
-    parser.add_argument("--min-sites", type=int, help="usable answers a step needs; the round goes on with those that came (default: 2)")
+    parser.add_argument("--min-sites", type=int, help="usable answers a step needs (default: 2); a job also starts only with so many")
     parser.add_argument("--sites-per-round", type=int, help="draw this many sites for each round (default: all)")
     parser.add_argument("--site-half", metavar="METHOD", help="use the site half of another method")
     parser.add_argument("--server-half", metavar="METHOD", help="use the server half of another method")

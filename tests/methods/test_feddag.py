@@ -21,9 +21,10 @@ from medflare.methods.feddag import (
     sharpness_aware_step,
     still_statistics,
 )
-from medflare.methods.feddag_math import discrepancy, instance_discrepancy, pooled
+from medflare.methods.feddag_math import discrepancy, instance_discrepancy
 from medflare.methods.hyper import build_hyper
 from medflare.tasks.config import load_task
+from medflare.tasks.networks import pooled
 
 VARIANTS = [
     {},

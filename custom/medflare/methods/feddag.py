@@ -28,7 +28,6 @@ from medflare.methods.feddag_math import (
     discrepancy,
     ema_decay,
     ema_update,
-    pooled,
     sharpness_perturbation,
     similarity_loss,
     soft_balancing_weights,
@@ -38,7 +37,7 @@ from medflare.methods.hyper import param
 from medflare.methods.sha import ScoredSite, SHAHyper, SHAServer
 from medflare.methods.training import trainable
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.networks import FeatureNetwork
+from medflare.tasks.networks import FeatureNetwork, pooled
 from medflare.tasks.site import Batch, Site
 
 __all__ = [

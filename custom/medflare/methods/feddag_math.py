@@ -206,8 +206,3 @@ def choose_evaluators(sites: Sequence[str], number: int, generator: np.random.Ge
             others = sorted(generator.choice(others, size=number, replace=False).tolist())
         chosen[site] = others
     return chosen
-
-
-def pooled(features: Tensor) -> Tensor:
-    """Features as vectors (N, D): those of a classifier as they are, a segmentation network's map (N, D, H, W) averaged over its pixels."""
-    return features.flatten(2).mean(dim=2) if features.ndim > 2 else features
