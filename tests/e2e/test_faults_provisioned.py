@@ -18,7 +18,7 @@ from medflare.local import run_local
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROUNDS, SEED = 5, 7
-CUT = 20.0  # seconds without network
+CUT = 60.0  # seconds without network
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,12 @@ def fl_ctx(place: Path) -> FLContext:
         get_app_config_dir=lambda job: str(place / "config"),
         get_site_config_dir=lambda: str(place / "local"),
     )
-    engine = SimpleNamespace(get_workspace=lambda: workspace, fire_event=lambda event, ctx: None, send_aux_request=lambda **request: {})
+    engine = SimpleNamespace(
+        get_workspace=lambda: workspace,
+        fire_event=lambda event, ctx: None,
+        send_aux_request=lambda **request: {},
+        client=SimpleNamespace(communicator=SimpleNamespace(timeout=300.0)),
+    )
     manager = FLContextManager(engine=engine, identity_name="CS", job_id="job", public_stickers={}, private_stickers={})
     engine.new_context = manager.new_context
     return manager.new_context()

@@ -20,7 +20,7 @@ from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, MedflareError
 from medflare.flare.seat import ASSIGNMENT, FOLDER, LOCAL_FILE, TASK_FILE, Assignment, Seat, anchor, interrupted
-from medflare.flare.signs import Pulse, wait_for_work
+from medflare.flare.signs import Pulse, expect_answers, wait_for_work
 from medflare.flare.warm import WarmHost
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ class MedflareExecutor(Executor):
             incoming = to_message(shareable)
             fl_ctx.set_prop(ASSIGNMENT, Assignment(task_name, round, incoming, self._seat(fl_ctx)), private=True, sticky=False)
             with Pulse(fl_ctx):
-                return to_shareable(self._answer(task_name, round, incoming, fl_ctx))
+                answer = self._answer(task_name, round, incoming, fl_ctx)
+            expect_answers(fl_ctx, answer.nbytes)
+            return to_shareable(answer)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         except MedflareError as error:

@@ -1,12 +1,15 @@
 """What a site and the server tell each other beside FLARE's tasks: signs of life, and that there is work.
 
 FLARE's own heartbeat is missing in its simulator and takes minutes elsewhere; its polls for work come a fixed time apart, and
-half a second apart in the simulator.
+half a second apart in the simulator; and a message that is lost in a cut network leaves a site deaf for five minutes, until FLARE
+stops waiting for the answer.
 """
 
 import threading
+import time
 from types import TracebackType
 
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
@@ -16,6 +19,12 @@ WORK = "medflare.work"  # site to server, before a poll; the answer comes when t
 PATIENCE = 0.5  # seconds
 _EVERY = 2.0  # seconds between two signs of life
 _TRANSPORT = 5.0  # seconds that request and answer may take on their way
+_STALLED = 30.0  # seconds without a byte of progress after which a poll or a result counts as lost and is sent again
+_FETCHED_SIZE = 64 << 20  # bytes from which the server fetches a result's tensors one by one while the site waits ...
+_FETCHED = 300.0  # ... which may take this long without the site seeing progress; FLARE's own limit
+_UNREACHABLE = 60.0  # seconds after which a site that cannot reach the server polls all the same
+_PAUSE = 0.5  # seconds between two attempts to reach it
+_UNANSWERED = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 
 
 class Pulse:
@@ -40,10 +49,31 @@ class Pulse:
 
 
 def wait_for_work(fl_ctx: FLContext) -> None:
-    """Returns when the server has a task for this site, or has none for the moment: the poll that follows seldom comes in vain."""
-    _tell_server(WORK, fl_ctx, timeout=PATIENCE + _TRANSPORT)
+    """Returns when the server has a task for this site, or has none for the moment: the poll that follows seldom comes in vain.
+
+    The server's answer also tells that it can be reached: no poll is sent into a cut network.
+    """
+    expect_answers(fl_ctx)
+    deadline = time.monotonic() + _UNREACHABLE
+    while not _tell_server(WORK, fl_ctx, timeout=PATIENCE + _TRANSPORT):
+        if fl_ctx.get_run_abort_signal().triggered or time.monotonic() > deadline:
+            return
+        time.sleep(_PAUSE)
 
 
-def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> None:
-    engine = fl_ctx.get_engine()
-    engine.send_aux_request(targets=[FQCN.ROOT_SERVER], topic=topic, request=Shareable(), timeout=timeout, fl_ctx=fl_ctx, optional=True)
+def expect_answers(fl_ctx: FLContext, result_bytes: int = 0) -> None:
+    """Set how long FLARE waits for the server's answer to the poll or the result that is sent next.
+
+    Args:
+        result_bytes: size of the result; 0 for a poll.
+    """
+    communicator = fl_ctx.get_engine().client.communicator
+    communicator.timeout = _STALLED if result_bytes < _FETCHED_SIZE else _FETCHED
+
+
+def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> bool:
+    """Whether the server has answered; not known, and False, where `timeout` is 0 and nobody waits."""
+    replies = fl_ctx.get_engine().send_aux_request(
+        targets=[FQCN.ROOT_SERVER], topic=topic, request=Shareable(), timeout=timeout, fl_ctx=fl_ctx, optional=True
+    )
+    return any(reply.get_return_code() not in _UNANSWERED for reply in replies.values())
