@@ -58,6 +58,13 @@ def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:
     assert groups[SINGLE_SITE][0]["traffic"] == {"down_bytes": 0, "up_bytes": 0}
     table = (tmp_path / "table.md").read_text()
     assert all(label in table for label in groups)
+    assert [line for line in table.splitlines() if line.startswith("#")] == [
+        "# phantom, 1 rounds",
+        "## dice",
+        "## iou",
+        "## hd95",
+        "## dice, differences seed by seed",
+    ]
     assert run_study(candidates, SETTING, [0], tmp_path, say=said.append) == groups
     assert len(said) == 3  # nothing was run again
 

@@ -17,7 +17,7 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation.results import RESULTS_FILE, load_results, mean_over_sites
-from medflare.evaluation.statistics import markdown_table
+from medflare.evaluation.statistics import comparison_table, markdown_table
 from medflare.local import run_local
 from medflare.methods.hyper import parsed_value
 from medflare.methods.registry import get_method
@@ -26,6 +26,7 @@ from medflare.tasks.data import SiteData, Split
 from medflare.tasks.site import Site, open_site
 
 SINGLE_SITE, CENTRALISED = "single-site", "centralised"
+TABLE_FILE = "table.md"
 POOLED = "all-sites"  # name of the one site that centralised training has
 
 
@@ -199,7 +200,7 @@ def run_study(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run what is not there yet and return label -> results of all runs; also writes table.md.
+    """Run what is not there yet and return label -> results of all runs; also writes table.md (`report`).
 
     Args:
         leave_one_out: each site in turn is outside (it never trains and receives the final models) instead of all inside.
@@ -218,8 +219,18 @@ def run_study(
     groups: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
         groups.setdefault(job.candidate.label, []).append(load_results(job.folder))
-    write_atomically(out / "table.md", markdown_table(groups, setting.task.metric).encode())
+    write_atomically(out / TABLE_FILE, report(groups, setting).encode())
     return groups
+
+
+def report(groups: Mapping[str, Sequence[Mapping[str, Any]]], setting: Setting) -> str:
+    """Markdown: a table for each of the task's metrics, its main one first, and the paired differences in the main one."""
+    task = setting.task
+    metrics = sorted(task.metrics, key=lambda metric: metric != task.metric)
+    tables = {metric: markdown_table(groups, metric) for metric in metrics}
+    tables[f"{task.metric}, differences seed by seed"] = comparison_table(groups, task.metric)
+    sections = (f"## {title}\n\n{table}" for title, table in tables.items())
+    return "\n".join([f"# {task.name}, {setting.rounds} rounds\n", *sections])
 
 
 def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[str]:

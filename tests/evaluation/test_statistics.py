@@ -6,7 +6,7 @@ import math
 import pytest
 
 from medflare.evaluation.results import SiteRecord, build_results
-from medflare.evaluation.statistics import Comparison, Estimate, compare, estimate, markdown_table, summarise, values_of
+from medflare.evaluation.statistics import Comparison, Estimate, compare, comparison_table, estimate, markdown_table, values_of
 
 
 @pytest.fixture
@@ -87,19 +87,31 @@ def test_values_of(runs):
     assert values_of(runs, "global", "dice", site="nobody") == [None] * 3
 
 
-def test_summarise(runs):
-    rows = {(row.role, row.site, row.model, row.metric): row.estimate for row in summarise(runs)}
-    assert rows["inside", None, "global", "dice"].mean == pytest.approx((0.5 + 0.5 + 0.6) / 3)
-    assert rows["inside", "A", "global", "dice"].sd == pytest.approx(0.1)
-    assert rows["inside", "B", "global", "dice"].n == 2
-    assert rows["outside", "X", "deployed", "dice"].mean == pytest.approx(0.3)
-    assert ("inside", None, "personal", "dice") not in rows, "what no run defines has no row"
+def test_a_seed_with_several_runs_counts_once(runs):
+    """Left out in turn: A's values as an inside site are averaged within the seed, and then over sites."""
+    without_x, without_b = runs[0], leaving_out("B", 0.8, runs[0])
+    both = [without_x, without_b]
+    assert values_of(both, "global", "dice", site="A") == pytest.approx([0.4]), "inside in both runs"
+    assert values_of(both, "global", "dice", site="B") == pytest.approx([0.6]), "inside in the first run alone"
+    assert values_of(both, "global", "dice") == pytest.approx([(0.4 + 0.6) / 2])
+    assert values_of(both, "deployed", "dice", role="outside") == pytest.approx([(0.1 + 0.8) / 2]), "X and B, each once"
+    assert values_of([runs[1], *both], "global", "dice", site="A") == pytest.approx([0.4, 0.5]), "in the order of the seeds"
 
 
-def test_summarise_keeps_methods_apart(runs):
-    other = [{**run, "method": "fedavg"} for run in runs[:1]]
-    rows = [row for row in summarise([*runs, *other]) if row.site == "A" and row.metric == "dice"]
-    assert {row.method: row.estimate.n for row in rows} == {"fedsm": 3, "fedavg": 1}
+def leaving_out(site: str, value: float, run):
+    """The run with `site` outside in X's place."""
+    outside = {**run["sites"]["X"], "metrics": {"deployed": {"dice": value}}}
+    return {**run, "sites": {"A": run["sites"]["A"], site: outside}}
+
+
+def test_models_of_several_sites_are_averaged(record):
+    of_sites = {"global": {"dice": 0.1}, "personal/A": {"dice": 0.2}, "personal/B": {"dice": 0.6}}
+    run = build_results(dataclasses.replace(record, sites={"X": SiteRecord("outside", metrics=of_sites)}))
+    assert values_of([run], "personal/*", "dice", role="outside") == pytest.approx([0.4])
+    assert markdown_table({"iop": [run]}, "dice").splitlines()[2:] == [
+        "| iop | global | 0.100 | 0.100 | 1 |",
+        "| iop | personal/* | **0.400** | **0.400** | 1 |",
+    ]
 
 
 def test_markdown_table(runs):
@@ -130,3 +142,12 @@ def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs):
     turned = {**runs[0], "sites": {**runs[0]["sites"], "A": {**runs[0]["sites"]["A"], "role": "outside"}}}
     heading = markdown_table({"all": [runs[1], turned]}, "dice").splitlines()[0]
     assert "| A | B | mean inside | A (outside) | X (outside) |" in heading
+
+
+def test_comparison_table(runs):
+    """Differences of B's method to A's: +0.1 in every seed, where nothing is left to test against."""
+    better = [leaving_out("X", value, run) for run, value in zip(runs, (0.2, 0.3, 0.7), strict=True)]
+    lines = comparison_table({"plain": runs, "better": better}, "dice").splitlines()
+    assert lines[0] == "| method | model | sites | difference to plain | paired t-test, p | Wilcoxon, p | seeds |"
+    assert "| better | deployed | outside | +0.100 | – | 0.250 | 3 |" in lines
+    assert not any(line.startswith("| plain | deployed") for line in lines), "not against itself"

@@ -1,7 +1,8 @@
 """What repeated runs say: mean and standard deviation over seeds, confidence intervals, paired comparisons, tables.
 
-Works on results dicts (`results.build_results`) of runs that differ in their seed alone. A run's value of a metric is its mean
-over the sites of a role, or one site's value; a run in which it is undefined is left out, and `n` says how many remained.
+Works on results dicts (`results.build_results`) of runs that differ in their seed, and in who is outside where every site is left
+out in turn. A seed's value of a metric is its mean over the sites of a role, or one site's value; a seed in which it is undefined
+is left out, and `n` says how many remained.
 """
 
 import math
@@ -52,18 +53,6 @@ class Comparison:
     n: int
 
 
-@dataclass(frozen=True)
-class Row:
-    """One estimate of a summary; `site` is None for the mean over the sites of the role."""
-
-    method: str
-    role: str
-    site: str | None
-    model: str
-    metric: str
-    estimate: Estimate
-
-
 def estimate(values: Iterable[float | None], *, confidence: float = 0.95, seed: int = 0) -> Estimate:
     """Mean, standard deviation and bootstrap interval of the defined values.
 
@@ -105,43 +94,32 @@ def compare(first: Sequence[float | None], second: Sequence[float | None]) -> Co
 
 
 def values_of(results: Sequence[Run], model: str, metric: str, *, role: str = "inside", site: str | None = None) -> list[float | None]:
-    """One value a run: the mean over the sites of `role`, or `site`'s own; None where it is undefined or the site has another role."""
-    if site is None:
-        return [run["mean"][role].get(model, {}).get(metric) for run in results]
-    found = [run["sites"].get(site, {}) for run in results]
-    return [place["metrics"].get(model, {}).get(metric) if place.get("role") == role else None for place in found]
+    """One value a seed, in the order of the seeds: the mean over the sites of `role`, or `site`'s own; None where it is undefined.
 
+    A seed has several runs where each site was left out in turn: a site's values in that role are averaged over them first.
 
-def summarise(results: Sequence[Run], *, confidence: float = 0.95) -> list[Row]:
-    """Estimates over seeds of every model and metric: the mean over each role's sites first, then every site.
-
-    Runs are grouped by method; what no run defines has no row.
+    Args:
+        model: "NAME/*" stands for the mean over all models "NAME/...", for example IOP-FL's "personal/HRF" and "personal/LESAV".
     """
-    rows = []
-    for method in dict.fromkeys(run["method"] for run in results):
-        runs = [run for run in results if run["method"] == method]
-        for role, site in _places(runs):
-            for model, metric in _measured(runs):
-                found = estimate(values_of(runs, model, metric, role=role, site=site), confidence=confidence)
-                if found.n:
-                    rows.append(Row(method, role, site, model, metric, found))
-    return rows
+    seeds = sorted({run["seed"] for run in results})
+    return [_value([run for run in results if run["seed"] == seed], model, metric, role, site) for seed in seeds]
 
 
-def markdown_table(groups: Mapping[str, Sequence[Run]], metric: str, models: Sequence[str] = MODELS) -> str:
+def markdown_table(groups: Mapping[str, Sequence[Run]], metric: str, models: Sequence[str] | None = None) -> str:
     """A Markdown table of one metric: a row for each group and model, a column for each site and each role's mean.
 
-    Cells hold "mean ± standard deviation" over the group's runs; the best mean of a column is bold. Models of a group with
+    Cells hold "mean ± standard deviation" over the group's seeds; the best mean of a column is bold. Models of a group with
     the same numbers everywhere (FedAvg delivers one model for all purposes) share a row.
 
     Args:
-        groups: label, for example "FedSM" or "single-site" -> results dicts that differ in their seed alone.
+        groups: label, for example "FedSM" or "single-site" -> results dicts that differ in their seed and in who is outside.
+        models: None for all that the runs measured.
     """
     every = [run for runs in groups.values() for run in runs]
-    columns = sorted(_places(every), key=lambda place: (place[0] != "inside", place[1] is None, place[1] or ""))
+    columns = _places(every)
     body: dict[tuple[str, str], list[Estimate]] = {}
     for label, runs in groups.items():
-        for model in models:
+        for model in _models(runs) if models is None else models:
             cells = [estimate(values_of(runs, model, metric, role=role, site=site)) for role, site in columns]
             if not any(cell.n for cell in cells):
                 continue
@@ -150,12 +128,47 @@ def markdown_table(groups: Mapping[str, Sequence[Run]], metric: str, models: Seq
                 del body[twin]
             body[label, f"{twin[1]}, {model}" if twin else model] = cells
     best = [best_value(metric, (cells[place].mean for cells in body.values())) for place in range(len(columns))]
-    headings = ["method", "model", *(_heading(role, site) for role, site in columns), "runs"]
-    lines = [headings, ["---", "---", *["---:"] * (len(columns) + 1)]]
+    lines = [["method", "model", *(_heading(role, site) for role, site in columns), "runs"]]
     for (label, model), cells in body.items():
         shown = [_cell(metric, cell, bold=cell.mean is not None and cell.mean == top) for cell, top in zip(cells, best, strict=True)]
         lines.append([label, model, *shown, str(len(groups[label]))])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return _markdown(lines, left=2)
+
+
+def comparison_table(groups: Mapping[str, Sequence[Run]], metric: str) -> str:
+    """A Markdown table of paired differences: every model of every group against what the first group deploys, seed by seed."""
+    (first, reference), *_ = groups.items()
+    lines = [["method", "model", "sites", f"difference to {first}", "paired t-test, p", "Wilcoxon, p", "seeds"]]
+    for label, runs in groups.items():
+        for model in _models(runs):
+            for role in dict.fromkeys(role for role, _ in _places(runs)):
+                pair = (values_of(reference, "deployed", metric, role=role), values_of(runs, model, metric, role=role))
+                if len(pair[0]) != len(pair[1]) or (label == first and pair[0] == pair[1]):
+                    continue
+                found = compare(*pair)
+                if found.difference is not None:
+                    p_values = (_p_value(found.t_test), _p_value(found.wilcoxon))
+                    lines.append([label, model, role, f"{found.difference:+.3f}", *p_values, str(found.n)])
+    return _markdown(lines, left=3)
+
+
+def _value(runs: Sequence[Run], model: str, metric: str, role: str, site: str | None) -> float | None:
+    names = sorted({name for run in runs for name in run["sites"]}) if site is None else [site]
+    return _mean(_mean(_measured(run, name, model, metric, role) for run in runs) for name in names)
+
+
+def _measured(run: Run, site: str, model: str, metric: str, role: str) -> float | None:
+    place = run["sites"].get(site)
+    if place is None or place["role"] != role:
+        return None
+    names = [name for name in place["metrics"] if name.startswith(model[:-1])] if model.endswith("/*") else [model]
+    return _mean((place["metrics"].get(name) or {}).get(metric) for name in names)
+
+
+def _models(runs: Sequence[Run]) -> list[str]:
+    """Names of the models that the runs measured; those that differ in a site's name alone as one."""
+    found = [model for run in runs for site in run["sites"].values() for model in site["metrics"]]
+    return list(dict.fromkeys([*MODELS, *(model if "/" not in model else f"{model.partition('/')[0]}/*" for model in found)]))
 
 
 def _heading(role: str, site: str | None) -> str:
@@ -171,15 +184,28 @@ def _cell(metric: str, cell: Estimate, *, bold: bool) -> str:
     return f"**{text}**" if bold else text
 
 
+def _p_value(p: float | None) -> str:
+    return UNDEFINED if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def _places(runs: Sequence[Run]) -> list[tuple[str, str | None]]:
-    """(role, None) for the mean of each role that has sites, and (role, site) for every site."""
+    """(role, site) of every site in order of their names and then (role, None), for inside and outside sites."""
     sites = sorted({(site["role"], name) for run in runs for name, site in run["sites"].items()})
-    return [*dict.fromkeys((role, None) for role, _ in sites), *sites]
+    places: list[tuple[str, str | None]] = []
+    for role in dict.fromkeys(role for role, _ in sites):
+        places += [*(place for place in sites if place[0] == role), (role, None)]
+    return places
 
 
-def _measured(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    sites = [site["metrics"] for run in runs for site in run["sites"].values()]
-    return list(dict.fromkeys((model, metric) for models in sites for model, metrics in models.items() for metric in metrics))
+def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Lines as a Markdown table; the first holds the headings, and all columns but the `left` first ones are set flush right."""
+    rule = ["---" if column < left else "---:" for column in range(len(lines[0]))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]]) + "\n"
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    defined = _defined(values)
+    return float(np.mean(defined)) if defined else None
 
 
 def _defined(values: Iterable[float | None]) -> list[float]:

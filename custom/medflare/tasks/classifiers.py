@@ -34,11 +34,13 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
     return FeatureNetwork(body, nn.Linear(hidden, out_channels))
 
 
-def small_cnn(in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64)) -> FeatureNetwork:
+def small_cnn(in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64), batch_norm: bool = False) -> FeatureNetwork:
     """Strided convolutions and global average pooling, 24 thousand parameters: a classifier for trials on a CPU."""
     layers: list[nn.Module] = []
     for width_in, width_out in zip([in_channels, *channels], channels, strict=False):
-        layers += [nn.Conv2d(width_in, width_out, 3, stride=2, padding=1), nn.ReLU()]
+        layers.append(nn.Conv2d(width_in, width_out, 3, stride=2, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(width_out)] if batch_norm else []
+        layers.append(nn.ReLU())
     body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     return _initialised(FeatureNetwork(body, nn.Linear(channels[-1], out_channels)))
 
