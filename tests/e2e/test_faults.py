@@ -53,4 +53,15 @@ def test_missing_data_fail_before_training(simulate: Simulate, tmp_path: Path) -
     assert "site site-1: data root" in simulation.results["reason"]
     assert "holds no datalist.json" in simulation.results["reason"]
     assert "medflare: FAILED:" in simulation.console
+
+
+def test_a_job_that_cannot_be_read_leaves_results(simulate: Simulate, tmp_path: Path) -> None:
+    job = build_job("fedavg", "phantom", out=tmp_path / "job", rounds=2)
+    task = job / "app" / "config" / "task.json"
+    task.write_text(task.read_text()[:100])
+    simulation = simulate(job, "-n", "2", "-t", "2").wait()
+    assert simulation.results["status"] == "FAILED"
+    assert "task.json: not valid JSON" in simulation.results["reason"]
+    assert set(simulation.results["sites"]) == {"site-1", "site-2"}
+    assert simulation.console.count("medflare: FAILED:") == 1
     assert not (simulation.folder / "metrics.jsonl").exists()

@@ -21,6 +21,7 @@ MODELS: Final = ("global", "personal", "deployed")
 ROLES: Final = ("inside", "outside")
 SPLITS: Final = ("train", "validation", "test")
 COMPLETED, FAILED = "COMPLETED", "FAILED"
+UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
 
 FOLDER: Final = "medflare"  # below the server's job folder
 RESULTS_FILE, ROUNDS_FILE, REPORT_FILE = "results.json", "metrics.jsonl", "report.html"
@@ -51,6 +52,7 @@ class RunRecord:
     Attributes:
         sites: every site of the federation by name, also those that failed.
         reason: why the run failed, one line; empty for a completed run.
+        task: None where it could not be read; then there is a reason.
         down_bytes, up_bytes: tensors sent to all sites and received from them.
         seconds: stage ("training", "total", ...) -> wall-clock seconds.
         hyper: the method's hyper-parameters as they were used.
@@ -60,7 +62,7 @@ class RunRecord:
     """
 
     method: str
-    task: TaskConfig
+    task: TaskConfig | None
     seed: int
     rounds: int
     sites: Mapping[str, SiteRecord]
@@ -85,22 +87,23 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     undefined is None.
     """
     models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
-    sites = {name: _site_results(record.sites[name], models, record.task.metrics) for name in sorted(record.sites)}
+    sites = {name: _site_results(record.sites[name], models, metrics) for name in sorted(record.sites)}
+    metrics = record.task.metrics if record.task else ()
     results = {
         "schema": SCHEMA,
         "method": record.method,
-        "task": record.task.name,
+        "task": record.task.name if record.task else UNKNOWN,
         "seed": record.seed,
         "rounds": record.rounds,
         "status": FAILED if record.reason else COMPLETED,
         "reason": record.reason or None,
         "sites": sites,
-        "mean": mean_over_sites(sites, dict.fromkeys(models, record.task.metrics)),
+        "mean": mean_over_sites(sites, dict.fromkeys(models, metrics)),
         "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
         "seconds": dict(record.seconds),
         "events": list(record.events),
         "versions": installed_versions(),
-        "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict()},
+        "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
     }
     return json_ready(results)
 

@@ -13,7 +13,7 @@ from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
 from medflare.core.store import StateStore
 from medflare.evaluation.console import round_line
-from medflare.evaluation.results import RunRecord, SiteRecord, append_round, build_results, write_results
+from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.inference.deployed import save_model
 from medflare.methods.base import ServerContext, ServerHalf
 from medflare.methods.federation import Exchange, Federation, Outcome, Rules, StepReport
@@ -205,6 +205,31 @@ class Run:
         enrolled, delivered = outcome.enrolled.get(site, {}), outcome.delivered.get(site, {})
         role = "outside" if site in self.outside else "inside"
         return SiteRecord(role, enrolled.get("n", {}), delivered.get("metrics", {}), delivered.get("reports", {}))
+
+
+def refused_run(
+    folder: Path, reason: str, roles: Mapping[str, str], *, method: str = UNKNOWN, task: TaskConfig | None = None, seed: Any, rounds: Any
+) -> dict[str, Any]:
+    """Write and return the results of what could not become a run, because its task, method or settings are wrong.
+
+    Args:
+        folder: where results.json and report.html go.
+        roles: site -> "inside" or "outside".
+        method, task: as far as they are known.
+        seed, rounds: as they were given; what is no whole number is shown as 0.
+    """
+    events = EventLog()
+    events.add("failed", reason)
+    record = RunRecord(
+        method=method,
+        task=task,
+        seed=seed if isinstance(seed, int) else 0,
+        rounds=max(0, rounds) if isinstance(rounds, int) else 0,
+        sites={site: SiteRecord(role) for site, role in roles.items()},
+        reason=reason,
+        events=events.to_list(),
+    )
+    return write_results(folder, record)
 
 
 def take_up(interrupted: Path, own: Path) -> None:

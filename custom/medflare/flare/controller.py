@@ -1,7 +1,10 @@
 """The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders."""
 
 import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
@@ -16,61 +19,37 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
 from medflare.evaluation.console import results_table
 from medflare.evaluation.results import FAILED, FOLDER
-from medflare.evaluation.run import Run, take_up
+from medflare.evaluation.run import Run, refused_run, take_up
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange import TaskExchange
 from medflare.flare.seat import TASK_FILE, interrupted
+from medflare.flare.settings import RunSettings
 from medflare.flare.signs import ALIVE, PATIENCE, WORK
 from medflare.flare.streams import share_cleanup_thread
 from medflare.flare.tracking import Tracking
 from medflare.flare.wire import register_tensors
 from medflare.methods.federation import Rules
 from medflare.methods.registry import get_method
-from medflare.tasks.config import load_task
+from medflare.tasks.config import TaskConfig, load_task
 
 
-class MedflareController(Controller):
+@dataclass(kw_only=True, eq=False)
+class MedflareController(RunSettings, Controller):
     """Runs a federation: enrol, the method's rounds, deliver and evaluate; leaves its results in the job's folder.
 
-    Args:
-        rounds: of the federation.
-        seed: of the run.
+    Its arguments are those of `RunSettings` and:
+
+    Attributes:
         aggregator_id: the component that owns the server half, a `MethodAggregator`.
-        outside: names of sites that never train and only receive the final models.
-        site_half: method whose site half the sites run, where it is not the aggregator's.
-        min_sites: usable answers that a step needs; None: two, or one in a federation of one.
-        sites_per_round: how many inside sites are drawn for a round; None: all.
-        step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
-        silence: seconds without a sign of life after which a site counts as gone.
-        resume: id of the interrupted job that this one takes up at the last step that it finished.
     """
 
-    def __init__(
-        self,
-        rounds: int,
-        seed: int,
-        aggregator_id: str = "aggregator",
-        outside: list[str] | None = None,
-        site_half: str = "",
-        min_sites: int | None = None,
-        sites_per_round: int | None = None,
-        step_timeout: float = 0.0,
-        silence: float = 120.0,
-        resume: str = "",
-    ):
-        super().__init__(task_check_period=0.1)
+    aggregator_id: str = "aggregator"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Controller.__init__(self, task_check_period=0.1)
         register_tensors()
         share_cleanup_thread()
-        self.aggregator_id = aggregator_id
-        self.rounds = rounds
-        self.seed = seed
-        self.outside = outside
-        self.site_half = site_half
-        self.min_sites = min_sites
-        self.sites_per_round = sites_per_round
-        self.step_timeout = step_timeout
-        self.silence = silence
-        self.resume = resume
         self._exchange: TaskExchange | None = None
         self._events = EventLog()
         self._stop_reason = ""
@@ -102,54 +81,74 @@ class MedflareController(Controller):
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
         try:
             run = self._run(fl_ctx)
-            self._exchange = TaskExchange(
-                self,
-                fl_ctx,
-                abort_signal,
-                members=self._members,
-                outside=run.outside,
-                stop_reason=lambda: self._stop_reason or "stopped on request",
-                step_timeout=self.step_timeout,
-                silence=self.silence,
-            )
+        except Exception as error:
+            self._refuse(error, fl_ctx)
+            return
+        self._exchange = TaskExchange(
+            self,
+            fl_ctx,
+            abort_signal,
+            members=self._members,
+            outside=run.outside,
+            stop_reason=lambda: self._stop_reason or "stopped on request",
+            step_timeout=self.step_timeout,
+            silence=self.silence,
+        )
+        try:
             results = run.execute(self._exchange, resume=bool(self.resume))
         except Aborted as error:
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
-        except MedflareError as error:
-            self._fail(str(error), fl_ctx)
+            return
+        self.log_info(fl_ctx, "\n" + results_table(results))
+        if results["status"] == FAILED:
+            self._fail(results["reason"], fl_ctx)
         else:
-            self.log_info(fl_ctx, "\n" + results_table(results))
-            if results["status"] == FAILED:
-                self._fail(results["reason"], fl_ctx)
-            else:
-                shutil.rmtree(self._checkpoints(fl_ctx.get_job_id()), ignore_errors=True)
+            shutil.rmtree(self._checkpoints(fl_ctx.get_job_id()), ignore_errors=True)
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
     def _run(self, fl_ctx: FLContext) -> Run:
-        workspace: Workspace = self._engine.get_workspace()
+        """The run that the job describes.
+
+        Raises:
+            MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
+        """
+        self.check()
         job = fl_ctx.get_job_id()
-        aggregator = self._engine.get_component(self.aggregator_id)
-        if not isinstance(aggregator, MethodAggregator):
-            raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
-        outside = tuple(self.outside or ())
+        aggregator = self._aggregator()
         if self.resume:
             take_up(self._checkpoints(interrupted(self.resume)), self._checkpoints(job))
+        outside = tuple(self.outside)
         return Run(
             method=get_method(self.site_half or aggregator.method_name, server=aggregator.method_name),
-            task=load_task(Path(workspace.get_app_config_dir(job)) / TASK_FILE),
+            task=self._task(job),
             hyper=aggregator.hyper or {},
             rounds=self.rounds,
             seed=self.seed,
             sites=tuple(site for site in sorted(self._members()) if site not in outside),
             outside=outside,
             rules=Rules(min_sites=self.min_sites, sites_per_round=self.sites_per_round),
-            folder=Path(workspace.get_run_dir(job)) / FOLDER,
+            folder=self._folder(job),
             checkpoints=self._checkpoints(job),
             say=lambda line: self.log_info(fl_ctx, line),
             observe=Tracking(self, fl_ctx, self.rounds),
             events=self._events,
         )
+
+    def _aggregator(self) -> MethodAggregator:
+        aggregator = self._engine.get_component(self.aggregator_id)
+        if not isinstance(aggregator, MethodAggregator):
+            raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
+        return aggregator
+
+    def _task(self, job: str) -> TaskConfig:
+        workspace: Workspace = self._engine.get_workspace()
+        return load_task(Path(workspace.get_app_config_dir(job)) / TASK_FILE)
+
+    def _folder(self, job: str) -> Path:
+        """Where a job's results go: into what FLARE packs up for download."""
+        workspace: Workspace = self._engine.get_workspace()
+        return Path(workspace.get_run_dir(job)) / FOLDER
 
     def _checkpoints(self, job: str) -> Path:
         """A job's checkpoints: beside the job folders, which FLARE packs up for download when a job ends, however it ends."""
@@ -158,6 +157,20 @@ class MedflareController(Controller):
 
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]
+
+    def _refuse(self, error: Exception, fl_ctx: FLContext) -> None:
+        """End a job that cannot even become a run; its results say why, and what is known of it."""
+        reason = str(error) if isinstance(error, MedflareError) else f"{type(error).__name__}: {error}"
+        job, known = fl_ctx.get_job_id(), dict[str, Any](seed=self.seed, rounds=self.rounds)
+        with suppress(Exception):  # what is wrong here is the reason already
+            known["method"] = str(self._aggregator().method_name)
+        with suppress(Exception):
+            known["task"] = self._task(job)
+        outside = self.outside if isinstance(self.outside, tuple) else ()
+        roles = {site: "outside" if site in outside else "inside" for site in self._members()}
+        results = refused_run(self._folder(job), reason, roles, **known)
+        self.log_info(fl_ctx, "\n" + results_table(results))
+        self._fail(reason, fl_ctx)
 
     def _fail(self, reason: str, fl_ctx: FLContext) -> None:
         self.log_error(fl_ctx, f"medflare: FAILED: {reason}")

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from medflare.flare.executors import (
     PRRExecutor,
 )
 from medflare.flare.seat import TASK_FILE
+from medflare.flare.settings import RunSettings
 from medflare.methods.hyper import effective
 from medflare.methods.registry import Method, get_method
 from medflare.tasks.config import TaskConfig, load_task
@@ -61,9 +62,9 @@ AGGREGATORS = (WeightedAggregator, SoftPullAggregator, FourierAggregator, Consis
 EXECUTORS = (FedAvgExecutor, FedSMExecutor, PRRExecutor, GraceExecutor, IOPExecutor, FedDAGExecutor)
 
 
-@dataclass(frozen=True)
-class JobSettings:
-    """What a job fixes beside its task; fields that `MedflareController` takes mean what they mean there.
+@dataclass(kw_only=True, eq=False)
+class JobSettings(RunSettings):
+    """What a job fixes beside its task: the run's settings, and
 
     Attributes:
         method: name of the method; `site_half` and `server_half` swap in the half of another one.
@@ -74,15 +75,8 @@ class JobSettings:
     rounds: int = 10
     seed: int = 0
     hyper: Mapping[str, Any] = field(default_factory=dict)
-    outside: Sequence[str] = ()
-    site_half: str | None = None
     server_half: str | None = None
-    min_sites: int | None = None
-    sites_per_round: int | None = None
-    step_timeout: float = 0.0
-    silence: float = 120.0
     byoc: bool = True
-    resume: str = ""
 
 
 class FederationJob(FedJob):
@@ -97,12 +91,11 @@ class FederationJob(FedJob):
         method.check(settings.hyper)
         # all of them, so that a reader of the job sees what there is to set
         settings = replace(settings, hyper=effective(settings.hyper, method.site_class.Hyper, method.server_class.Hyper))
-        if settings.rounds < 1:
-            raise ConfigError(f"rounds = {settings.rounds}: a federation needs at least one round")
+        settings.check()
         super().__init__(name=f"{method.name.replace('+', '_')}-{task.name}", min_clients=settings.min_sites or 1)
         self.set_app_packages(["medflare"])  # else FLARE copies the sources of our classes into the job
         self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported; lives as long as the job
-        self.to_server(_controller(settings), id="medflare")
+        self.to_server(MedflareController(**settings.run_settings()), id="medflare")
         self.to_server(_aggregator(settings, method), id="aggregator")
         self.to_server(TBAnalyticsReceiver(), id="tensorboard")
         self.to_server(MetricsArtifactWriter(), id="metrics_artifacts")
@@ -133,7 +126,7 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
-    job = FederationJob(load_task(task), JobSettings(method, **settings))
+    job = FederationJob(load_task(task), JobSettings(method=method, **settings))
     with tempfile.TemporaryDirectory() as scratch:
         job.export_job(scratch)
         shutil.rmtree(folder, ignore_errors=True)
@@ -167,20 +160,6 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
 
 
 # -- components ----------------------------------------------------------------------------------------------------------------
-
-
-def _controller(settings: JobSettings) -> MedflareController:
-    return MedflareController(
-        rounds=settings.rounds,
-        seed=settings.seed,
-        outside=list(settings.outside) or None,
-        site_half=settings.site_half or "",
-        min_sites=settings.min_sites,
-        sites_per_round=settings.sites_per_round,
-        step_timeout=settings.step_timeout,
-        silence=settings.silence,
-        resume=settings.resume,
-    )
 
 
 def _aggregator(settings: JobSettings, method: Method) -> MethodAggregator:

@@ -7,6 +7,7 @@ FedSMRecipe(task="phantom", num_rounds=10, lam=0.3).execute(SimEnv(num_clients=4
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,8 +25,7 @@ class MedflareRecipe(Recipe):
         task: preset name, JSON file, mapping or configuration.
         num_rounds: of the federation.
         method: name of the method; the subclasses name it themselves.
-        seed, outside, site_half, server_half, min_sites, sites_per_round, step_timeout, silence: see `jobs.JobSettings`.
-        hyper: the method's hyper-parameters by name.
+        settings: fields of `JobSettings` (seed, outside, min_sites, ...) and the method's hyper-parameters, by name.
 
     Raises:
         ConfigError: an unknown method or hyper-parameter, or a value out of its range.
@@ -39,30 +39,13 @@ class MedflareRecipe(Recipe):
         task: TaskConfig | str | Path | Mapping[str, Any] = "phantom",
         num_rounds: int = 10,
         method: str = "",
-        seed: int = 0,
-        outside: Sequence[str] = (),
-        site_half: str | None = None,
-        server_half: str | None = None,
-        min_sites: int | None = None,
-        sites_per_round: int | None = None,
-        step_timeout: float = 0.0,
-        silence: float = 120.0,
-        **hyper: Any,
+        **settings: Any,
     ):
-        settings = JobSettings(
-            method or self.default_method,
-            num_rounds,
-            seed,
-            hyper,
-            outside,
-            site_half,
-            server_half,
-            min_sites,
-            sites_per_round,
-            step_timeout,
-            silence,
-        )
-        super().__init__(FederationJob(load_task(task), settings))
+        names = {field.name for field in fields(JobSettings)} - {"method", "rounds", "hyper"}
+        job = {name: value for name, value in settings.items() if name in names}
+        hyper = {name: value for name, value in settings.items() if name not in names}
+        chosen = JobSettings(method=method or self.default_method, rounds=num_rounds, hyper=hyper, **job)
+        super().__init__(FederationJob(load_task(task), chosen))
 
     def process_env(self, env: ExecEnv) -> None:
         """In an environment that starts its sites itself (PocEnv) the job waits for all of them: FLARE would start it with those

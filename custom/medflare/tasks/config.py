@@ -136,7 +136,10 @@ def _read(source: str | Path) -> tuple[str, str]:
     if isinstance(source, str) and source in presets():
         return (_preset_folder() / f"{source}.json").read_text(encoding="utf-8"), f"preset {source}"
     if path.is_file():
-        return path.read_text(encoding="utf-8"), str(path)
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not readable as text ({error}); {_REMEDY}") from error
     if path.suffix == ".json" or len(path.parts) > 1:
         raise ConfigError(f"{path}: no such task file; give a JSON file or a preset ({', '.join(presets())})")
     raise unknown("task", str(source), presets())
