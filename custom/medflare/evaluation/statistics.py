@@ -138,7 +138,7 @@ def markdown_table(groups: Mapping[str, Sequence[Run]], metric: str, models: Seq
 def comparison_table(groups: Mapping[str, Sequence[Run]], metric: str) -> str:
     """A Markdown table of paired differences: every model of every group against what the first group deploys, seed by seed."""
     (first, reference), *_ = groups.items()
-    lines = [["method", "model", "sites", f"difference to {first}", "paired t-test, p", "Wilcoxon, p", "seeds"]]
+    rows: dict[tuple[str, ...], list[str]] = {}  # what a line says beside its models -> the models it says it of
     for label, runs in groups.items():
         for model in _models(runs):
             for role in dict.fromkeys(role for role, _ in _places(runs)):
@@ -148,7 +148,9 @@ def comparison_table(groups: Mapping[str, Sequence[Run]], metric: str) -> str:
                 found = compare(*pair)
                 if found.difference is not None:
                     p_values = (_p_value(found.t_test), _p_value(found.wilcoxon))
-                    lines.append([label, model, role, f"{found.difference:+.3f}", *p_values, str(found.n)])
+                    rows.setdefault((label, role, f"{found.difference:+.3f}", *p_values, str(found.n)), []).append(model)
+    lines = [["method", "model", "sites", f"difference to {first}", "paired t-test, p", "Wilcoxon, p", "seeds"]]
+    lines += [[label, ", ".join(models), *cells] for (label, *cells), models in rows.items()]
     return _markdown(lines, left=3)
 
 
