@@ -288,7 +288,7 @@ def _add_methods(commands: Any) -> None:
 def _methods(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from medflare.evaluation.console import methods_table
+    from medflare.evaluation.tables import methods_table
     from medflare.methods.registry import METHODS, get_method
 
     console = Console()

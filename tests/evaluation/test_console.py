@@ -8,8 +8,10 @@ import pytest
 from rich.console import Console
 
 from medflare.core.errors import StateError
-from medflare.evaluation.console import methods_table, print_results, results_table, round_line, show_results
+from medflare.evaluation import console
+from medflare.evaluation.console import print_results, results_table, round_line, show_results
 from medflare.evaluation.results import build_results, write_results
+from medflare.evaluation.tables import methods_table
 from medflare.methods.registry import METHODS
 
 
@@ -28,6 +30,16 @@ def test_round_line_after_the_last_round_has_no_loss(history):
     line = round_line("validate", 2, 2, history[2]["sites"], {}, 0.2)
     assert line.startswith("after round 1 validate: A global 0.600")
     assert "loss" not in line
+
+
+def test_without_rich_one_line_says_how_it_ended(record, monkeypatch):
+    monkeypatch.setattr(console, "installed", lambda module: False)
+    results = build_results(dataclasses.replace(record, reason="site B: mask of another size"))
+    line = f"{results['method']} on {results['task']}: FAILED: site B: mask of another size; see results.json and report.html"
+    assert results_table(results) == line
+    terminal = Terminal()
+    print_results(results, terminal)
+    assert terminal.getvalue() == line + "\n"
 
 
 def test_table_is_plain_and_complete(record):

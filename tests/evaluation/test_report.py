@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from medflare.evaluation import report
 from medflare.evaluation.figures import models_by_site, training_curves
 from medflare.evaluation.report import render_report
 from medflare.evaluation.results import RunRecord, build_results
@@ -151,3 +152,10 @@ def test_comparison_names_sites_and_models(record):
 @pytest.mark.parametrize("value", [{"min_sites": 2, "nested": {"a": [1, 2]}}, {}])
 def test_settings_of_any_shape(record, value):
     Page(render_report(build_results(dataclasses.replace(record, settings=value))))
+
+
+def test_without_matplotlib_the_page_says_so(record, history, monkeypatch):
+    monkeypatch.setattr(report, "installed", lambda module: False)
+    page = Page(render_report(build_results(record), history))
+    assert "Without figures: matplotlib is not installed" in page.text
+    assert not any(tag == "svg" for tag, _ in page.tags)

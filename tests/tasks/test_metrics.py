@@ -4,11 +4,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from monai.metrics.hausdorff_distance import compute_hausdorff_distance
 from scipy.spatial.distance import cdist
-from sklearn.metrics import roc_auc_score
+from sklearn import metrics
+from torch.nn.functional import avg_pool2d
 
+from medflare.core.rng import numpy_generator, torch_generator
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import boundary_distance, foreground, patient_mean, pooled_overlap, score, structures
+from medflare.tasks.metrics import boundary_distance, foreground, hausdorff_95, patient_mean, pooled_overlap, score, structures
 
 TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
@@ -55,6 +58,34 @@ def test_boundary_distance_against_definition() -> None:
     expected = max(np.percentile(distances.min(axis=1), 95), np.percentile(distances.min(axis=0), 95))
     first, second = (torch.tensor(mask)[None, None] for mask in masks)
     assert boundary_distance(first, second, torch.tensor([0]), 1).item() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("smooth", [1, 5])
+def test_boundary_distance_against_monai(smooth: int) -> None:
+    """Noise and blobs, of all sizes; MONAI computes in single precision."""
+    for number in range(20):
+        height, width = numpy_generator(0, number, "size").integers(3, 60, 2).tolist()
+        noise = torch.rand(2, 1, height, width, generator=torch_generator(0, number, "noise"))
+        masks = avg_pool2d(noise, smooth, 1, smooth // 2) > 0.5
+        if masks.flatten(1).any(1).all():
+            expected = compute_hausdorff_distance(masks[:1].float(), masks[1:].float(), include_background=True, percentile=95)
+            assert hausdorff_95(masks[0, 0], masks[1, 0]) == pytest.approx(float(expected), abs=1e-4)
+
+
+@pytest.mark.parametrize("decimals", [1, 6])
+def test_classification_against_scikit_learn(make_task: TaskOf, decimals: int) -> None:
+    """With ties (one decimal) and without; some classes do not occur."""
+    task = make_task("classification", labels=["a", "b", "c", "d"])
+    for number in range(10):
+        random = numpy_generator(0, number, "classification")
+        probabilities, truth = random.dirichlet(np.ones(4), 15).round(decimals), random.integers(0, 4, 15)
+        values = score(torch.from_numpy(probabilities), torch.from_numpy(truth), ["p"] * 15, task, CLASSIFICATION).values
+        chosen, present = probabilities.argmax(axis=1), np.unique(truth)
+        assert values["accuracy"] == pytest.approx(metrics.accuracy_score(truth, chosen))
+        assert values["balanced_accuracy"] == pytest.approx(metrics.recall_score(truth, chosen, labels=present, average="macro"))
+        assert values["f1_macro"] == pytest.approx(metrics.f1_score(truth, chosen, average="macro", zero_division=0))
+        areas = [metrics.roc_auc_score(truth == label, probabilities[:, label]) for label in present]
+        assert values["auc_macro"] == pytest.approx(np.mean(areas))
 
 
 def test_boundary_distance_per_patient() -> None:
@@ -126,7 +157,7 @@ def test_classification_by_hand(make_task: TaskOf) -> None:
     assert scores.values["accuracy"] == 0.75
     assert scores.values["balanced_accuracy"] == pytest.approx((1 + 0.5 + 1) / 3)
     assert scores.values["f1_macro"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
-    assert scores.values["auc_macro"] == pytest.approx(roc_auc_score(truth, probabilities, multi_class="ovr"))
+    assert scores.values["auc_macro"] == pytest.approx(metrics.roc_auc_score(truth, probabilities, multi_class="ovr"))
 
 
 def test_absent_classes(make_task: TaskOf) -> None:

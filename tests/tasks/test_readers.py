@@ -9,6 +9,7 @@ from PIL import Image
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
+from medflare.core import packages
 from medflare.core.errors import DataError
 from medflare.tasks.readers import read_image, read_mask
 
@@ -182,6 +183,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty: cannot be read"):
         read_image(tmp_path / "empty", 1)
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.png", "pillow"), ("a.nii.gz", "nibabel"), ("a.dcm", "pydicom")])
+def test_a_decoder_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    (tmp_path / name).write_bytes(b"anything")
+    with pytest.raises(DataError, match=rf"{name}: .* needs the package {package}, .* pip install {package}$"):
+        read_image(tmp_path / name, 1)
 
 
 def test_pages_are_refused(tmp_path: Path) -> None:

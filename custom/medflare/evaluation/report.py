@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from medflare.core.packages import installed
 from medflare.evaluation.figures import models_by_site, training_curves
 from medflare.evaluation.presentation import (
     best_value,
@@ -36,6 +37,7 @@ def render_report(
         history: steps as `results.read_rounds` gives them.
         pictures: title -> PNG file content.
     """
+    drawable = installed("matplotlib")
     return _template().render(
         results=results,
         metrics=metric_names(results),
@@ -45,8 +47,9 @@ def render_report(
         splits=SPLITS,
         synthetic=synthetic_source(results),
         tiles=_tiles(results),
-        comparison=models_by_site(results),
-        curves=training_curves(results, history),
+        comparison=models_by_site(results) if drawable else None,
+        curves=training_curves(results, history) if drawable else None,
+        drawable=drawable,
         reports=_reports(results),
         pictures={title: base64.b64encode(content).decode() for title, content in (pictures or {}).items()},
         seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},

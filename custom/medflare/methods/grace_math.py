@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
+from medflare.core.packages import require
 from medflare.core.states import StateDict, blend, weighted_mean
 
 GRANULARITIES = ("total", "split", "reweight")
@@ -299,6 +300,7 @@ def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int 
     Returns:
         About 0 for features that cannot be told apart, 2 for those that always can; NaN for fewer than two images.
     """
+    require("sklearn", "the proxy A-distance")
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GroupShuffleSplit, cross_val_score
     from sklearn.pipeline import make_pipeline

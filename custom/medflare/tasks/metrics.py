@@ -1,13 +1,13 @@
 """Metrics per patient from probabilities; what is undefined is None with its reason, never 0 or 1."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from medflare.tasks.config import TaskConfig
 
@@ -92,20 +92,47 @@ def boundary_distance(predicted: Tensor, truth: Tensor, groups: Tensor, number: 
     The larger of the two directed 95th percentiles, averaged over the patient's images on which truth and prediction both
     have pixels (elsewhere there is no distance); NaN where a patient has no such image.
     """
-    from monai.metrics.hausdorff_distance import compute_hausdorff_distance
-
     images, classes = torch.nonzero(predicted.flatten(2).any(2) & truth.flatten(2).any(2), as_tuple=True)
     total = torch.zeros(number, predicted.shape[1], dtype=torch.float64)
     count = torch.zeros_like(total)
     if len(images):
-        pairs = [masks[images, classes][:, None].float().cpu() for masks in (predicted, truth)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # MONAI uses an argument that MONAI deprecates
-            distances = compute_hausdorff_distance(*pairs, include_background=True, percentile=95)[:, 0].double()
+        pairs = zip(predicted[images, classes].cpu(), truth[images, classes].cpu(), strict=True)
+        distances = torch.tensor([hausdorff_95(*pair) for pair in pairs], dtype=torch.float64)
         place = (groups.cpu()[images.cpu()], classes.cpu())
         total.index_put_(place, distances, accumulate=True)
         count.index_put_(place, torch.ones_like(distances), accumulate=True)
     return total / count
+
+
+def hausdorff_95(first: Tensor, second: Tensor) -> float:
+    """The larger of the two directed 95th percentile distances between the boundaries of two masks, in pixels.
+
+    As MONAI's `compute_hausdorff_distance` (the tests compare them), which needs SciPy for it.
+
+    Args:
+        first, second: bool (H, W), neither of them empty.
+    """
+    edges = _boundary(first), _boundary(second)
+    return max(float(_distances(one, other).quantile(0.95)) for one, other in (edges, edges[::-1]))
+
+
+def _distances(pixels: Tensor, others: Tensor) -> Tensor:
+    """Distance of each of `pixels` to the nearest of `others`, float64 (n,); both bool (H, W) and not empty."""
+    column = torch.arange(others.shape[1], dtype=torch.float32)
+    before = torch.where(others, column, -math.inf).cummax(dim=1).values
+    behind = torch.where(others, column, math.inf).flip(1).cummin(dim=1).values.flip(1)
+    within_row = torch.minimum(column - before, behind - column) ** 2  # to the nearest one in the same row
+    rows, columns = torch.nonzero(pixels, as_tuple=True)
+    nearest = torch.full(rows.shape, math.inf)
+    for row, squared in enumerate(within_row):
+        nearest = torch.minimum(nearest, squared[columns] + (rows - row) ** 2)
+    return nearest.double().sqrt()
+
+
+def _boundary(mask: Tensor) -> Tensor:
+    """The mask's pixels of which a neighbour, above, below, left or right, is not in the mask or not in the image."""
+    padded = functional.pad(mask, (1, 1, 1, 1))
+    return mask & ~(padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:])
 
 
 def patient_mean(values: Tensor) -> float:
@@ -150,24 +177,35 @@ def _two_classes(positive: np.ndarray) -> np.ndarray:
 
 
 def _of_classes(metric: str, probabilities: np.ndarray, targets: np.ndarray) -> float:
-    """One metric of exclusive classes, by scikit-learn.
+    """One metric of exclusive classes, macro-averaged.
 
     Classes that neither occur nor are predicted do not count in macro-F1, absent ones not in balanced accuracy; AUC is one
-    class against the rest, macro-averaged over the classes that occur, NaN where only one does.
+    class against the rest over the classes that occur, NaN where only one does.
     """
-    from sklearn import metrics as sklearn_metrics
-
-    chosen = probabilities.argmax(axis=1)
+    classes = np.arange(probabilities.shape[1])
+    truth, chosen = targets[:, None] == classes, probabilities.argmax(axis=1)[:, None] == classes
+    hits, occurs, predicted = (truth & chosen).sum(axis=0), truth.sum(axis=0), chosen.sum(axis=0)
     if metric == "accuracy":
-        return float(sklearn_metrics.accuracy_score(targets, chosen))
+        return float(hits.sum() / len(targets))
     if metric == "balanced_accuracy":
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="y_pred contains classes not in y_true")
-            return float(sklearn_metrics.balanced_accuracy_score(targets, chosen))
+        return float(np.mean(hits[occurs > 0] / occurs[occurs > 0]))
     if metric == "f1_macro":
-        return float(sklearn_metrics.f1_score(targets, chosen, average="macro", zero_division=0))
-    present = np.unique(targets)
+        either = occurs + predicted
+        return float(np.mean(2 * hits[either > 0] / either[either > 0]))
+    present = classes[occurs > 0]
     if len(present) < 2:
         return math.nan
-    areas = [sklearn_metrics.roc_auc_score(targets == label, probabilities[:, label]) for label in present]
-    return float(np.mean(areas))
+    return float(np.mean([area_under_roc(truth[:, label], probabilities[:, label]) for label in present]))
+
+
+def area_under_roc(positive: np.ndarray, ratings: np.ndarray) -> float:
+    """Probability that a positive image is rated above a negative one, ties counting half (Hanley and McNeil, 1982, Sec. III).
+
+    Args:
+        positive: bool (N,), both kinds present.
+        ratings: (N,).
+    """
+    _, place, counts = np.unique(ratings, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    above = ranks[positive].sum() - positive.sum() * (positive.sum() + 1) / 2
+    return float(above / (positive.sum() * (~positive).sum()))

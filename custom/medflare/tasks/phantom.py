@@ -6,12 +6,13 @@ the same images. Patients have two eyes, hence two images that share the optic d
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
 
 from medflare.core.rng import numpy_generator
+from medflare.tasks.raster import Line, draw_lines, enlarged, gaussian_blur, halved
 
 SIDE = 64  # pixels of the images handed out
 _OVERSAMPLING = 2  # scenes are drawn larger and reduced, which smooths edges as optics do
@@ -162,36 +163,39 @@ def _over(below: np.ndarray, colour: np.ndarray, opacity: np.ndarray) -> np.ndar
 
 def _smooth_noise(rng: np.random.Generator, cells: int) -> np.ndarray:
     """Choroidal texture: random values on a coarse grid, interpolated; (canvas, canvas), roughly standard normal."""
-    coarse = Image.fromarray(rng.normal(0, 1, (cells, cells)).astype(np.float32))
-    return np.asarray(coarse.resize((_CANVAS, _CANVAS), Image.Resampling.BICUBIC))
+    return enlarged(rng.normal(0, 1, (cells, cells)).astype(np.float32), _CANVAS)
 
 
 def _vessels(rng: np.random.Generator, eye: _Eye) -> np.ndarray:
     """Opacity (canvas, canvas) of arteries and veins that leave the disc up and down and arch around the macula."""
-    canvas = Image.new("L", (_CANVAS, _CANVAS), 0)
-    pen = ImageDraw.Draw(canvas)
+    lines: list[Line] = []
     for vertical in (-1, 1):
         for side, reach in ((eye.temporal, 1.0), (-eye.temporal, 0.75)):
             for width, bend in ((2.6, rng.uniform(0.7, 1.1)), (1.7, rng.uniform(0.3, 0.6))):
                 heading = vertical * math.pi / 2 + rng.normal(0, 0.12)
-                _draw_vessel(rng, pen, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
-    return np.asarray(canvas.filter(ImageFilter.GaussianBlur(0.5 * _OVERSAMPLING)), np.float32) / 255
+                lines += _vessel(rng, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
+    return gaussian_blur(draw_lines(lines, _CANVAS), 0.5 * _OVERSAMPLING).astype(np.float32) / 255
 
 
-def _draw_vessel(
-    rng: np.random.Generator, pen: ImageDraw.ImageDraw, start: tuple[float, float], heading: float, bend: float, width: float, step: float
-) -> None:
+def _vessel(
+    rng: np.random.Generator, start: tuple[float, float], heading: float, bend: float, width: float, step: float
+) -> Iterator[Line]:
     """One vessel as a chain of short segments that turns by `bend` radians in all, thins out and may branch once."""
     row, column = start
     branch_at = int(rng.integers(4, 9)) if width > 1 else -1
     for number in range(16):
         heading += bend / 12 * (number < 12) + rng.normal(0, 0.07)
         new_row, new_column = row + step * math.sin(heading), column + step * math.cos(heading)
-        drawn = [_OVERSAMPLING * value for value in (column, row, new_column, new_row)]
-        pen.line(drawn, fill=int(150 + 40 * min(width, 2.6)), width=max(1, round(width * _OVERSAMPLING / 2)))
+        thickness, opacity = max(1, round(width * _OVERSAMPLING / 2)), int(150 + 40 * min(width, 2.6))
+        yield Line(_on_canvas(column, row), _on_canvas(new_column, new_row), thickness, opacity)
         row, column, width = new_row, new_column, width * 0.96
         if number == branch_at:
-            _draw_vessel(rng, pen, (row, column), heading + rng.choice([-1, 1]) * rng.uniform(0.4, 0.8), bend / 2, width * 0.6, step)
+            turned = heading + rng.choice([-1, 1]) * rng.uniform(0.4, 0.8)
+            yield from _vessel(rng, (row, column), turned, bend / 2, width * 0.6, step)
+
+
+def _on_canvas(column: float, row: float) -> tuple[int, int]:
+    return int(_OVERSAMPLING * column), int(_OVERSAMPLING * row)
 
 
 def _expose(rng: np.random.Generator, device: Camera, scene: np.ndarray) -> np.ndarray:
@@ -199,9 +203,9 @@ def _expose(rng: np.random.Generator, device: Camera, scene: np.ndarray) -> np.n
     radius = np.hypot(_ROWS - SIDE / 2, _COLUMNS - SIDE / 2)
     light = (1 - device.vignetting * (radius / (SIDE / 2)) ** 2 / 2) / (1 + np.exp(np.clip((radius - device.field) * 2.5, -30, 30)))
     exposed = scene * np.array(device.gains, np.float32) * light[..., None] * rng.uniform(0.88, 1.12)
-    stored = Image.fromarray((255 * exposed.clip(0, 1) ** device.gamma).astype(np.uint8))
-    stored = stored.filter(ImageFilter.GaussianBlur(device.blur * _OVERSAMPLING)).resize((SIDE, SIDE), Image.Resampling.BOX)
-    noisy = np.asarray(stored, np.float32) + 255 * device.noise * rng.normal(0, 1, (SIDE, SIDE, 3))
+    sharp = (255 * exposed.clip(0, 1) ** device.gamma).astype(np.uint8)
+    stored = halved(gaussian_blur(sharp, device.blur * _OVERSAMPLING))
+    noisy = stored.astype(np.float32) + 255 * device.noise * rng.normal(0, 1, (SIDE, SIDE, 3))
     return noisy.clip(0, 255).astype(np.uint8)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from medflare.core.errors import DataError
+from medflare.core.packages import require
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 NIFTI = (".nii", ".nii.gz")
@@ -69,9 +70,13 @@ def suffix(path: Path) -> str:
 
 def is_dicom(path: Path) -> bool:
     """Whether a file is DICOM: by its suffix, and where that says nothing, by its content."""
-    from pydicom.misc import is_dicom as holds_dicom
+    return suffix(path) in DICOM or (suffix(path) not in (*PICTURES, *NIFTI) and path.is_file() and _holds_dicom(path))
 
-    return suffix(path) in DICOM or (suffix(path) not in (*PICTURES, *NIFTI) and path.is_file() and bool(holds_dicom(path)))
+
+def _holds_dicom(path: Path) -> bool:
+    """Whether the four letters of DICOM files (PS3.10, Sec. 7.1) follow the preamble."""
+    with path.open("rb") as file:
+        return file.read(132)[128:] == b"DICM"
 
 
 def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
@@ -81,12 +86,15 @@ def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
     kind = "folder" if path.is_dir() else ".dcm" if is_dicom(path) else suffix(path)
     try:
         if kind in PICTURES:
+            require("PIL", f"{path}: a picture", DataError)
             array = _read_picture(path, colour)
             has_channels = array.ndim == 3
         elif kind in NIFTI:
+            require("nibabel", f"{path}: a NIfTI image", DataError)
             array = _read_nifti(path)
             has_channels = array.ndim == 4
         elif kind in DICOM or kind == "folder":
+            require("pydicom", f"{path}: a DICOM image", DataError)
             array, has_channels = _read_dicom(path)
         else:
             formats = ", ".join((*PICTURES, *NIFTI, *DICOM))

@@ -1,0 +1,118 @@
+"""The tables of the console, drawn by Rich: a run's results, and a method's hyper-parameters."""
+
+import dataclasses
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from medflare.evaluation.presentation import (
+    best_value,
+    format_bytes,
+    format_metric,
+    format_seconds,
+    lower_is_better,
+    metric_label,
+    metric_names,
+    model_names,
+    ordered_sites,
+    synthetic_source,
+)
+from medflare.evaluation.results import COMPLETED, ROLES, SPLITS
+
+if TYPE_CHECKING:
+    from medflare.methods.registry import Method
+
+
+def plain_table(results: Mapping[str, Any]) -> str:
+    """The result table as plain text: no control characters, as wide as it needs to be."""
+    parts = _summary(results), _table(results, metric_names(results))
+    buffer = io.StringIO()
+    console = Console(file=buffer, force_terminal=False, color_system=None, width=10_000, legacy_windows=False, highlight=False)
+    console.width = max(80, *(Measurement.get(console, console.options, part).maximum for part in parts))
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def print_table(results: Mapping[str, Any], terminal: IO[str]) -> None:
+    """The result table in colour, cut to the task's own metric where the window is narrow."""
+    console = Console(file=terminal)
+    metrics = metric_names(results)
+    table = _table(results, metrics)
+    fits = Measurement.get(console, console.options.update_width(10_000), table).maximum <= console.width
+    console.print(_summary(results))
+    console.print(table if fits else _table(results, metrics[:1]))
+
+
+def _summary(results: Mapping[str, Any]) -> Text:
+    """Method, task, status and cost; the reason where the run failed."""
+    text = Text(f"{results['method']} on {results['task']}, {results['rounds']} rounds, seed {results['seed']}: ")
+    text.append(results["status"], "bold green" if results["status"] == COMPLETED else "bold red")
+    if results["reason"]:
+        text.append(f": {results['reason']}", "red")
+    if synthetic_source(results):
+        text.append(f"\n{synthetic_source(results)}", "italic")
+    traffic, total = results["traffic"], results["seconds"].get("total")
+    cost = [f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"]
+    cost += [format_seconds(total)] if total is not None else []
+    cost += [f"{len(results['events'])} event{'s' if len(results['events']) > 1 else ''}"] if results["events"] else []
+    return text.append("\n" + "; ".join(cost))
+
+
+def _table(results: Mapping[str, Any], metrics: Sequence[str]) -> Table:
+    """Sites down, models across, metric by metric; the best model of a site stands out."""
+    columns = [(model, metric) for metric in metrics for model in model_names(results)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("site", "role", "images\n" + "/".join(SPLITS)):
+        table.add_column(heading)
+    for model, metric in columns:
+        table.add_column(f"{metric_label(metric)}{' ↓' if lower_is_better(metric) else ''}\n{model}", justify="right")
+    sites = ordered_sites(results)
+    for name, site in sites.items():
+        counts = "/".join("?" if site["n"][split] is None else str(site["n"][split]) for split in SPLITS)
+        table.add_row(Text(name), site["role"], counts, *_cells(site["metrics"], columns))
+    for role in ROLES if columns else ():
+        if sum(site["role"] == role for site in sites.values()) > 1:
+            table.add_row("mean", role, "", *_cells(results["mean"][role], columns), style="bold")
+    return table
+
+
+def _cells(models: Mapping[str, Mapping[str, float | None]], columns: list[tuple[str, str]]) -> list[Text]:
+    cells = []
+    for model, metric in columns:
+        value = models[model][metric]
+        best = value is not None and value == best_value(metric, (values[metric] for values in models.values()))
+        cells.append(Text(format_metric(metric, value), "green" if best else ""))
+    return cells
+
+
+def methods_table(method: "Method") -> Table:
+    """A method's hyper-parameters: default, the paper's symbol, where it stands in the paper, allowed values, which half reads it."""
+    title = f"{method.name}: {method.paper}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
+    for heading in ("name", "default", "symbol", "source", "allowed", "half", "meaning"):
+        table.add_column(heading, overflow="fold")
+    halves = {"site": method.site_class.Hyper, "server": method.server_class.Hyper}
+    fields = {field.name: field for hyper in halves.values() for field in dataclasses.fields(hyper)}
+    for name, field in fields.items():
+        readers = [half for half, hyper in halves.items() if name in {other.name for other in dataclasses.fields(hyper)}]
+        about = field.metadata
+        cells = (name, field.default, about["symbol"], about["source"], _allowed(about), " and ".join(readers), about["text"])
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    return table
+
+
+def _allowed(metadata: Mapping[str, Any]) -> str:
+    """The choices or the closed range of a hyper-parameter; empty where anything of its type goes."""
+    if metadata["choices"]:
+        return ", ".join(map(str, metadata["choices"]))
+    low, high = metadata["low"], metadata["high"]
+    if math.isinf(low) and math.isinf(high):
+        return ""
+    return f"≥ {low:g}" if math.isinf(high) else f"≤ {high:g}" if math.isinf(low) else f"{low:g} to {high:g}"
