@@ -53,6 +53,7 @@ def test_missing_data_fail_before_training(simulate: Simulate, tmp_path: Path) -
     assert "site site-1: data root" in simulation.results["reason"]
     assert "holds no datalist.json" in simulation.results["reason"]
     assert "medflare: FAILED:" in simulation.console
+    assert not (simulation.folder / "metrics.jsonl").exists()
 
 
 def test_a_job_that_cannot_be_read_leaves_results(simulate: Simulate, tmp_path: Path) -> None:
@@ -64,4 +65,3 @@ def test_a_job_that_cannot_be_read_leaves_results(simulate: Simulate, tmp_path: 
     assert "task.json: not valid JSON" in simulation.results["reason"]
     assert set(simulation.results["sites"]) == {"site-1", "site-2"}
     assert simulation.console.count("medflare: FAILED:") == 1
-    assert not (simulation.folder / "metrics.jsonl").exists()

@@ -37,9 +37,21 @@ def history() -> list[dict[str, Any]]:
         return {"n_samples": 4, "loss": loss, "validation": {"global": value, "personal": None}}
 
     return [
-        {"phase": "train", "round": 0, "seconds": 1.5, "sites": {"A": facts(0.9, 0.1), "B": facts(0.8, 0.2), "C": facts(0.7, 0.3)}},
-        {"phase": "train", "round": 1, "seconds": 1.0, "sites": {"A": facts(0.5, 0.4), "B": facts(0.4, 0.5)}},
-        {"phase": "validate", "round": 2, "seconds": 0.2, "sites": {"A": facts(None, 0.6), "B": facts(None, 0.7), "C": facts(None, None)}},
+        {
+            "step": 0,
+            "phase": "train",
+            "round": 0,
+            "seconds": 1.5,
+            "sites": {"A": facts(0.9, 0.1), "B": facts(0.8, 0.2), "C": facts(0.7, 0.3)},
+        },
+        {"step": 1, "phase": "train", "round": 1, "seconds": 1.0, "sites": {"A": facts(0.5, 0.4), "B": facts(0.4, 0.5)}},
+        {
+            "step": 2,
+            "phase": "validate",
+            "round": 2,
+            "seconds": 0.2,
+            "sites": {"A": facts(None, 0.6), "B": facts(None, 0.7), "C": facts(None, None)},
+        },
     ]
 
 

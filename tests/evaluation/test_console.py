@@ -32,6 +32,14 @@ def test_round_line_after_the_last_round_has_no_loss(history):
     assert "loss" not in line
 
 
+def test_round_line_shows_what_the_aggregation_made_of_each_site():
+    """Scores and weights of FedDAG's second phase; B answered nothing, and its model has a weight all the same."""
+    numbers = {"A": {"score": 0.81234, "weight": 0.6}, "B": {"score": None, "weight": 0.4}, "C": {"score": 0.5, "weight": 0.0}}
+    line = round_line("score", 0, 2, {"A": {"scores": {"B": 0.7}}, "C": {"scores": {}}}, {"B": "no answer"}, 1.0, numbers)
+    shown = ["A score 0.812 weight 0.600", "B rejected (no answer) score – weight 0.400", "C score 0.500 weight 0.000"]
+    assert line == f"round 0 (1/2) score: {' | '.join(shown)} | 1.00 s"
+
+
 def test_without_rich_one_line_says_how_it_ended(record, monkeypatch):
     monkeypatch.setattr(console, "installed", lambda module: False)
     results = build_results(dataclasses.replace(record, reason="site B: mask of another size"))

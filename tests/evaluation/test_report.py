@@ -133,6 +133,12 @@ def test_a_selectors_accuracy_is_not_called_dice(record):
     assert "Validation Dice, personal" in text
 
 
+def test_curves_show_the_aggregation(record, history):
+    steps = [{**step, "aggregation": {"A": {"weight": 0.4}, "B": {"weight": None}}} for step in history[:2]]
+    svg = training_curves(build_results(record), steps)
+    assert "Aggregation weight" in svg and "Aggregation weight" not in training_curves(build_results(record), history)
+
+
 def test_curves_of_many_sites(record):
     many = [f"site-{number}" for number in range(20)]
     facts = [{site: {"loss": 1 / (r + 1), "validation": {"global": r / 30}} for site in many} for r in range(30)]

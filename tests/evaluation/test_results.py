@@ -182,8 +182,14 @@ def test_a_repeated_step_counts_once_in_its_last_form(tmp_path, history):
     assert [(line["round"], line["seconds"]) for line in read_rounds(tmp_path)] == [(0, 1.5), (1, 9.0), (2, 0.2)]
 
 
+def test_a_phase_that_comes_twice_in_a_round_stays_twice(tmp_path, history):
+    for line in ({**history[0], "step": 0}, {**history[0], "step": 1}):
+        append_round(tmp_path, line)
+    assert len(read_rounds(tmp_path)) == 2
+
+
 def test_nan_becomes_null_in_a_line(tmp_path):
-    append_round(tmp_path, {"phase": "train", "round": 0, "sites": {"A": {"loss": math.nan, "gradient": np.float32(0.5)}}})
+    append_round(tmp_path, {"step": 0, "phase": "train", "round": 0, "sites": {"A": {"loss": math.nan, "gradient": np.float32(0.5)}}})
     assert read_rounds(tmp_path)[0]["sites"]["A"] == {"loss": None, "gradient": 0.5}
 
 

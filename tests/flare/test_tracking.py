@@ -18,8 +18,8 @@ from medflare.methods.base import Step
 from medflare.methods.federation import StepReport
 
 
-def report(round: int, **facts: dict) -> StepReport:
-    return StepReport(Step("train", round), round, facts, {}, 1.0, 0, 0)
+def report(round: int, aggregation: dict | None = None, **facts: dict) -> StepReport:
+    return StepReport(Step("train", round), round, facts, {}, 1.0, 0, 0, aggregation or {})
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def test_curves_and_artefacts(run: Tracking, tmp_path: Path) -> None:
     run(
         report(
             1,
+            {"CS": {"weight": 0.2, "score": None}, "DU": {"weight": 0.7}, "HT": {"weight": 0.1}},
             CS={"n_samples": 1, "loss": 0.8, "validation": {"global": 0.6}},
             DU={"n_samples": 3, "loss": 0.6, "validation": {"global": 0.8}},
         )
@@ -65,6 +66,8 @@ def test_curves_and_artefacts(run: Tracking, tmp_path: Path) -> None:
 
     assert curve("loss", "DU") == [(0, 0.7), (1, 0.6)]
     assert curve("validation_global", "DU") == [(1, 0.8)]  # undefined in round 0: no point, not a zero
+    assert [curve("aggregation_weight", site) for site in ("CS", "DU", "HT")] == [[(1, 0.2)], [(1, 0.7)], [(1, 0.1)]]
+    assert not list((tmp_path / "tb_events").rglob("aggregation_score*"))
     summary = json.loads((tmp_path / "metrics" / "metrics_summary.json").read_text())
     assert summary["final_round"] == 1
     found = {metric["name"]: metric["value"] for metric in summary["final_aggregated_metrics"]}

@@ -17,27 +17,33 @@ def round_line(
     facts: Mapping[str, Mapping[str, Any]],
     rejected: Mapping[str, str],
     seconds: float,
+    aggregation: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> str:
-    """One step in one line: every site's loss and validation metrics, or why its update was not used.
+    """One step in one line: every site's loss and validation metrics, or why its update was not used, and its aggregation's numbers.
 
     Args:
         round: 0-based; `rounds` itself for the look at the last round's models.
         facts: site -> facts of its reply; "loss" and "validation" (model -> metric) are shown.
         rejected: site -> reason.
+        aggregation: site -> what the server made of it, for example its weight.
 
     Returns:
-        For example "round 2 (3/20) train: A loss 0.4120 global 0.801 personal 0.833 | B rejected (holds NaN) | 1.2 s".
+        For example "round 2 (3/20) train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
     """
     place = f"after round {rounds - 1}" if round >= rounds else f"round {round} ({round + 1}/{rounds})"
-    shown = {site: f"{site} {_step_facts(facts[site])}".rstrip() for site in facts}
-    shown.update({site: f"{site} rejected ({' '.join(reason.split())})" for site, reason in rejected.items()})
-    return f"{place} {phase}: " + " | ".join([*(shown[site] for site in sorted(shown)), format_seconds(seconds)])
+    shown = {site: [site, *_step_facts(facts[site])] for site in facts}
+    shown.update({site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()})
+    for site, numbers in (aggregation or {}).items():
+        shown.setdefault(site, [site]).extend(f"{name} {format_metric('', value)}" for name, value in numbers.items())
+    return f"{place} {phase}: " + " | ".join([*(" ".join(shown[site]) for site in sorted(shown)), format_seconds(seconds)])
 
 
-def _step_facts(facts: Mapping[str, Any]) -> str:
+def _step_facts(facts: Mapping[str, Any]) -> list[str]:
     parts = [] if facts.get("loss") is None else [f"loss {facts['loss']:.4f}"]
     parts += [f"{model} {format_metric('', value)}" for model, value in facts.get("validation", {}).items()]
-    return " ".join(parts)
+    if "privacy" in facts:
+        parts.append(f"ε {format_metric('', facts['privacy']['epsilon'])}")
+    return parts
 
 
 def results_table(results: Mapping[str, Any]) -> str:

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 # Distinguishable with any colour vision, and on white as on near-black (after Okabe and Ito, 2008, without yellow and black).
 _COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
+_LOSS, _AGGREGATION = "loss", "Aggregation"  # panels beside those of the validated models
 _INK: Final = "#010203"  # stands for the page's text colour until the SVG is finished
 
 
 def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Loss and validation metric of every site over the rounds as SVG; None where no step was finished.
+    """Loss, validation metric and place in the aggregation of every site over the rounds as SVG; None where no step was finished.
 
     A validation metric at round r belongs to the models that the round started from: those that r rounds of training made.
     """
@@ -42,7 +43,7 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
                 style = _style(sites.index(site))
                 axis.plot(rounds, values, label=site, linewidth=1.6, markersize=3.5 if len(rounds) < 40 else 0, **style)
             axis.set_title(_heading(title, metric), fontsize=10, loc="left")
-            axis.set_xlabel("round" if title == "loss" else "rounds of training")
+            axis.set_xlabel("round" if title == _LOSS or title.startswith(_AGGREGATION) else "rounds of training")
             axis.xaxis.get_major_locator().set_params(integer=True)
             _quiet(axis)
         handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -53,20 +54,28 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
 
 def _heading(panel: str, metric: str) -> str:
     """A method may validate what is no model of the task: a selector has an accuracy of its own."""
-    if panel == "loss":
+    if panel == _LOSS:
         return "Training loss"
+    if panel.startswith(_AGGREGATION):
+        return panel
     return f"Validation {metric}, {panel}" if panel in MODELS else f"Validation, {panel}"
 
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Panel ("loss" or a model) -> site -> (round, value), what is undefined left out."""
+    """Panel (the loss, a model, or a number of the aggregation) -> site -> (round, value), what is undefined left out."""
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+
+    def add(panel: str, site: str, round: int, value: object) -> None:
+        if isinstance(value, int | float):
+            panels.setdefault(panel, {}).setdefault(site, []).append((round, float(value)))
+
     for step in history:
         for site, facts in step["sites"].items():
-            measured = {"loss": facts.get("loss"), **(facts.get("validation") or {})}
-            for panel, value in measured.items():
-                if isinstance(value, int | float):
-                    panels.setdefault(panel, {}).setdefault(site, []).append((step["round"], float(value)))
+            for panel, value in {_LOSS: facts.get("loss"), **(facts.get("validation") or {})}.items():
+                add(panel, site, step["round"], value)
+        for site, numbers in step.get("aggregation", {}).items():
+            for name, value in numbers.items():
+                add(f"{_AGGREGATION} {name}", site, step["round"], value)
     return panels
 
 

@@ -50,14 +50,14 @@ class RunRecord:
     """A finished run, in whatever way it finished; knows nothing of the engine.
 
     Attributes:
+        task: None where it could not be read; then there is a reason.
         sites: every site of the federation by name, also those that failed.
         reason: why the run failed, one line; empty for a completed run.
-        task: None where it could not be read; then there is a reason.
         down_bytes, up_bytes: tensors sent to all sites and received from them.
         seconds: stage ("training", "total", ...) -> wall-clock seconds.
         hyper: the method's hyper-parameters as they were used.
         settings: further settings that shaped the run (engine, min_sites, resplit, ...).
-        history: one mapping a step: {"phase", "round", "seconds", "sites": {site: facts}}, as `append_round` takes them.
+        history: one mapping a step, as `append_round` takes them.
         pictures: title -> PNG file content, shown in the report.
     """
 
@@ -86,9 +86,9 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     Every site and every mean names the same models and metrics, so that a reader need not ask what is there; what is
     undefined is None.
     """
+    metrics = record.task.metrics if record.task else ()
     models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
     sites = {name: _site_results(record.sites[name], models, metrics) for name in sorted(record.sites)}
-    metrics = record.task.metrics if record.task else ()
     results = {
         "schema": SCHEMA,
         "method": record.method,
@@ -200,8 +200,9 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append one step to metrics.jsonl: {"phase", "round", "seconds", "sites": {site: facts}}, on disk when this returns.
+    """Append one step to metrics.jsonl, on disk when this returns.
 
+    A step is {"step", "phase", "round", "seconds", "sites": {site: facts of its reply}, "aggregation": {site: {name: number}}}.
     A line that a crash cut short stays alone on its line, so that it spoils nothing but itself.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -218,14 +219,12 @@ def append_round(folder: Path, line: Mapping[str, Any]) -> None:
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
     """The steps in metrics.jsonl; where a resumed run repeated a step, its last line counts; lines cut short are left out."""
     path = folder / ROUNDS_FILE
-    steps: dict[tuple[Any, Any], dict[str, Any]] = {}
+    steps: dict[int, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
         except ValueError:
             continue
         if isinstance(line, dict):  # a number may be what a crash left of a line
-            key = (line.get("phase"), line.get("round"))
-            steps.pop(key, None)
-            steps[key] = line
-    return list(steps.values())
+            steps[line["step"]] = line
+    return [steps[step] for step in sorted(steps)]

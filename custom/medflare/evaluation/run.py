@@ -106,9 +106,9 @@ class Run:
 
     def _after_step(self, report: StepReport) -> None:
         step = report.step
-        self.say(round_line(step.phase, step.round, self.rounds, report.facts, report.rejected, report.seconds))
+        self.say(round_line(step.phase, step.round, self.rounds, report.facts, report.rejected, report.seconds, report.aggregation))
         if self.folder is not None:
-            append_round(self.folder, {"phase": step.phase, "round": step.round, "seconds": report.seconds, "sites": report.facts})
+            append_round(self.folder, report.line())
         self.observe(report)
 
     # -- checkpoints: the server half after every step, so that a killed server goes on after the last finished one ----------

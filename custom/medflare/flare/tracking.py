@@ -33,8 +33,9 @@ class Tracking:
 
     def __call__(self, report: StepReport) -> None:
         numbers = {site: numbers_of(facts) for site, facts in report.facts.items()}
-        for tag in sorted({tag for found in numbers.values() for tag in found}):
-            values = {site: found[tag] for site, found in numbers.items() if tag in found}
+        curves = {site: {**numbers.get(site, {}), **aggregation_of(report, site)} for site in {*numbers, *report.aggregation}}
+        for tag in sorted({tag for found in curves.values() for tag in found}):
+            values = {site: found[tag] for site, found in sorted(curves.items()) if tag in found}
             dxo = create_analytic_dxo(tag=tag, value=values, data_type=AnalyticsDataType.SCALARS, global_step=report.step.round)
             send_analytic_dxo(self.component, dxo, self.fl_ctx)
         self._fire_aggregation(report, numbers)
@@ -56,6 +57,15 @@ class Tracking:
 def numbers_of(facts: Mapping[str, Any]) -> dict[str, float]:
     """The curves in a reply's facts: loss and, by role, the validation metric; what is undefined is left out."""
     found = {"loss": facts.get("loss"), **{f"validation_{role}": value for role, value in (facts.get("validation") or {}).items()}}
+    return _finite(found)
+
+
+def aggregation_of(report: StepReport, site: str) -> dict[str, float]:
+    """The curves of what the server's aggregation made of a site: its weight, for example."""
+    return _finite({f"aggregation_{name}": value for name, value in report.aggregation.get(site, {}).items()})
+
+
+def _finite(found: Mapping[str, Any]) -> dict[str, float]:
     return {tag: float(value) for tag, value in found.items() if isinstance(value, (int, float)) and math.isfinite(value)}
 
 

@@ -14,6 +14,7 @@ from medflare.core.manifest import EntrySpec, Manifest
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.methods.hyper import NoHyper
+from medflare.methods.training import finite_or_none
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.networks import build_network, initial_network
 from medflare.tasks.site import Site
@@ -62,6 +63,7 @@ class ServerContext:
     Attributes:
         site_counts: site -> its answer to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
         events: where the half reports what it noticed.
+        aggregation: site -> what this step's aggregation made of it, see `note`; the schedule takes it up after every step.
     """
 
     task: TaskConfig
@@ -71,6 +73,13 @@ class ServerContext:
     outside: tuple[str, ...] = ()
     site_counts: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: EventLog = field(default_factory=EventLog)
+    aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+    def note(self, **numbers: Mapping[str, float]) -> None:
+        """Leave numbers about the sites in the record of this step, for example `note(weight={"A": 0.4, "B": 0.6})`."""
+        for name, by_site in numbers.items():
+            for site, value in by_site.items():
+                self.aggregation.setdefault(site, {})[name] = finite_or_none(value)
 
     def initial_state(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
         """The initial weights that every site would build itself from the same seed."""

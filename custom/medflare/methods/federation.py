@@ -65,7 +65,14 @@ class Rules:
 
 @dataclass
 class StepReport:
-    """What an observer learns after a step: the facts of every usable reply, by site, and what it cost."""
+    """What an observer learns after a step.
+
+    Attributes:
+        index: 0-based number of the step in the run.
+        facts: site -> facts of its usable reply.
+        rejected: site -> why there is none.
+        aggregation: site -> numbers that the server half noted about it, see `ServerContext.note`.
+    """
 
     step: Step
     index: int
@@ -74,6 +81,12 @@ class StepReport:
     seconds: float
     down_bytes: int
     up_bytes: int
+    aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+    def line(self) -> dict[str, Any]:
+        """The step as metrics.jsonl and the report have it."""
+        place = {"step": self.index, "phase": self.step.phase, "round": self.step.round, "seconds": self.seconds}
+        return {**place, "sites": self.facts, "aggregation": self.aggregation}
 
 
 @dataclass
@@ -195,6 +208,8 @@ class Federation:
             if attempt == self.rules.repeats:
                 raise FederationFailed(f"{reason} ({named})")
             self.events.add("repeated", f"{reason}; asking again ({named})", round=step.round)
+        context = self.server.context
+        context.aggregation = {}
         self.server.accept(step, accepted)
         report = StepReport(
             step,
@@ -204,9 +219,9 @@ class Federation:
             time.monotonic() - started,
             self.outcome.down_bytes - down,
             self.outcome.up_bytes - up,
+            context.aggregation,
         )
-        line = {"step": index, "phase": step.phase, "round": step.round, "seconds": report.seconds, "sites": report.facts}
-        self.outcome.history.append(line)
+        self.outcome.history.append(report.line())
         self.on_step(report)
 
     def _asked(self, step: Step) -> list[str]:

@@ -185,7 +185,7 @@ class GraceServer(FedAvgServer):
     def aggregate(self, replies: Mapping[str, Message]) -> StateDict:
         if self.hyper.server == "fedavg":
             return super().aggregate(replies)
-        model, _ = consistent_aggregate(
+        model, weights = consistent_aggregate(
             self.model,
             {site: reply.states["model"] for site, reply in replies.items()},
             sample_weights(replies, self.hyper.weighting),
@@ -195,6 +195,7 @@ class GraceServer(FedAvgServer):
             granularity=self.hyper.granularity,
             server_rate=self.hyper.server_rate,
         )
+        self.context.note(weight=weights)
         return model
 
 

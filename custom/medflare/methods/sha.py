@@ -221,6 +221,7 @@ class SHAServer(FedAvgServer):
         if step.phase == "score":
             scores = self._scores(step.round, sorted(self.candidates), replies)
             model = self.aggregation({site: entries["model"] for site, entries in self.candidates.items()}, scores)
+            self.context.note(score=self.aggregation.scores, weight=self.aggregation.weights)
             self._conclude(model, self.aggregation.weights)
             return
         self.best.offer(mean_validation(replies, "global"), step.round, self.model)
