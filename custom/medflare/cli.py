@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("medflare: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at the end
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -286,14 +290,12 @@ def _add_methods(commands: Any) -> None:
 
 
 def _methods(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from medflare.evaluation.tables import methods_table
+    from medflare.evaluation.listing import method_listing
     from medflare.methods.registry import METHODS, get_method
 
-    console = Console()
-    for method in [get_method(options.name)] if options.name else METHODS.values():
-        console.print(methods_table(method))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    chosen = [get_method(options.name)] if options.name else METHODS.values()
+    print("\n\n".join(method_listing(method, width) for method in chosen))
     return 0
 
 

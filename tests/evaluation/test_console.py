@@ -5,14 +5,11 @@ import io
 import re
 
 import pytest
-from rich.console import Console
 
 from medflare.core.errors import StateError
 from medflare.evaluation import console
 from medflare.evaluation.console import print_results, results_table, round_line, show_results
 from medflare.evaluation.results import build_results, write_results
-from medflare.evaluation.tables import methods_table
-from medflare.methods.registry import METHODS
 
 
 class Terminal(io.StringIO):
@@ -62,24 +59,6 @@ def test_table_is_plain_and_complete(record):
     assert lines["mean"][:4] == ["mean", "inside", "0.500", "0.650"]
     order = [line.split()[0] for line in text.splitlines()]
     assert order.index("C") < order.index("X") < order.index("mean")
-
-
-def test_every_method_lists_its_hyper_parameters():
-    for method in METHODS.values():
-        stream = io.StringIO()
-        Console(file=stream, width=240).print(methods_table(method))
-        text = stream.getvalue()
-        assert method.paper in text
-        for hyper in (method.site_class.Hyper, method.server_class.Hyper):
-            assert all(field.name in text for field in dataclasses.fields(hyper))
-
-
-def test_hyper_parameter_line_by_hand():
-    stream = io.StringIO()
-    Console(file=stream, width=240).print(methods_table(METHODS["fedsm"]))
-    line = next(line for line in stream.getvalue().splitlines() if line.startswith("lam "))
-    assert "λ" in line
-    assert "0.7" in line
 
 
 def test_failed_run_says_so_and_why(record):

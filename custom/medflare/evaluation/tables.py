@@ -1,10 +1,8 @@
-"""The tables of the console, drawn by Rich: a run's results, and a method's hyper-parameters."""
+"""The result table of the console, drawn by Rich."""
 
-import dataclasses
 import io
-import math
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -24,9 +22,6 @@ from medflare.evaluation.presentation import (
     synthetic_source,
 )
 from medflare.evaluation.results import COMPLETED, ROLES, SPLITS
-
-if TYPE_CHECKING:
-    from medflare.methods.registry import Method
 
 
 def plain_table(results: Mapping[str, Any]) -> str:
@@ -90,29 +85,3 @@ def _cells(models: Mapping[str, Mapping[str, float | None]], columns: list[tuple
         best = value is not None and value == best_value(metric, (values[metric] for values in models.values()))
         cells.append(Text(format_metric(metric, value), "green" if best else ""))
     return cells
-
-
-def methods_table(method: "Method") -> Table:
-    """A method's hyper-parameters: default, the paper's symbol, where it stands in the paper, allowed values, which half reads it."""
-    title = f"{method.name}: {method.paper}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
-    for heading in ("name", "default", "symbol", "source", "allowed", "half", "meaning"):
-        table.add_column(heading, overflow="fold")
-    halves = {"site": method.site_class.Hyper, "server": method.server_class.Hyper}
-    fields = {field.name: field for hyper in halves.values() for field in dataclasses.fields(hyper)}
-    for name, field in fields.items():
-        readers = [half for half, hyper in halves.items() if name in {other.name for other in dataclasses.fields(hyper)}]
-        about = field.metadata
-        cells = (name, field.default, about["symbol"], about["source"], _allowed(about), " and ".join(readers), about["text"])
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    return table
-
-
-def _allowed(metadata: Mapping[str, Any]) -> str:
-    """The choices or the closed range of a hyper-parameter; empty where anything of its type goes."""
-    if metadata["choices"]:
-        return ", ".join(map(str, metadata["choices"]))
-    low, high = metadata["low"], metadata["high"]
-    if math.isinf(low) and math.isinf(high):
-        return ""
-    return f"≥ {low:g}" if math.isinf(high) else f"≤ {high:g}" if math.isinf(low) else f"{low:g} to {high:g}"

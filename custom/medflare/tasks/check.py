@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from medflare.tasks.targets import encode_label
 from medflare.tasks.transforms import Augmentation
 
 _MOST_PROBLEMS = 10  # shown per site
+_MOST_SIZES = 3
 _THUMBNAIL = 12  # pixels a side of what the shift figure looks at
 _SHIFT_IMAGES = 300  # per site: enough for two digits
 
@@ -68,39 +68,34 @@ class CheckReport:
         return not any(report.problems for report in self.sites.values())
 
     def render(self) -> str:
-        """The report as text: a table, then notes and problems by site, then the verdict."""
-        lines = [f"{name}: note: {note}" for name, report in self.sites.items() for note in report.notes]
-        lines += [f"{name}: PROBLEM: {problem}" for name, report in self.sites.items() for problem in report.problems]
+        """The report as text: what every site has, its notes and problems, then the verdict."""
+        lines = [f"{self.root}, task {self.task.name}"]
+        for name, report in self.sites.items():
+            lines += ["", name, *(f"  {line}" for line in self._described(report))]
+            lines += [f"  note: {note}" for note in report.notes]
+            lines += [f"  PROBLEM: {problem}" for problem in report.problems]
         if self.shift is None:
-            lines.append(f"shift between sites: not measured, {self.shift_reason}")
+            lines += ["", f"shift between sites: not measured, {self.shift_reason}"]
         else:
             chance = f"chance {1 / len(self.sites):.2f}"
-            lines.append(f"shift between sites: {self.shift:.2f} balanced accuracy of telling the site from a thumbnail ({chance})")
+            lines += ["", f"shift between sites: {self.shift:.2f} balanced accuracy of telling the site from a thumbnail ({chance})"]
         lines += [f"thumbnails: {self.thumbnails}"] if self.thumbnails else []
         lines.append("OK" if self.ok else "NOT OK: solve the problems above and check again")
-        return "\n".join([self._table(), *lines])
+        return "\n".join(lines)
 
-    def _table(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=f"{self.root}, task {self.task.name}", title_justify="left")
+    def _described(self, report: SiteReport) -> list[str]:
+        """A site's counts, sizes, classes and intensities, a line each; what could not be read is left out."""
         unit = "pixels" if self.task.kind == "segmentation" else "images"
-        for heading in ("site", "training", "validation", "test", "stored sizes", f"training {unit} by class", "stored intensities"):
-            table.add_column(heading)
-        for name, report in self.sites.items():
-            counts = [f"{images} of {patients} patients" for images, patients in report.splits.values()] or ["-"] * 3
-            sizes = [f"{size} ({files})" for size, files in list(report.sizes.items())[:3]] + ["..."] * (len(report.sizes) > 3)
-            classes = [f"{label} {number}" for label, number in report.classes.items()]
-            span = (
-                "{minimum:.4g} to {maximum:.4g}, mean {mean:.4g}, sd {deviation:.4g}".format(**report.intensity)
-                if report.intensity
-                else "-"
-            )
-            table.add_row(name, *counts, ", ".join(sizes), ", ".join(classes), span)
-        console = Console(file=StringIO(), width=150)
-        console.print(table)
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        found = {split: f"{images} images of {patients} patients" for split, (images, patients) in report.splits.items()}
+        found["stored sizes"] = ", ".join(f"{size} ({files})" for size, files in list(report.sizes.items())[:_MOST_SIZES])
+        if len(report.sizes) > _MOST_SIZES:
+            found["stored sizes"] += f" and {len(report.sizes) - _MOST_SIZES} more"
+        found[f"training {unit}"] = ", ".join(f"{label} {number}" for label, number in report.classes.items())
+        if report.intensity:
+            words = "{minimum:.4g} to {maximum:.4g}, mean {mean:.4g}, sd {deviation:.4g}"
+            found["intensities"] = words.format(**report.intensity)
+        column = max(map(len, found)) + 2
+        return [f"{name:{column}}{value}" for name, value in found.items() if value]
 
 
 def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None) -> CheckReport:
