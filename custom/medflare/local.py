@@ -98,8 +98,8 @@ def run_local(
         ConfigError: the method, task, a hyper-parameter or a site name is wrong. Whatever fails later is a result: status FAILED.
     """
     chosen = get_method(method, site=site_half, server=server_half)
-    chosen.check(hyper)
     config = load_task(task)
+    chosen.check(hyper, config)
     config = config if resplit is None else replace(config, resplit=resplit)
     inside, apart = _names(sites), tuple(sorted(outside))
     if both := set(inside) & set(apart):

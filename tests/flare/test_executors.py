@@ -20,6 +20,7 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
+from medflare.flare.guard import refuse_undeclared
 from medflare.flare.seat import TASK_FILE, Seat, anchor, read_local
 from medflare.flare.warm import WarmHost
 from medflare.flare.wire import error_of, to_message, to_shareable
@@ -113,6 +114,24 @@ def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task:
     assert "no method 'fedavgg'; did you mean 'fedavg'" in str(
         error_of(answered(MedflareExecutor(seed=0, method="fedavgg"), fl_ctx, "enrol", Message()))
     )
+
+
+def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    """Kept beside local/medflare.json over processes; what it costs is told, and may leave; what would exceed it is refused."""
+    pytest.importorskip("opacus", reason="needs medflare[privacy]")
+    write_json(place / "local" / "medflare.json", {"privacy": {"epsilon": 4.8, "delta": 1e-5}})
+    reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
+    assert reason.endswith("trains with differential privacy only (privacy in its local/medflare.json), this job without: set dp_noise")
+    hyper = {"dp_noise": 1.0}
+    executor = FedAvgExecutor(seed=0, hyper=hyper)
+    answered(executor, fl_ctx, "enrol", enrolment(task, hyper=hyper))
+    reply = to_message(answered(executor, fl_ctx, "train", model(task)))
+    assert 0 < reply.facts["privacy"]["epsilon"] < 4.8
+    method = get_method("fedavg")
+    refuse_undeclared(reply, method.site_class.outbound("train", method.plan(task, ("CS", "DU"), hyper)), {})
+    assert (place / "local" / "privacy" / "privacy-CS.safetensors").is_file()
+    reason = str(error_of(answered(FedAvgExecutor(seed=0, hyper=hyper), fl_ctx, "train", model(task, step=1), round=1)))
+    assert reason.startswith("site CS does not train") and "its own budget is 4.8" in reason
 
 
 def test_an_unexpected_error_is_a_reason_too(fl_ctx: FLContext, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:

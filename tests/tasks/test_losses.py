@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from medflare.core.errors import ConfigError
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.losses import build_loss
+from medflare.tasks.losses import LOSSES, build_loss, pools_images
 
 TaskOf = Callable[..., TaskConfig]
 Golden = Callable[[str], dict[str, np.ndarray]]
@@ -124,3 +124,29 @@ def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
 def test_bad_losses(make_task: TaskOf, kind: str, loss: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_loss(make_task(kind, loss=loss))
+
+
+LOSS_SETTINGS = [
+    *({"name": name} for name in LOSSES),
+    {"name": "dice", "batch": True},
+    {"name": "dice_ce", "batch": True},
+    {"name": "dice_ce", "squared": True},
+    *({"name": name, "weights": [1.0, 2.0, 5.0]} for name in ("ce", "dice_ce", "focal")),
+]
+
+
+@pytest.mark.parametrize("kind", ["binary", "multiclass", "multilabel"])
+@pytest.mark.parametrize("settings", LOSS_SETTINGS, ids=str)
+def test_a_loss_says_whether_it_is_the_mean_over_images(make_task: TaskOf, kind: str, settings: dict[str, object]) -> None:
+    """Whatever does not say that it pools the images of a batch is the mean of its values for one image at a time."""
+    if kind == "binary":
+        settings = {key: value for key, value in settings.items() if key != "weights"}
+    task = make_task(target=kind, labels=["a"] if kind == "binary" else ["a", "b", "c"], loss=settings)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, task.outputs, 6, 6, generator=generator)
+    classes = (torch.rand(4, 6, 6, generator=generator) * torch.tensor([0.4, 1.0, 1.5, 2.9]).view(4, 1, 1)).long()
+    targets = {"binary": classes.clamp(max=1), "multiclass": classes, "multilabel": (logits * 0 + classes[:, None]).clamp(max=1)}[kind]
+    loss = build_loss(task)
+    one_by_one = torch.stack([loss(logits[i : i + 1], targets[i : i + 1]) for i in range(4)]).mean()
+    same = torch.isclose(loss(logits, targets), one_by_one, rtol=1e-5)
+    assert bool(same) == (pools_images(task) is None), pools_images(task)

@@ -2,6 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -214,3 +215,44 @@ def test_notes_and_counts(make_task: TaskOf) -> None:
     site = _site(make_task(), train=3)
     assert site.notes == ["a note"]
     assert site.class_counts().tolist() == [3 * 256 - 3, 3]
+
+
+class TestDrawnPatients:
+    def site(self, task: TaskConfig, images: int = 5, patients: int = 8) -> Site:
+        """Patient k has the images k, k + 8, k + 16, ...; the last half of the patients has one image less."""
+        split = _split(images * patients - patients // 2, task)
+        split = Split(split.images, split.targets, tuple(f"p{n % patients}" for n in range(len(split))), split.names)
+        return Site("A", task, SiteData(split, split, split), 0)
+
+    def test_each_patient_joins_independently_by_one_image(self, make_task: TaskOf) -> None:
+        site = self.site(make_task())
+        assert site.training_patients == 8
+        drawn = [batch.index % 8 for batch in site.drawn_patients(0.3, 2000, np.random.default_rng(1))]
+        assert all(len(set(rows.tolist())) == len(rows) for rows in drawn), "nobody twice"
+        sizes = torch.tensor([float(len(rows)) for rows in drawn])
+        assert sizes.mean().item() == pytest.approx(8 * 0.3, abs=0.1)
+        assert sizes.var().item() == pytest.approx(8 * 0.3 * 0.7, abs=0.2), "a binomial number of them"
+        shares = torch.bincount(torch.cat(drawn), minlength=8) / 2000
+        assert shares.sub(0.3).abs().max() < 0.05, "patients with fewer images are drawn as often"
+
+    def test_every_image_of_a_patient_has_its_turn(self, make_task: TaskOf) -> None:
+        site = self.site(make_task(), images=3, patients=2)
+        rows = torch.cat([batch.index for batch in site.drawn_patients(1.0, 600, np.random.default_rng(2))])
+        shares = torch.bincount(rows) / 600
+        assert shares[:5].tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3, 1 / 2, 1 / 3], abs=0.07)
+
+    def test_images_go_with_their_masks_and_their_augmentation(self, make_task: TaskOf) -> None:
+        site = self.site(make_task(augment=[{"name": "RandFlip", "prob": 0.5, "spatial_axis": 0}]))
+        (batch,) = site.drawn_patients(1.0, 1, np.random.default_rng(3))
+        assert batch.images[:, 0, 0, 0].tolist() == batch.index.tolist()
+        upright = site.data.train.targets[batch.index]
+        flipped = [torch.equal(mask, plain.flip(0)) for mask, plain in zip(batch.targets, upright, strict=True)]
+        assert 0 < sum(flipped) < 8
+        assert all(flip or torch.equal(mask, plain) for flip, mask, plain in zip(flipped, batch.targets, upright, strict=True))
+
+    def test_nobody_and_an_abort(self, make_task: TaskOf) -> None:
+        site = self.site(make_task(augment=[{"name": "RandFlip", "prob": 0.5}]))
+        assert [batch.images.shape for batch in site.drawn_patients(0.0, 2, np.random.default_rng())] == [(0, 1, 16, 16)] * 2
+        site.abort = lambda: True
+        with pytest.raises(Aborted):
+            next(site.drawn_patients(0.5, 1, np.random.default_rng()))

@@ -21,6 +21,10 @@ class StateError(MedflareError):
     """A stored state is missing, damaged or belongs to somebody else."""
 
 
+class PrivacyError(MedflareError):
+    """A site's privacy budget does not allow what was asked of it."""
+
+
 class ExportError(MedflareError):
     """A model cannot be exported, or what was exported gives other numbers."""
 

@@ -23,7 +23,7 @@ def round_line(
 
     Args:
         round: 0-based; `rounds` itself for the look at the last round's models.
-        facts: site -> facts of its reply; "loss" and "validation" (model -> metric) are shown.
+        facts: site -> facts of its reply; "loss", "validation" (model -> metric) and the ε of "privacy" are shown.
         rejected: site -> reason.
         aggregation: site -> what the server made of it, for example its weight.
 

@@ -78,6 +78,14 @@ def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
     return {name: sites[name] for name in sorted(sites, key=lambda name: (sites[name]["role"] != "inside", name))}
 
 
+def privacy_costs(results: Mapping[str, Any]) -> dict[str, str]:
+    """Site -> what training has cost its patients' privacy, in words; sites that trained without DP-SGD are left out."""
+    costs = {name: site["privacy"] for name, site in ordered_sites(results).items() if "privacy" in site}
+    return {
+        name: f"ε = {format_metric('', cost['epsilon'])} at δ = {cost['delta']:g}, {cost['steps']} steps" for name, cost in costs.items()
+    }
+
+
 def synthetic_source(results: Mapping[str, Any]) -> str:
     """The task's own words on its images where they are synthetic, else ""."""
     source = str(results["configuration"]["task"].get("source", ""))

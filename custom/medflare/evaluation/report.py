@@ -17,6 +17,7 @@ from medflare.evaluation.presentation import (
     metric_names,
     model_names,
     ordered_sites,
+    privacy_costs,
     synthetic_source,
 )
 from medflare.evaluation.results import ROLES, SPLITS
@@ -51,6 +52,7 @@ def render_report(
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
         reports=_reports(results),
+        privacy=privacy_costs(results),
         pictures={title: base64.b64encode(content).decode() for title, content in (pictures or {}).items()},
         seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
         traffic=_flattened(results["traffic"]),

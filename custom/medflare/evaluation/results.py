@@ -37,12 +37,14 @@ class SiteRecord:
         metrics: model ("global", "personal", "deployed", or another that the method compares) -> metric -> test value, None
             where undefined.
         reports: model -> what it says about its own work, for example how often each network of a super model answered.
+        privacy: what training with differential privacy has cost ("epsilon", "delta", "steps"); empty without it.
     """
 
     role: str
     n: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     reports: Mapping[str, Any] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,7 +116,8 @@ def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str,
         "n": {split: site.n.get(split) for split in SPLITS},
         "metrics": {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models},
     }
-    return {**found, "reports": site.reports} if site.reports else found
+    more = {"reports": site.reports, "privacy": site.privacy}
+    return {**found, **{name: content for name, content in more.items() if content}}
 
 
 def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:

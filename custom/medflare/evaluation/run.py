@@ -90,7 +90,7 @@ class Run:
         return results
 
     def _server(self) -> ServerHalf:
-        self.method.check(self.hyper)
+        self.method.check(self.hyper, self.task)
         context = ServerContext(self.task, self.seed, self.rounds, self.sites, self.outside, events=self.events)
         return self.method.make_server(context, self.hyper)
 
@@ -204,7 +204,8 @@ class Run:
     def _site_record(self, site: str, outcome: Outcome) -> SiteRecord:
         enrolled, delivered = outcome.enrolled.get(site, {}), outcome.delivered.get(site, {})
         role = "outside" if site in self.outside else "inside"
-        return SiteRecord(role, enrolled.get("n", {}), delivered.get("metrics", {}), delivered.get("reports", {}))
+        found = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy"))
+        return SiteRecord(role, enrolled.get("n", {}), *found)
 
 
 def refused_run(

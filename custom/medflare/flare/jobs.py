@@ -88,7 +88,7 @@ class FederationJob(FedJob):
 
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
-        method.check(settings.hyper)
+        method.check(settings.hyper, task)
         # all of them, so that a reader of the job sees what there is to set
         settings = replace(settings, hyper=effective(settings.hyper, method.site_class.Hyper, method.server_class.Hyper))
         settings.check()

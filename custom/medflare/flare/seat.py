@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from medflare.methods.participant import Participant
     from medflare.tasks.site import Site
 
-LOCAL_FILE = "medflare.json"  # in the site's local/ folder: data_root, device, cache
+LOCAL_FILE = "medflare.json"  # in the site's local/ folder: data_root, device, cache, outbound, privacy
 TASK_FILE = "task.json"  # in the job's config folder
 FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
+LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
 ASSIGNMENT = "medflare.assignment"  # in FLARE's context while a task and the filters of its result run
 _MEMBER = "state"
 
@@ -78,10 +79,11 @@ class Seat:
             self._take_up(Path(self.resumed) / _MEMBER)
         task, local = load_task(Path(self.task_file)), read_local(Path(self.local_file))
         method = get_method(self.method, server=self.server_half or None)
-        method.check(self.hyper)
+        method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
-            site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=folder / "cache")
+            ledger = Path(self.local_file).with_name(LEDGER)
+            site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=folder / "cache", ledger=ledger)
             site.abort = aborted
             return site
 
@@ -137,7 +139,7 @@ def read_local(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); correct it or delete it") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: must hold a JSON object with data_root, device, cache or outbound; correct it or delete it")
+        raise ConfigError(f"{path}: must hold a JSON object with data_root, device, cache, outbound or privacy; correct it or delete it")
     return settings
 
 

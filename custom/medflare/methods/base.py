@@ -91,10 +91,14 @@ class SiteHalf(ABC):
 
     A half may be thrown away after any task and rebuilt in another process: whatever it must remember goes through `state` and
     `restore`. Everything random is keyed by (seed, site, round, purpose).
+
+    Attributes:
+        unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
     """
 
     Hyper: ClassVar[type] = NoHyper
     phases: ClassVar[tuple[str, ...]] = ("train", "validate")
+    unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
 
     def __init__(self, site: Site, hyper: Any, sites: tuple[str, ...]):
         self.site = site
@@ -106,6 +110,14 @@ class SiteHalf(ABC):
     @abstractmethod
     def outbound(cls, phase: str, plan: Plan) -> Manifest:
         """Everything that a reply to `phase` holds: what leaves the hospital, and nothing else may."""
+
+    @classmethod  # noqa: B027 (most halves work with every task)
+    def check(cls, task: TaskConfig, hyper: Any) -> None:
+        """Before anything starts: ConfigError where the half cannot work with this task and these settings."""
+
+    def privacy(self) -> dict[str, Any] | None:
+        """What this run has cost the site's training patients, see `privacy.spent`; None without differential privacy."""
+        return None
 
     def perform(self, phase: str, round: int, incoming: Message) -> Message:
         if phase not in self.phases:

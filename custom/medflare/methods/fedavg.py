@@ -7,10 +7,10 @@ Also the base of the other methods: their halves change one thing each.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.core.manifest import Manifest
 from medflare.core.message import Message
@@ -18,14 +18,23 @@ from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step, plain_entry, sample_weights
 from medflare.methods.hyper import param
+from medflare.methods.privacy import PrivacyHyper, check_private, check_private_site, is_private, spent, train_privately
 from medflare.methods.selection import Best, mean_validation
 from medflare.methods.training import OptimizerMemory, finite_or_none, train_epochs, trainable
+from medflare.tasks.config import TaskConfig
 from medflare.tasks.site import Site
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class FedAvgSiteHyper:
     reset_optimizer: bool = param(True, "start every round with a fresh optimizer; false keeps its moments at the site")
+
+
+@dataclass(frozen=True)
+class FedAvgHyper(FedAvgSiteHyper, PrivacyHyper):
+    """FedAvg's own site half; others inherit `PrivacyHyper` where DP-SGD protects all that they send."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +46,18 @@ class FedAvgServerHyper:
 class FedAvgSite(SiteHalf):
     """Trains the incoming global model for the task's local epochs and sends it back."""
 
-    Hyper: ClassVar[type] = FedAvgSiteHyper
+    Hyper: ClassVar[type] = FedAvgHyper
 
     def __init__(self, site: Site, hyper: Any, sites: tuple[str, ...]):
         super().__init__(site, hyper, sites)
         self.optimizers = OptimizerMemory()
+        if is_private(hyper) and site.name in sites:
+            check_private_site(site, hyper)
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any) -> None:
+        if is_private(hyper):
+            check_private(task)
 
     @classmethod
     def outbound(cls, phase: str, plan: Plan) -> Manifest:
@@ -53,9 +69,11 @@ class FedAvgSite(SiteHalf):
         model = self.network("model", incoming.states["model"])
         validation = self.validation(model)
         loss = self.optimized(model, "model", lambda optimizer: self.fit(model, optimizer, round))
-        return Message({"model": copy_state(model.state_dict())}, self.facts(loss=loss, validation={"global": validation}))
+        cost = self.privacy()
+        more = {} if cost is None else {"privacy": cost}
+        return Message({"model": copy_state(model.state_dict())}, self.facts(loss=loss, validation={"global": validation}, **more))
 
-    def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], float]) -> float:
+    def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
         """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss."""
         optimizer = self.site.optimizer(trainable(model))
         if not self.hyper.reset_optimizer:
@@ -65,9 +83,19 @@ class FedAvgSite(SiteHalf):
             self.optimizers.keep(purpose, optimizer)
         return loss
 
-    def fit(self, model: Any, optimizer: Any, round: int) -> float:
+    def fit(self, model: Any, optimizer: Any, round: int) -> float | None:
         """One round of local training; the one thing that most local variants change."""
-        return train_epochs(model, optimizer, self.site, round, "model")
+        return self.descend(model, optimizer, round)
+
+    def descend(self, model: Any, optimizer: Any, round: int, loss: Callable[[Any, Tensor, Tensor], Tensor] | None = None) -> float | None:
+        """Epochs of the task's loss or of another that is a mean over images; with DP-SGD where asked for, whose loss stays untold."""
+        if is_private(self.hyper):
+            train_privately(model, optimizer, self.site, self.hyper, loss)
+            return None
+        return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
+
+    def privacy(self) -> dict[str, Any] | None:
+        return spent(self.site, self.hyper) if is_private(self.hyper) else None
 
     def validate(self, round: int, incoming: Message) -> Message:
         return Message({}, self.facts(validation={"global": self.validation(self.network("model", incoming.states["model"]))}))

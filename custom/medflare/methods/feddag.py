@@ -231,6 +231,7 @@ class FedDAGSite(ScoredSite, FedAvgSite):
 
     Hyper: ClassVar[type] = FedDAGHyper
     phases: ClassVar[tuple[str, ...]] = ("warm_up", "train", "score", "validate")
+    unprotected = "generator, student and teacher learn from each other on every batch, and the perturbed model shows a bare gradient"
     hyper: FedDAGHyper
 
     def __init__(self, site: Site, hyper: FedDAGHyper, sites: tuple[str, ...]):

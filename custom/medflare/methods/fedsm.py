@@ -123,6 +123,7 @@ class FedSMSite(FedAvgSite):
 
     Hyper: ClassVar[type] = FedSMHyper
     phases = ("train", "train_selector", "validate", "tune")
+    unprotected = "the selector learns from the same images, and its gradient or weights leave the site without noise"
     kind: ClassVar[str] = "super"  # of the deployed model
 
     def __init__(self, site: Site, hyper: FedSMHyper, sites: tuple[str, ...]):

@@ -80,6 +80,7 @@ class GraceSite(LocalModelSite):
     """Two-step training with feature alignment; `client` chooses the paper's variants, "erm" is FedAvg's training."""
 
     Hyper: ClassVar[type] = GraceSiteHyper
+    unprotected = "its alignment compares the features of a whole batch, and meta-train follows a gradient without noise"
 
     def __init__(self, site: Site, hyper: Any, sites: tuple[str, ...]):
         super().__init__(site, hyper, sites)
@@ -87,7 +88,7 @@ class GraceSite(LocalModelSite):
             raise ConfigError("adam_plus_sgd knows a first-order update only; set second_order=false or adam_plus_sgd=false")
         self.discriminator: StateDict | None = None
 
-    def fit(self, model: Any, optimizer: Any, round: int) -> float:
+    def fit(self, model: Any, optimizer: Any, round: int) -> float | None:
         hyper = self.hyper
         if hyper.client == "erm":
             return super().fit(model, optimizer, round)

@@ -16,7 +16,7 @@ from medflare.core.states import StateDict, batch_norm_entries, copy_state, diff
 from medflare.inference.deployed import plain_message
 from medflare.methods.adaptation import AdaptationHyper, with_adaptation
 from medflare.methods.base import Plan, ServerContext, Step, plain_entry
-from medflare.methods.fedavg import FedAvgServer, FedAvgServerHyper, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.fedavg import FedAvgHyper, FedAvgServer, FedAvgServerHyper, FedAvgSite
 from medflare.methods.hyper import param
 from medflare.methods.iop_math import (
     consistency_loss,
@@ -35,7 +35,7 @@ __all__ = ["IOPHyper", "IOPServer", "IOPSite", "consistency_loss", "entropy_loss
 
 
 @dataclass(frozen=True)
-class IOPHyper(OutsideHyper, FedAvgServerHyper, FedAvgSiteHyper):
+class IOPHyper(OutsideHyper, FedAvgServerHyper, FedAvgHyper):
     tau: float = param(0.9, "accumulation rate; 1 gives the local model of the round", symbol="τ", source="Eq. 4, Fig. 6", low=0, high=1)
     reading: str = param(
         "ema_local",

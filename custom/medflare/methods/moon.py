@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.methods.grace import GraceServer, GraceServerHyper
 from medflare.methods.hyper import param
 from medflare.methods.local_model import LocalModelHyper, LocalModelSite
-from medflare.methods.training import train_epochs
+from medflare.methods.privacy import PrivacyHyper, is_private
 from medflare.methods.two_step import Penalty, train_two_steps
+from medflare.tasks.config import TaskConfig
 from medflare.tasks.networks import FeatureNetwork
 
 
@@ -37,7 +39,7 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 
 
 @dataclass(frozen=True)
-class MoonSiteHyper(LocalModelHyper):
+class MoonSiteHyper(LocalModelHyper, PrivacyHyper):
     mu: float = param(1.0, "weight of the contrastive loss", symbol="μ", source="MOON, Eq. 4", low=0)
     temperature: float = param(0.5, "of the contrastive loss", symbol="τ", source="MOON, Eq. 3", low=1e-6)
     two_step: bool = param(False, "GRACE's meta-train and meta-update with this loss as alignment", source="GRACE's code")
@@ -57,12 +59,19 @@ class MoonSite(LocalModelSite):
         super().__init__(site, hyper, sites)
         self.previous: StateDict | None = None
 
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any) -> None:
+        super().check(task, hyper)
+        if is_private(hyper) and (hyper.two_step or hyper.probe):
+            reason = "meta-train follows a gradient without noise" if hyper.two_step else "the A-distance is measured on training images"
+            raise ConfigError(f"dp_noise: {reason}; set two_step=false probe=false")
+
     def train(self, round: int, incoming: Message) -> Message:
         reply = super().train(round, incoming)
         self.previous = reply.states["model"]
         return reply
 
-    def fit(self, model: Any, optimizer: Any, round: int) -> float:
+    def fit(self, model: Any, optimizer: Any, round: int) -> float | None:
         penalty = None if self.previous is None else self._contrast(model, self.previous)
         if self.hyper.two_step:
             return train_two_steps(model, optimizer, self.site, round, penalty)
@@ -74,7 +83,7 @@ class MoonSite(LocalModelSite):
             features, logits = network.features_and_output(images)
             return self.site.loss(logits, targets) + contrast(images, features)
 
-        return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
+        return self.descend(model, optimizer, round, loss)
 
     def _contrast(self, model: FeatureNetwork, previous: StateDict) -> Penalty:
         others = [self.frozen(model.state_dict()), self.frozen(previous, "previous")]

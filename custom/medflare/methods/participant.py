@@ -8,6 +8,7 @@ from torch import nn
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
+from medflare.core.ledger import Ledger
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, StateStore, Store
 from medflare.methods.base import SiteHalf
@@ -108,6 +109,11 @@ class Participant:
         """Check that server and site mean the same federation, remember the membership, and say what this site has."""
         role, sites = incoming.facts["role"], tuple(incoming.facts["sites"])
         site = self._opened(role)
+        if site.budget is not None and role == "inside" and not self.method.private(self.hyper):
+            raise ConfigError(
+                f"site {self.name} trains with differential privacy only (privacy in its local/medflare.json), this job without: "
+                f"{self.method.unprotected or 'set dp_noise'}"
+            )
         own = identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed)
         for name, value in own.items():
             if name in incoming.facts and incoming.facts[name] != value:
@@ -120,6 +126,7 @@ class Participant:
         else:
             self._half = self.method.make_site(site, self.hyper, sites)
             self._memory.clear()
+            site.ledger.clear()
             self.store.save(_MEMBERSHIP, Message({}, {"site": self.name, "sites": list(sites), "role": role}))
             self._memory.save(0, self._half.state())
             self._precedes = 0
@@ -135,6 +142,7 @@ class Participant:
         """The site with its data, read once in this process."""
         if self._site is None:
             self._site = self.opened(role)
+            self._site.ledger = Ledger(self.store)
         return self._site
 
     def _ready(self, step: int) -> SiteHalf:
@@ -177,7 +185,9 @@ class Participant:
             self.keep(role, models[role], metrics[role])
         for name, png in half.pictures(incoming).items():
             self.show(name, png)
-        return Message({}, {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()})
+        cost = half.privacy()
+        more = {} if cost is None else {"privacy": cost}
+        return Message({}, {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list(), **more})
 
     def _measure(self, site: Site, message: Message, role: str, log: EventLog) -> tuple[dict[str, float | None], nn.Module]:
         module = build_deployed(site.task, message).to(site.device)

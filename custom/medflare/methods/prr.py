@@ -122,6 +122,7 @@ class PRRSite(FedAvgSite):
 
     Hyper: ClassVar[type] = PRRHyper
     phases = ("train", "validate", "share")
+    unprotected = "class prototypes are means of image features that leave the site, and two models teach each other on every batch"
 
     def __init__(self, site: Site, hyper: PRRHyper, sites: tuple[str, ...]):
         super().__init__(site, hyper, sites)

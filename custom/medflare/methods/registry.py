@@ -13,6 +13,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, extended
 from medflare.methods.hyper import build_hyper, check_names
+from medflare.methods.privacy import PREFIX, PrivacyHyper, is_private
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.site import Site
 
@@ -39,11 +40,26 @@ class Method:
     def server_class(self) -> type[ServerHalf]:
         return _load(self.server_half)
 
-    def check(self, hyper: Mapping[str, Any]) -> None:
-        """Every name and value, before anything starts; ConfigError names the first that is wrong."""
+    def check(self, hyper: Mapping[str, Any], task: TaskConfig | None = None) -> None:
+        """Every name and value, and whether they go with the task, before anything starts; ConfigError names the first that is wrong."""
+        if any(name.startswith(PREFIX) for name in hyper) and self.unprotected:
+            raise ConfigError(self.unprotected)
         check_names(hyper, (self.site_class.Hyper, self.server_class.Hyper), self.name)
-        build_hyper(self.site_class.Hyper, hyper)
+        of_site: Any = build_hyper(self.site_class.Hyper, hyper)
         build_hyper(self.server_class.Hyper, hyper)
+        if task is not None:
+            self.site_class.check(task, of_site)
+
+    @property
+    def unprotected(self) -> str:
+        """Why sites cannot train with differential privacy, one line; empty where they can."""
+        if issubclass(self.site_class.Hyper, PrivacyHyper):
+            return ""
+        return f"method {self.name!r} cannot train with differential privacy: {self.site_class.unprotected}"
+
+    def private(self, hyper: Mapping[str, Any]) -> bool:
+        """Whether sites train with differential privacy."""
+        return is_private(build_hyper(self.site_class.Hyper, hyper))
 
     def make_site(self, site: Site, hyper: Mapping[str, Any], sites: tuple[str, ...]) -> SiteHalf:
         return self.site_class(site, build_hyper(self.site_class.Hyper, hyper), sites)

@@ -31,9 +31,10 @@ from medflare.methods.feddag_math import (
     within_client_average,
 )
 from medflare.methods.hyper import param
+from medflare.methods.privacy import is_private
 from medflare.methods.selection import mean_validation
 from medflare.methods.training import finite_or_none, trainable
-from medflare.tasks.config import CLASSIFICATION_METRICS, SEGMENTATION_METRICS
+from medflare.tasks.config import CLASSIFICATION_METRICS, SEGMENTATION_METRICS, TaskConfig
 from medflare.tasks.site import Batch
 
 SCORE_METRICS = ("task", "exp_loss", *(name for name in (*SEGMENTATION_METRICS, *CLASSIFICATION_METRICS) if name != "hd95"))
@@ -79,6 +80,12 @@ class ScoredSite(SiteHalf):
             purpose = "the site's model moved along its last batch's gradient (whose direction it reveals), for other sites to score"
             entries["perturbed"] = plain_entry(plan, purpose)
         return entries
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any) -> None:
+        super().check(task, hyper)
+        if is_private(hyper) and _perturbs(hyper):
+            raise ConfigError("dp_noise: the perturbed model shows the direction of a gradient without noise; set rho=0 (CEA)")
 
     def train(self, round: int, incoming: Message) -> Message:
         reply: Message = super().train(round, incoming)  # type: ignore[misc]

@@ -145,6 +145,15 @@ LOSSES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+def pools_images(task: TaskConfig) -> str | None:
+    """Why the task's loss of a batch is not the mean of its images' losses, with the remedy; None where it is that mean."""
+    if task.loss.get("batch"):
+        return "batch=true pools the pixels of a batch; set task.loss.batch=false"
+    if task.loss.get("weights") and task.target == "multiclass" and task.loss["name"] in ("ce", "dice_ce"):
+        return "cross entropy divides by the class weights of a batch; leave out weights, or take the loss focal with gamma 0"
+    return None
+
+
 def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
     if weights is None:
         return None

@@ -5,11 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import Aborted, ConfigError
+from medflare.core.ledger import Budget, Ledger, budget_of
 from medflare.core.rng import Key, numpy_random_state, torch_generator
+from medflare.core.store import MemoryStore
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.data import Batch, SiteData, class_counts, load_site_data, resolve_data_root
 from medflare.tasks.losses import build_loss
@@ -45,6 +48,8 @@ class Site:
         abort: asked before every batch; where it answers True, `batches`, `ordered` and `score` raise `Aborted`.
         notes: what is worth knowing about the data, one line each (absent classes, images left out).
         n: images per split: train, validation, test.
+        ledger: what this run has given away of the training patients' privacy (DP-SGD); its participant puts it on disk.
+        budget: the site's own limit of that over all runs, None for none.
     """
 
     def __init__(self, name: str, task: TaskConfig, data: SiteData, seed: int = 0, device: torch.device | str = "cpu"):
@@ -54,6 +59,8 @@ class Site:
         self.seed = seed
         self.device = torch.device(device)
         self.abort: Callable[[], bool] = lambda: False
+        self.ledger = Ledger(MemoryStore())
+        self.budget: Budget | None = None
         self.notes = list(data.notes)
         self._augmentation = Augmentation(task)
         self._loss = build_loss(task).to(self.device)
@@ -61,6 +68,10 @@ class Site:
     @property
     def n(self) -> dict[str, int]:
         return {name: len(self.data.split(name)) for name in ("train", "validation", "test")}
+
+    @property
+    def training_patients(self) -> int:
+        return len(set(self.data.train.patients))
 
     def class_counts(self) -> Tensor:
         """Training images, or pixels (segmentation), of each of `task.classes`; int64 (C,)."""
@@ -105,6 +116,26 @@ class Site:
         for index in _training_portions(order, size, drop_last):
             batch = self._batch(split, index)
             yield Batch(*self._augmentation(batch.images, batch.targets, random), batch.index) if augment else batch
+
+    def drawn_patients(self, rate: float, steps: int, random: np.random.Generator) -> Iterator[Batch]:
+        """Poisson samples of the training patients, as DP-SGD needs them: a batch may be empty, and nothing in it knows of the rest.
+
+        One image of every drawn patient, itself drawn, so that a patient of many images can move a step no more than one of few.
+
+        Args:
+            rate: probability with which a patient joins a batch.
+            steps: number of batches.
+            random: the source of every draw, augmentation included. DP-SGD counts on nobody else knowing it.
+        """
+        rows: dict[str, list[int]] = {}
+        for row, patient in enumerate(self.data.train.patients):
+            rows.setdefault(patient, []).append(row)
+        augmenting = np.random.RandomState(random.bit_generator)  # MONAI's kind of generator on the same stream
+        for _ in range(steps):
+            joins = random.random(len(rows)) < rate
+            chosen = [random.choice(own) for own, join in zip(rows.values(), joins, strict=True) if join]
+            batch = self._batch("train", torch.tensor(chosen, dtype=torch.long))
+            yield Batch(*self._augmentation(batch.images, batch.targets, augmenting), batch.index) if chosen else batch
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
         """One pass in fixed order, without augmentation."""
@@ -200,6 +231,7 @@ def open_site(
     local: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     cache: Path | None = None,
+    ledger: Path | None = None,
 ) -> Site:
     """A site with its data found, read and checked.
 
@@ -209,9 +241,10 @@ def open_site(
         seed: of the run.
         role: "inside" (trains) or "outside" (needs a test split only).
         data_root: overrides every other way of naming the data.
-        local: content of the site's own local/medflare.json: "data_root", "device", "cache" (a folder, or false for none).
+        local: content of the site's own local/medflare.json: "data_root", "device", "cache" (a folder, or false for none), "privacy".
         device: where models run; None means the site's own "device", else the CPU.
         cache: folder for decoded images unless the site's own "cache" says otherwise.
+        ledger: folder for the site's own privacy ledger unless its "privacy" names one.
 
     Raises:
         ConfigError: a setting of local/medflare.json that is unknown or unusable.
@@ -221,7 +254,9 @@ def open_site(
     chosen = own.get("cache", cache)
     root = resolve_data_root(name, task, own, data_root)
     data = load_site_data(name, task, root, role=role, cache=Path(chosen).expanduser() if chosen else None)
-    return Site(name, task, data, seed, device or own.get("device", "cpu"))
+    site = Site(name, task, data, seed, device or own.get("device", "cpu"))
+    site.budget = budget_of(own["privacy"], name, ledger) if "privacy" in own else None
+    return site
 
 
 def check_local(local: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""What a site has given away of its patients' privacy: every noisy release, counted once and for good.
+
+A ledger is kept apart from what a site half remembers. A step that is asked again starts from an earlier state of the half, but
+the first answer may have left the site: nothing is ever taken off a ledger.
+"""
+
+import fcntl
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medflare.core.errors import ConfigError, PrivacyError
+from medflare.core.message import Message
+from medflare.core.store import StateStore, Store
+
+
+class Release(NamedTuple):
+    """Steps of a Gaussian mechanism on Poisson samples.
+
+    Attributes:
+        noise: standard deviation, in units of the largest contribution of one patient.
+        rate: probability with which a patient joins a step.
+        steps: how many.
+    """
+
+    noise: float
+    rate: float
+    steps: int
+
+
+Accountant = Callable[[Sequence[Release], float], float]  # (releases, delta) -> epsilon
+
+
+class Ledger:
+    """Releases in the order in which they were counted, read and written afresh every time: another process may go on with it."""
+
+    def __init__(self, store: Store, name: str = "privacy"):
+        self._store = store
+        self._name = name
+
+    def releases(self) -> list[Release]:
+        """Everything counted so far; StateError where the stored ledger is damaged."""
+        message = self._store.load(self._name)
+        return [] if message is None else [Release(*entry) for entry in message.facts["releases"]]
+
+    def add(self, release: Release) -> None:
+        """Count a release; it is on disk, where the store is, when this returns."""
+        releases = self.releases()
+        if releases and releases[-1][:2] == release[:2]:
+            release = release._replace(steps=release.steps + releases.pop().steps)
+        self._store.save(self._name, Message({}, {"releases": [list(entry) for entry in [*releases, release]]}))
+
+    def clear(self) -> None:
+        """A new run begins, with an account of its own."""
+        self._store.delete(self._name)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that a site gives away over all jobs, by its own decision.
+
+    Attributes:
+        epsilon: limit of the privacy loss ε at `delta`.
+        folder: where the site's ledger lies, for all jobs; losing it is losing count.
+        site: names the ledger: several sites may share a folder on one machine.
+    """
+
+    epsilon: float
+    delta: float
+    folder: Path
+    site: str
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(StateStore(self.folder), f"privacy-{self.site}")
+
+    def charge(self, release: Release, epsilon_of: Accountant) -> None:
+        """Count a release that is about to happen.
+
+        Raises:
+            PrivacyError: it would exceed the budget; nothing is counted then.
+        """
+        with self._alone():
+            total = epsilon_of([*self.ledger.releases(), release], self.delta)
+            if not total <= self.epsilon:  # not a number is too much
+                raise PrivacyError(
+                    f"site {self.site} does not train: the round would bring it to ε = {total:.3g} at δ = {self.delta:g} over all jobs, "
+                    f"its own budget is {self.epsilon:g}"
+                )
+            self.ledger.add(release)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two jobs that run at the same time must not both spend the last of the budget."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f".privacy-{self.site}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
+            yield
+
+
+def budget_of(settings: Any, site: str, folder: Path | None = None) -> Budget:
+    """The budget of `"privacy": {"epsilon": 8, "delta": 1e-5, "ledger": FOLDER}` in a site's local/medflare.json.
+
+    Args:
+        folder: for the ledger, unless the settings name one.
+
+    Raises:
+        ConfigError: it cannot be understood; a budget that is misspelt must not be taken for none.
+    """
+    wanted = 'privacy takes "epsilon" (above 0), "delta" (between 0 and 1) and, if need be, "ledger" (a folder)'
+    chosen = dict(settings) if isinstance(settings, Mapping) else {}
+    limits = [chosen.pop(name, None) for name in ("epsilon", "delta")]
+    given = chosen.pop("ledger", folder)
+    numbers = [float(limit) for limit in limits if isinstance(limit, (int, float)) and not isinstance(limit, bool)]
+    if chosen or len(numbers) < 2 or not numbers[0] > 0 or not 0 < numbers[1] < 1 or not isinstance(given, (str, Path)):
+        raise ConfigError(f"local/medflare.json: {wanted}; got {settings!r}")
+    return Budget(numbers[0], numbers[1], Path(given).expanduser(), site)
