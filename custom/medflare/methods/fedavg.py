@@ -33,7 +33,7 @@ class FedAvgSiteHyper:
 
 
 @dataclass(frozen=True)
-class FedAvgHyper(FedAvgSiteHyper, PrivacyHyper):
+class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
     """FedAvg's own site half; others inherit `PrivacyHyper` where DP-SGD protects all that they send."""
 
 

@@ -39,7 +39,7 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 
 
 @dataclass(frozen=True)
-class MoonSiteHyper(LocalModelHyper, PrivacyHyper):
+class MoonSiteHyper(PrivacyHyper, LocalModelHyper):
     mu: float = param(1.0, "weight of the contrastive loss", symbol="μ", source="MOON, Eq. 4", low=0)
     temperature: float = param(0.5, "of the contrastive loss", symbol="τ", source="MOON, Eq. 3", low=1e-6)
     two_step: bool = param(False, "GRACE's meta-train and meta-update with this loss as alignment", source="GRACE's code")
