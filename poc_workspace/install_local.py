@@ -1,7 +1,7 @@
 """Puts medflare's policies and settings into the local/ folder of a startup kit. Each party runs it on its own kit.
 
-    python install_local.py KIT [--data-root FOLDER] [--device cuda:0] [--cache FOLDER]      at a hospital
-    python install_local.py KIT --storage FOLDER                                             at the server
+    python install_local.py KIT [--data-root FOLDER] [--device cuda:0] [--batch-size 4] [--cache FOLDER]      at a hospital
+    python install_local.py KIT --storage FOLDER                                                              at the server
 
 What FLARE provisioned stays beside it as *.json.default; resources.json is made from it, so that a kit prepared for Docker or
 Kubernetes keeps its launcher. Files that are there already are kept unless --force is given.
@@ -25,7 +25,7 @@ def main() -> None:
     if kind is None:
         sys.exit(f"{kit} is no startup kit of a server or a site: startup/fed_server.json or startup/fed_client.json is missing")
     storage = (options.storage or kit / "storage").resolve()
-    own = {"data_root": options.data_root, "device": options.device, "cache": options.cache}
+    own = {"data_root": options.data_root, "device": options.device, "cache": options.cache, "batch_size": options.batch_size}
     for template in sorted((TEMPLATES / kind).glob("*.json")):
         target = local / template.name
         if target.exists() and not options.force:
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("kit", type=Path, help="the startup kit, a folder with startup/ and local/")
     parser.add_argument("--data-root", type=Path, help="site: folder with datalist.json; without it only tasks with embedded images run")
     parser.add_argument("--device", default="cpu", help="site: where models run: cpu, cuda, cuda:1 (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, help="site: most images at once, for a small GPU (default: as the task says)")
     parser.add_argument("--cache", type=Path, help="site: folder for decoded images (default: the job's own folder)")
     parser.add_argument("--storage", type=Path, help="server: folder for submitted jobs and results (default: KIT/storage)")
     parser.add_argument("--force", action="store_true", help="replace files that are there already")
@@ -75,7 +76,7 @@ def _set_own(settings: dict[str, Any], own: dict[str, Any]) -> None:
     for name, value in own.items():
         settings.pop(name, None)
         if value is not None:
-            settings[name] = str(value)
+            settings[name] = str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

@@ -32,11 +32,12 @@ def test_templates_are_what_a_kit_gets(provisioned: ProvisionedFederation, kind:
 
 def test_a_sites_own_settings(provisioned: ProvisionedFederation, tmp_path: Path) -> None:
     command = [sys.executable, SCRIPTS / "install_local.py", provisioned.kit("site-1"), "--data-root", tmp_path, "--device", "cuda:1"]
+    command += ["--batch-size", "4"]
     own = provisioned.kit("site-1") / "local" / "medflare.json"
     kept = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"kept      {own}" in kept.stdout and "data_root" not in own.read_text(), "what is there is not replaced unasked"
     subprocess.run([*command, "--force"], capture_output=True, check=True)
-    assert json.loads(own.read_text()) == {"device": "cuda:1", "data_root": str(tmp_path)}
+    assert json.loads(own.read_text()) == {"device": "cuda:1", "data_root": str(tmp_path), "batch_size": 4}
 
 
 def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFederation) -> None:

@@ -198,11 +198,41 @@ def test_opening(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.Monke
         ({"data_root": 3}, "data_root must be str, got 3"),
         ({"device": "gpu"}, "unknown device 'gpu'; use cpu, cuda"),
         ({"cache": 1}, "cache must be str or bool, got 1"),
+        ({"batchsize": 4}, "local/medflare.json: unknown setting 'batchsize'; did you mean batch_size"),
+        ({"root": "/data"}, "unknown setting 'root'; .*known: batch_size, cache, data_root, device, outbound, privacy"),
+        ({"batch_size": 1}, "batch_size must be 2 or more, got 1; batch normalisation"),
+        ({"batch_size": "4"}, "batch_size must be 2 or more, got '4'"),
+        ({"batch_size": True}, "batch_size must be 2 or more, got True"),
     ],
 )
 def test_bad_local_settings(make_task: TaskOf, local: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         open_site("A", make_task(), local=local)
+
+
+def test_a_small_gpu_bounds_the_batches(make_task: TaskOf, make_site: SiteOf) -> None:
+    """Training, passes in order and scoring keep to the site's own limit, and the results say that its batches differ."""
+    folder, task = make_site({"training": [f"p{n}" for n in range(10)], "test": ["q", "r"]}), make_task(batch_size=8)
+    site = open_site("A", task, data_root=folder, local={"batch_size": 3, "outbound": {"bytes": 10}})
+    count = site.n["train"]
+    sizes = [len(batch.images) for batch in site.batches("train", 0)]
+    assert sum(sizes) == count and max(sizes) <= 4  # a single image that is left over joins three others
+    assert max(len(batch.images) for batch in site.batches("train", 0, batch_size=6)) <= 4
+    assert {len(batch.images) for batch in site.ordered("train")} <= {1, 2, 3}
+    assert site.scoring_batch == site.batch_size == 3
+    assert site.notes == ["trains with batches of 3, not the task's 8: its local/medflare.json says so"]
+    assert site.task.fingerprint() == task.fingerprint()  # it takes part in the same federation
+
+
+@pytest.mark.parametrize("local", [{}, {"batch_size": None}, {"batch_size": 8}, {"batch_size": 64}])
+def test_no_limit_no_note(make_task: TaskOf, make_site: SiteOf, local: dict[str, Any]) -> None:
+    site = open_site("A", make_task(batch_size=8), data_root=make_site(), local=local)
+    assert site.batch_size == 8 and site.notes == []
+
+
+def test_cache_true_is_the_callers_folder(make_task: TaskOf, make_site: SiteOf, tmp_path: Path) -> None:
+    open_site("A", make_task(), data_root=make_site(), local={"cache": True}, cache=tmp_path / "cache")
+    assert any((tmp_path / "cache").iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

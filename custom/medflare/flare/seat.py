@@ -4,6 +4,7 @@ The imports at the top are light, see `executors`.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
     from medflare.methods.participant import Participant
     from medflare.tasks.site import Site
 
-LOCAL_FILE = "medflare.json"  # in the site's local/ folder: data_root, device, cache, outbound, privacy
+LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see tasks.site.LOCAL_SETTINGS
 TASK_FILE = "task.json"  # in the job's config folder
 FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
 LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
 ASSIGNMENT = "medflare.assignment"  # in FLARE's context while a task and the filters of its result run
 _MEMBER = "state"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Seat:
             ledger = Path(self.local_file).with_name(LEDGER)
             site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=folder / "cache", ledger=ledger)
             site.abort = aborted
+            for note in site.notes:
+                _log.info("%s: %s", self.name, note)
             return site
 
         def keep(role: str, model: "Message", metrics: Mapping[str, Any]) -> None:
@@ -139,7 +143,7 @@ def read_local(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); correct it or delete it") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: must hold a JSON object with data_root, device, cache, outbound or privacy; correct it or delete it")
+        raise ConfigError(f"{path}: must hold a JSON object with the site's own settings; correct it or delete it")
     return settings
 
 

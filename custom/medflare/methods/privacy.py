@@ -95,7 +95,7 @@ def train_privately(
 
 def planned(site: Site, hyper: PrivacyHyper) -> Release:
     """One round: as many steps an epoch as draw every patient once on average."""
-    patients, batch = site.training_patients, site.task.batch_size
+    patients, batch = site.training_patients, site.batch_size
     return Release(hyper.dp_noise, min(1.0, batch / patients), site.task.local_epochs * math.ceil(patients / batch))
 
 

@@ -13,7 +13,7 @@ from medflare.core.errors import Aborted, ConfigError
 from medflare.core.ledger import Budget, Ledger, budget_of
 from medflare.core.rng import Key, numpy_random_state, torch_generator
 from medflare.core.store import MemoryStore
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import TaskConfig, unknown
 from medflare.tasks.data import Batch, SiteData, class_counts, load_site_data, resolve_data_root
 from medflare.tasks.losses import build_loss
 from medflare.tasks.metrics import Scores, score
@@ -21,6 +21,8 @@ from medflare.tasks.networks import FeatureNetwork, initial_network
 from medflare.tasks.transforms import Augmentation
 
 Predictor = Callable[[Tensor], Tensor]
+# What a site's own local/medflare.json may set; "outbound" is read where results leave (`flare.guard`).
+LOCAL_SETTINGS = ("batch_size", "cache", "data_root", "device", "outbound", "privacy")
 _SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
 
 
@@ -50,6 +52,7 @@ class Site:
         n: images per split: train, validation, test.
         ledger: what this run has given away of the training patients' privacy (DP-SGD); its participant puts it on disk.
         budget: the site's own limit of that over all runs, None for none.
+        batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
     """
 
     def __init__(self, name: str, task: TaskConfig, data: SiteData, seed: int = 0, device: torch.device | str = "cpu"):
@@ -61,6 +64,7 @@ class Site:
         self.abort: Callable[[], bool] = lambda: False
         self.ledger = Ledger(MemoryStore())
         self.budget: Budget | None = None
+        self.batch_limit: int | None = None
         self.notes = list(data.notes)
         self._augmentation = Augmentation(task)
         self._loss = build_loss(task).to(self.device)
@@ -68,6 +72,14 @@ class Site:
     @property
     def n(self) -> dict[str, int]:
         return {name: len(self.data.split(name)) for name in ("train", "validation", "test")}
+
+    @property
+    def batch_size(self) -> int:
+        """Images in a training batch: the task's number, or what this site can bear."""
+        return self._bearable(self.task.batch_size)
+
+    def _bearable(self, size: int) -> int:
+        return size if self.batch_limit is None else min(size, self.batch_limit)
 
     @property
     def training_patients(self) -> int:
@@ -106,11 +118,11 @@ class Site:
         Args:
             split: "train", "validation" or "test".
             keys: what sets this pass apart, by habit round, purpose, epoch.
-            batch_size: other than the task's.
+            batch_size: other than the task's; the site's own limit holds for it too.
             augment: whether the task's random transforms are applied.
             drop_last: whether a last batch that is not full is left out (unless it is the only one).
         """
-        size = batch_size or self.task.batch_size
+        size = self._bearable(batch_size or self.task.batch_size)
         order = torch.randperm(self.n[split], generator=torch_generator(self.seed, self.name, *keys, "order"))
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
         for index in _training_portions(order, size, drop_last):
@@ -139,7 +151,7 @@ class Site:
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
         """One pass in fixed order, without augmentation."""
-        for index in _portions(torch.arange(self.n[split]), batch_size or self.task.batch_size):
+        for index in _portions(torch.arange(self.n[split]), self._bearable(batch_size or self.task.batch_size)):
             yield self._batch(split, index)
 
     def _batch(self, split: str, index: Tensor) -> Batch:
@@ -182,7 +194,7 @@ class Site:
     @property
     def scoring_batch(self) -> int:
         """How many images `predict` hands to a predictor at once, see `scoring_batch`."""
-        return scoring_batch(self.task)
+        return self._bearable(scoring_batch(self.task))
 
     def predict(self, predictor: Predictor, split: str) -> Tensor:
         """Probabilities of a whole split in its order, on the CPU: (N, outputs, H, W) or (N, outputs)."""
@@ -241,7 +253,7 @@ def open_site(
         seed: of the run.
         role: "inside" (trains) or "outside" (needs a test split only).
         data_root: overrides every other way of naming the data.
-        local: content of the site's own local/medflare.json: "data_root", "device", "cache" (a folder, or false for none), "privacy".
+        local: content of the site's own local/medflare.json, see `LOCAL_SETTINGS` and `check_local`.
         device: where models run; None means the site's own "device", else the CPU.
         cache: folder for decoded images unless the site's own "cache" says otherwise.
         ledger: folder for the site's own privacy ledger unless its "privacy" names one.
@@ -251,24 +263,38 @@ def open_site(
         DataError: the data cannot be used as they are.
     """
     own = check_local(local or {})
-    chosen = own.get("cache", cache)
+    chosen = cache if own.get("cache", True) is True else own["cache"]
     root = resolve_data_root(name, task, own, data_root)
     data = load_site_data(name, task, root, role=role, cache=Path(chosen).expanduser() if chosen else None)
     site = Site(name, task, data, seed, device or own.get("device", "cpu"))
     site.budget = budget_of(own["privacy"], name, ledger) if "privacy" in own else None
+    site.batch_limit = own.get("batch_size")
+    if site.batch_size < task.batch_size:
+        site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its local/medflare.json says so")
     return site
 
 
 def check_local(local: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of local/medflare.json that concern data and device, checked.
+    """The settings of local/medflare.json, those checked that concern data and device.
+
+    "data_root" is the folder of the data, "device" where networks run, "cache" a folder for decoded images (true: the job's
+    own; false: none), "batch_size" the most images at once (null: as the task says).
 
     Raises:
-        ConfigError: a value of the wrong type or a device that this machine lacks.
+        ConfigError: an unknown setting, a value of the wrong type or a device that this machine lacks.
     """
     settings = dict(local)
+    for key in settings:
+        if key not in LOCAL_SETTINGS:
+            raise unknown("setting", key, LOCAL_SETTINGS, "local/medflare.json")
     for key, kinds in (("data_root", (str,)), ("device", (str,)), ("cache", (str, bool))):
         if key in settings and not isinstance(settings[key], kinds):
             raise ConfigError(f"local/medflare.json: {key} must be {' or '.join(kind.__name__ for kind in kinds)}, got {settings[key]!r}")
+    limit = settings.get("batch_size")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 2):
+        raise ConfigError(
+            f"local/medflare.json: batch_size must be 2 or more, got {limit!r}; batch normalisation cannot train on a single image"
+        )
     try:
         device = torch.device(settings.get("device", "cpu"))
     except RuntimeError as error:
