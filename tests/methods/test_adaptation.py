@@ -13,13 +13,13 @@ from medflare.methods.registry import build_deployed
 
 @pytest.fixture(params=["segmentation", "classification"])
 def task(request, squares):
-    network = {"unet": squares.segmentation.network, "resnet18": {"name": "resnet18", "small_images": True}}
+    network = {"unet": squares.SEGMENTATION.network, "resnet18": {"name": "resnet18", "small_images": True}}
     return squares.task(request.param, network=network["unet" if request.param == "segmentation" else "resnet18"])
 
 
 def test_none_changes_nothing(squares):
     message = plain_message(squares.start())
-    assert with_adaptation(message, squares.segmentation, AdaptationHyper()) is message
+    assert with_adaptation(message, squares.SEGMENTATION, AdaptationHyper()) is message
 
 
 @pytest.mark.parametrize(("tta", "kind"), [("dsbn", TargetStatistics), ("tent", Tent)])
@@ -55,7 +55,7 @@ def test_dsbn_at_a_site_without_test_images_keeps_the_trained_statistics(squares
     plain = plain_message(squares.start())
     message = adapted_to(squares.site("O", counts=(3, 0, 0)), plain, AdaptationHyper(tta="dsbn"))
     images = squares.site("O").data.test.images
-    torch.testing.assert_close(build_deployed(squares.segmentation, message)(images), build_deployed(squares.segmentation, plain)(images))
+    torch.testing.assert_close(build_deployed(squares.SEGMENTATION, message)(images), build_deployed(squares.SEGMENTATION, plain)(images))
 
 
 @pytest.mark.parametrize("tta", ["dsbn", "tent"])
@@ -64,4 +64,4 @@ def test_network_without_batch_norm_is_refused(squares, tta):
     with pytest.raises(ConfigError, match=r"no BatchNorm.*none"):
         check_adaptable(task, AdaptationHyper(tta=tta))
     check_adaptable(task, AdaptationHyper())
-    check_adaptable(squares.segmentation, AdaptationHyper(tta=tta))
+    check_adaptable(squares.SEGMENTATION, AdaptationHyper(tta=tta))

@@ -53,7 +53,7 @@ VARIANTS = [
 def generation(squares):
     """Makes student, teacher and generator of a fresh site with some settings."""
 
-    def make(task=None, **hyper):
+    def make(task=squares.SEGMENTATION, **hyper):
         site, settings = squares.site(task=task), build_hyper(FedDAGSite.Hyper, hyper)
         networks = site.network(), site.network()
         return AdversarialGeneration(site, settings, *networks, initial_generator(site.task, site.seed, settings))
@@ -187,7 +187,7 @@ class TestSite:
         for hyper in ({}, {"distribution": "type2"}, {"ndag": False}, {"sha": False}, {"rho": 0.0}):
             half = squares.half(FedDAGSite, **hyper)
             reply = half.perform("train", 0, Message({"model": squares.start()}))
-            plan = Plan(half.site.task, squares.sites, half.hyper)
+            plan = Plan(half.site.task, squares.SITES, half.hyper)
             assert reply.states.keys() == half.outbound("train", plan).keys()
         assert half.outbound("warm_up", plan).keys() == {"model"} and half.outbound("score", plan) == {}
 
@@ -246,7 +246,7 @@ class TestSite:
 
     def test_network_without_batch_norm(self, squares):
         task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
-        squares.run(squares.server(FedDAGServer, task), squares.halves(FedDAGSite, task))
+        squares.play(squares.server(FedDAGServer, task), squares.halves(FedDAGSite, task))
 
     @pytest.mark.parametrize("clamp", [(1.0, 0.0), (0.0, 1.0, 2.0)])
     def test_range_to_clamp_to_must_be_one(self, clamp):
@@ -260,11 +260,11 @@ class TestFederation:
         steps = server.steps()
         assert [(step.phase, step.round) for step in steps[:4]] == [("warm_up", 0), ("warm_up", 1), ("train", 2), ("score", 2)]
         server.steps = lambda: steps[:2]
-        after = squares.run(server, squares.halves(FedDAGSite))
+        after = squares.play(server, squares.halves(FedDAGSite)).model
         plain = squares.server(FedAvgServer, rounds=2)
         plain_steps = plain.steps()[:2]
         plain.steps = lambda: plain_steps
-        assert squares.equal(after, squares.run(plain, squares.halves(FedAvgSite)))
+        assert squares.equal(after, squares.play(plain, squares.halves(FedAvgSite)).model)
         assert not server.aggregation.history
 
     def test_warm_up_is_cut_for_short_runs_and_says_so(self, squares):
@@ -275,8 +275,8 @@ class TestFederation:
     def test_without_both_parts_it_is_fedavg(self, squares):
         """w/o NDAG and w/o SHA, the teacher no slower than its student: Table V's last row."""
         settings = {"ndag": False, "sha": False, "ema": 0.0}
-        both = squares.run(squares.server(FedDAGServer, **settings), squares.halves(FedDAGSite, **settings))
-        assert squares.equal(both, squares.run(squares.server(FedAvgServer), squares.halves(FedAvgSite)))
+        both = squares.play(squares.server(FedDAGServer, **settings), squares.halves(FedDAGSite, **settings)).model
+        assert squares.equal(both, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
     @pytest.mark.parametrize(
         "settings",
@@ -290,12 +290,12 @@ class TestFederation:
         ],
     )
     def test_state_survives_new_processes(self, squares, settings, tmp_path):
-        once = squares.server(FedDAGServer, rounds=4, **settings)
-        again = squares.server(FedDAGServer, rounds=4, **settings)
-        first = squares.run(once, squares.halves(FedDAGSite, **settings))
-        second = squares.run(again, squares.halves(FedDAGSite, **settings), tmp_path)
-        assert squares.equal(first, second)
-        assert all(squares.equal(state, again.companions[name]) for name, state in once.companions.items())
+        once, again = (
+            squares.play(squares.server(FedDAGServer, rounds=4, **settings), squares.halves(FedDAGSite, **settings), store=store)
+            for store in (None, tmp_path)
+        )
+        assert squares.equal(once.model, again.model)
+        assert all(squares.equal(state, again.server.companions[name]) for name, state in once.server.companions.items())
 
     def test_generators_are_averaged_with_the_models_weights(self, squares):
         settings = {"beta": 4.0, "score_metric": "exp_loss"}
@@ -316,10 +316,10 @@ class TestFederation:
         steps = server.steps()
         halves = squares.halves(FedDAGSite, distribution="type2")
         server.steps = lambda: steps[:1]
-        squares.run(server, halves)
+        squares.play(server, halves)
         assert squares.equal(server.companions["student"], server.model)
         server.steps = lambda: steps[1:3]
-        squares.run(server, halves)
+        squares.play(server, halves)
         assert not squares.equal(server.companions["student"], server.model)
 
     def test_only_inside_sites_get_the_generator(self, squares):

@@ -43,7 +43,7 @@ class Sites:
 @pytest.fixture
 def run(squares: Any) -> Callable[..., tuple[Federation, Outcome]]:
     def start(exchange: Sites, rounds: int = 2, rules: Rules = Rules(), outside: tuple[str, ...] = (), **identity: Any):
-        task = squares.segmentation
+        task = squares.SEGMENTATION
         server = FEDAVG.make_server(ServerContext(task, 11, rounds, SITES, outside), {})
         plan = FEDAVG.plan(task, SITES, {})
         own = {**identity_of(FEDAVG, {}, task.fingerprint(), 11), **identity}

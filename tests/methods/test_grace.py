@@ -120,7 +120,7 @@ class TestServer:
     def replies(self, squares):
         """Site -> reply with a model that has moved in its own direction."""
         found = {}
-        for place, name in enumerate(squares.sites):
+        for place, name in enumerate(squares.SITES):
             generator = torch.Generator().manual_seed(place)
             state = {
                 n: t + 0.1 * torch.rand(t.shape, generator=generator) if t.is_floating_point() else t + place
@@ -136,7 +136,7 @@ class TestServer:
     def test_it_weights_by_consistency(self, squares, replies):
         server, p = squares.server(GraceServer), {"A": 10.0, "B": 20.0, "C": 30.0}
         states = {name: reply.states["model"] for name, reply in replies.items()}
-        expected, weights = grace.consistent_aggregate(server.model, states, p, trainable_names(squares.segmentation))
+        expected, weights = grace.consistent_aggregate(server.model, states, p, trainable_names(squares.SEGMENTATION))
         assert squares.equal(self.aggregated(server, replies), expected)
         assert max(abs(weights[name] - value / 60) for name, value in p.items()) > 1e-4
 
@@ -184,19 +184,19 @@ class TestServer:
             torch.testing.assert_close(found[name], tensor)
 
     def test_trainable_names_are_parameters_in_order(self, squares):
-        names = trainable_names(squares.segmentation)
+        names = trainable_names(squares.SEGMENTATION)
         assert names == [name for name, _ in squares.site().network().named_parameters()]
         assert not any("running" in name for name in names)
 
     def test_any_site_half_will_do(self, squares):
         assert get_method("fedavg", server="grace").server_class is GraceServer
-        squares.run(squares.server(GraceServer, rounds=1), squares.halves(FedAvgSite))
+        squares.play(squares.server(GraceServer, rounds=1), squares.halves(FedAvgSite))
 
 
 class TestFederation:
     def test_nothing_of_grace_is_fedavg(self, squares):
-        ours = squares.run(squares.server(GraceServer, server="fedavg"), squares.halves(GraceSite, client="erm", reset_optimizer=True))
-        assert squares.equal(ours, squares.run(squares.server(FedAvgServer), squares.halves(FedAvgSite)))
+        ours = squares.play(squares.server(GraceServer, server="fedavg"), squares.halves(GraceSite, client="erm", reset_optimizer=True))
+        assert squares.equal(ours.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
     @pytest.mark.parametrize(
         "hyper",
@@ -205,13 +205,13 @@ class TestFederation:
     )
     def test_new_process_for_every_task(self, squares, hyper, tmp_path):
         kept, renewed = (squares.halves(GraceSite, **hyper) for _ in range(2))
-        expected = squares.run(squares.server(GraceServer), kept)
-        assert squares.equal(squares.run(squares.server(GraceServer), renewed, tmp_path), expected)
-        for name in squares.sites:
+        expected = squares.play(squares.server(GraceServer), kept).model
+        assert squares.equal(squares.play(squares.server(GraceServer), renewed, store=tmp_path).model, expected)
+        for name in squares.SITES:
             assert squares.equal(kept[name].personal.state, renewed[name].personal.state)
 
     def test_server_goes_on_after_a_restart(self, squares):
-        expected = squares.run(squares.server(GraceServer), squares.halves(GraceSite))
+        expected = squares.play(squares.server(GraceServer), squares.halves(GraceSite)).model
         server, halves = squares.server(GraceServer), squares.halves(GraceSite)
         for step in server.steps():
             fresh = squares.server(GraceServer)
@@ -222,6 +222,6 @@ class TestFederation:
 
     def test_it_learns(self, squares):
         server, halves = squares.server(GraceServer, rounds=12), squares.halves(GraceSite)
-        squares.run(server, halves)
+        squares.play(server, halves)
         assert server.best.value > 0.5
         assert halves["A"].personal.value > 0.9

@@ -12,9 +12,10 @@ from medflare.methods import iop_fl, iop_math
 from medflare.methods.base import Plan, Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.hyper import build_hyper
-from medflare.methods.iop_fl import IOPHyper, IOPSite
+from medflare.methods.iop_fl import IOPHyper, IOPServer, IOPSite
 from medflare.methods.registry import get_method
-from methods.iop_federation import SEGMENTATION, SITES, close, equal, halves_of, run, server_of
+from methods import squares
+from methods.squares import SEGMENTATION, SITES, equal, play
 
 
 def test_contract_names():
@@ -24,50 +25,50 @@ def test_contract_names():
 
 @pytest.mark.parametrize("reading", ["ema_local", "explicit", "incremental"])
 def test_the_global_model_is_fedavgs(reading):
-    ours, theirs = server_of(outside=()), server_of(outside=(), cls=FedAvgServer)
-    run(ours, halves_of(reading=reading))
-    run(theirs, halves_of(cls=FedAvgSite))
+    ours, theirs = squares.server(IOPServer, outside=()), squares.server(FedAvgServer, outside=())
+    play(ours, squares.halves(IOPSite, reading=reading))
+    play(theirs, squares.halves(FedAvgSite))
     assert equal(ours.model, theirs.model)
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
 def test_ema_reading_accumulates_local_models(tau):
-    server, halves = server_of(), halves_of(tau=tau)
+    server, halves = squares.server(IOPServer), squares.halves(IOPSite, tau=tau)
     expected = copy_state(server.model)
-    for step, _, replies in run(server, halves):
+    for step, _, replies in play(server, halves).log:
         if step.phase == "train":
             expected = blend(expected, replies["B"].states["model"], tau)
     assert equal(halves["B"].adapted, expected)
 
 
 def test_tau_one_is_the_last_local_model():
-    server, halves = server_of(rounds=2), halves_of(tau=1.0)
-    log = run(server, halves)
+    server, halves = squares.server(IOPServer, rounds=2), squares.halves(IOPSite, tau=1.0)
+    log = play(server, halves).log
     assert equal(halves["A"].adapted, log[1][2]["A"].states["model"])
 
 
 def test_explicit_reading_takes_the_global_step_of_the_same_round():
-    server, halves, tau = server_of(), halves_of(reading="explicit", tau=0.6), 0.6
+    server, halves, tau = squares.server(IOPServer), squares.halves(IOPSite, reading="explicit", tau=0.6), 0.6
     expected = copy_state(server.model)
-    log = run(server, halves)
+    log = play(server, halves).log
     for (step, before, replies), (_, after, _) in pairwise(log):
         if step.phase == "train":
-            local_step = difference(replies["B"].states["model"], before)
-            expected = blend(expected, moved(after, local_step), tau)
-    close(halves["B"].adapted, expected)
+            local_step = difference(replies["B"].states["model"], before["B"].states["model"])
+            expected = blend(expected, moved(after["B"].states["model"], local_step), tau)
+    squares.assert_close(halves["B"].adapted, expected)
     assert halves["B"].local_step is None  # the step of the last round found its global model in the final look
 
 
 def test_incremental_reading_adds_both_steps():
-    server, halves, tau = server_of(), halves_of(reading="incremental", tau=0.5), 0.5
+    server, halves, tau = squares.server(IOPServer), squares.halves(IOPSite, reading="incremental", tau=0.5), 0.5
     first = copy_state(server.model)
     expected, previous = copy_state(first), first
-    for step, before, replies in run(server, halves):
+    for step, before, replies in play(server, halves).log:
         if step.phase == "train":
             both = {name: replies["B"].states["model"][name] - previous[name] for name in expected if expected[name].is_floating_point()}
             expected = {name: tensor + tau * both[name] if name in both else tensor for name, tensor in expected.items()}
-            previous = before
-    close({name: halves["B"].adapted[name] for name in expected if expected[name].is_floating_point()}, expected_floats(expected))
+            previous = before["B"].states["model"]
+    squares.assert_close(expected_floats(halves["B"].adapted), expected_floats(expected))
 
 
 def expected_floats(state):
@@ -75,15 +76,15 @@ def expected_floats(state):
 
 
 def test_start_local_takes_the_first_local_model():
-    server, halves = server_of(rounds=1), halves_of(start="local", tau=0.5)
-    log = run(server, halves)
+    server, halves = squares.server(IOPServer, rounds=1), squares.halves(IOPSite, start="local", tau=0.5)
+    log = play(server, halves).log
     assert equal(halves["A"].adapted, log[0][2]["A"].states["model"])
     assert log[0][2]["A"].facts["validation"]["personal"] is None
 
 
 def test_delivered_personal_model_is_the_best_by_the_sites_own_validation():
-    server, halves = server_of(rounds=4), halves_of()
-    log = run(server, halves)
+    server, halves = squares.server(IOPServer, rounds=4), squares.halves(IOPSite)
+    log = play(server, halves).log
     for name, half in halves.items():
         values = [replies[name].facts["validation"]["personal"] for step, _, replies in log if step.phase != "submit"]
         assert half.best.round == 1 + values[1:].index(max(values[1:])) and half.best.value == max(values[1:])
@@ -93,29 +94,28 @@ def test_delivered_personal_model_is_the_best_by_the_sites_own_validation():
 
 
 def test_selection_last_delivers_the_last_personal_model():
-    server, halves = server_of(rounds=2), halves_of(selection="last")
-    run(server, halves)
+    server, halves = squares.server(IOPServer, rounds=2), squares.halves(IOPSite, selection="last")
+    play(server, halves)
     assert equal(halves["A"].deliver(server.delivery("A"))["personal"].states["model"], halves["A"].adapted)
 
 
 @pytest.mark.parametrize("reading", ["ema_local", "explicit", "incremental"])
-def test_a_new_process_for_every_task_changes_nothing(reading):
+def test_a_new_process_for_every_task_changes_nothing(reading, tmp_path):
     def absent(step, name):
         return name == "B" and step.round == 1
 
-    plain, anew = (halves_of(reading=reading, reset_optimizer=False) for _ in range(2))
-    servers = server_of(), server_of()
-    run(servers[0], plain, absent)
-    run(servers[1], anew, absent, rebuilt=True)
-    assert equal(servers[0].model, servers[1].model)
+    task = squares.task(optimizer={"name": "adam", "lr": 0.01, "amsgrad": True})  # remembers more than any other
+    plain, anew = (squares.halves(IOPSite, task, reading=reading, reset_optimizer=False) for _ in range(2))
+    first, second = (play(squares.server(IOPServer, task), halves, absent, store) for halves, store in ((plain, None), (anew, tmp_path)))
+    assert equal(first.model, second.model)
     for name in SITES:
-        assert equal(plain[name].adapted, anew[name].adapted) and equal(servers[0].experts[name], servers[1].experts[name])
+        assert equal(plain[name].adapted, anew[name].adapted) and equal(first.server.experts[name], second.server.experts[name])
 
 
 def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared():
-    assert [step.phase for step in server_of(rounds=1, outside=()).steps()] == ["train", "validate"]
-    server, halves = server_of(rounds=1), halves_of()
-    log = run(server, halves)
+    assert [step.phase for step in squares.server(IOPServer, rounds=1, outside=()).steps()] == ["train", "validate"]
+    server, halves = squares.server(IOPServer, rounds=1), squares.halves(IOPSite)
+    log = play(server, halves).log
     assert [step.phase for step, _, _ in log] == ["train", "validate", "submit"]
     plan = Plan(SEGMENTATION, SITES, build_hyper(IOPHyper, {}))
     for step, _, replies in log:
@@ -127,25 +127,25 @@ def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared():
 
 
 def test_a_site_without_a_round_has_nothing_to_submit():
-    half = halves_of()["A"]
+    half = squares.halves(IOPSite)["A"]
     with pytest.raises(StateError, match="site A took part in no round"):
-        half.perform("submit", 3, server_of().outgoing(Step("submit", 3), "A"))
+        half.perform("submit", 3, squares.server(IOPServer).outgoing(Step("submit", 3), "A"))
 
 
 def test_server_state_survives():
-    server = server_of(rounds=2)
-    run(server, halves_of())
-    again = server_of(rounds=2)
+    server = squares.server(IOPServer, rounds=2)
+    play(server, squares.halves(IOPSite))
+    again = squares.server(IOPServer, rounds=2)
     again.restore(server.state())
     first, second = server.delivery("O"), again.delivery("O")
     assert first.states.keys() == second.states.keys() and all(equal(first.states[entry], second.states[entry]) for entry in first.states)
 
 
 def test_uniform_weighting_is_the_plain_mean():
-    server = server_of(rounds=1, weighting="uniform")
-    log = run(server, halves_of())
+    server = squares.server(IOPServer, rounds=1, weighting="uniform")
+    log = play(server, squares.halves(IOPSite)).log
     states = [reply.states["model"] for reply in log[0][2].values()]
-    close(
+    squares.assert_close(
         expected_floats(server.model), {name: torch.stack([s[name] for s in states]).mean(dim=0) for name in expected_floats(server.model)}
     )
 

@@ -12,24 +12,25 @@ from medflare.local import run_local
 from medflare.methods import iop_math
 from medflare.methods.fedavg import FedAvgServer
 from medflare.methods.hyper import build_hyper
-from medflare.methods.iop_fl import IOPHyper, IOPSite
+from medflare.methods.iop_fl import IOPHyper, IOPServer, IOPSite
 from medflare.methods.iop_outside import RoutedModel, test_time_loss
 from medflare.methods.registry import build_deployed
 from medflare.tasks.config import load_task
 from medflare.tasks.site import open_site
-from methods.iop_federation import CLASSIFICATION, SEGMENTATION, SITES, equal, halves_of, run, server_of, site, with_network
+from methods import squares
+from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, play, site
 
 QUICK = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
 
 
 def delivered(task=SEGMENTATION, counts=(0, 0, 5), outside=None, **hyper):
-    server = server_of(task, rounds=1)
-    run(server, halves_of(task))
+    server = squares.server(IOPServer, task, rounds=1)
+    play(server, squares.halves(IOPSite, task))
     half = IOPSite(outside or site("O", task, counts), build_hyper(IOPHyper, {**QUICK, **hyper}), SITES)
     return half, half.deliver(server.delivery("O"))
 
 
-@pytest.mark.parametrize("network", [SEGMENTATION, with_network(SEGMENTATION, norm="instance"), CLASSIFICATION])
+@pytest.mark.parametrize("network", [SEGMENTATION, WITHOUT_BATCH_NORM, CLASSIFICATION])
 @pytest.mark.parametrize("images", [1, 5])
 def test_outside_site_gets_a_routed_model(network, images):
     half, models = delivered(network, (0, 0, images))
@@ -44,7 +45,7 @@ def test_outside_site_gets_a_routed_model(network, images):
 
 
 def test_the_state_with_the_lowest_loss_is_kept():
-    half, models = delivered(route_epochs=5)
+    half, models = delivered(counts=(0, 0, 8), route_epochs=5)
     report = models["deployed"].facts["adaptation"]
     losses, chosen = report["losses"], report["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
@@ -79,8 +80,8 @@ def test_no_epoch_leaves_the_uniform_router():
 
 
 def test_adaptation_changes_nothing_but_the_routers():
-    server = server_of(rounds=1)
-    run(server, halves_of())
+    server = squares.server(IOPServer, rounds=1)
+    play(server, squares.halves(IOPSite))
     incoming = server.delivery("O")
     before = {entry: copy_state(state) for entry, state in incoming.states.items()}
     half = IOPSite(site("O", counts=(0, 0, 5)), build_hyper(IOPHyper, QUICK), SITES)
@@ -191,7 +192,7 @@ def test_a_binary_output_counts_as_two_classes():
 def test_comparisons_of_table_two():
     half, models = delivered(comparisons=True)
     assert models.keys() == {"global", "deployed", "ensemble", "tent", "personal/A", "personal/B", "personal/C"}
-    assert "tent" not in delivered(with_network(SEGMENTATION, norm="instance"), comparisons=True)[1]
+    assert "tent" not in delivered(WITHOUT_BATCH_NORM, comparisons=True)[1]
     images = half.site.data.test.images
     with torch.no_grad():
         single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
@@ -202,8 +203,8 @@ def test_comparisons_of_table_two():
 
 
 def test_without_personal_models_the_outside_site_gets_the_global_one():
-    server = server_of(cls=FedAvgServer, rounds=1)
-    run(server, halves_of())
+    server = squares.server(FedAvgServer, rounds=1)
+    play(server, squares.halves(IOPSite))
     models = IOPSite(site("O"), build_hyper(IOPHyper, {}), SITES).deliver(server.delivery("O"))
     assert models["deployed"] is models["global"]
 

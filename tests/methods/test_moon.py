@@ -75,7 +75,7 @@ def test_server_is_fedavgs_unless_graces_is_asked_for(squares):
         ("moon+grace", squares.server(MoonServer, server="grace")),
         ("grace", squares.server(GraceServer)),
     ]:
-        models[name] = squares.run(server, squares.halves(MoonSite))
+        models[name] = squares.play(server, squares.halves(MoonSite)).model
     assert squares.equal(models["moon"], models["fedavg"])
     assert squares.equal(models["moon+grace"], models["grace"])
     assert not squares.equal(models["moon"], models["grace"])
@@ -90,5 +90,5 @@ def test_two_steps_are_graces_with_another_alignment(squares):
 
 @pytest.mark.parametrize("hyper", [{}, {"two_step": True, "batch_norm": "local"}], ids=["moon", "two steps"])
 def test_new_process_for_every_task(squares, hyper, tmp_path):
-    kept, renewed = (squares.run(squares.server(MoonServer), squares.halves(MoonSite, **hyper), store) for store in (None, tmp_path))
-    assert squares.equal(kept, renewed)
+    kept, renewed = (squares.play(squares.server(MoonServer), squares.halves(MoonSite, **hyper), store=store) for store in (None, tmp_path))
+    assert squares.equal(kept.model, renewed.model)

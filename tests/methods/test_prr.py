@@ -1,6 +1,7 @@
 """PRR's halves on small generated images: the three parts and their ablations, memory, absent sites, what is delivered."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,26 +14,29 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.hyper import build_hyper
 from medflare.methods.prr import PRRHyper, PRRServer, PRRSite
 from medflare.methods.registry import build_deployed, get_method
-from methods.prr_federation import (
+from methods import squares
+from methods.squares import (
     BINARY_CLASSIFICATION,
     CLASSIFICATION,
-    FEDBN,
     MULTICLASS,
     MULTILABEL,
     SEGMENTATION,
     SITES,
     VGG,
     WITHOUT_BATCH_NORM,
-    assert_close,
-    assert_equal,
-    differ,
     enrolled,
-    federation,
-    halves_of,
-    run,
-    server_of,
+    equal,
+    play,
     site,
 )
+
+FEDBN = {"pfa": False, "det": False, "cpa": "off"}
+federation = partial(squares.federation, PRRSite, PRRServer)
+
+
+def server_of(halves, rounds=2, **hyper):
+    return squares.server(PRRServer, rounds=rounds, outside=(), halves=halves, **hyper)
+
 
 # ---- what leaves a site ---------------------------------------------------------------------------------------------------------
 
@@ -45,12 +49,12 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site():
         for message in [*outgoing.values(), *replies.values()]:
             assert not any(local & state.keys() for state in message.states.values())
             assert message.states.keys() <= {"model", "prototypes"}
-    assert differ(halves["A"].normalisation, halves["B"].normalisation)
+    assert not equal(halves["A"].normalisation, halves["B"].normalisation)
     assert server.models() == {}  # no whole model is known to the server
 
 
 def test_replies_are_what_the_manifest_says():
-    half = halves_of()["A"]
+    half = squares.halves(PRRSite)["A"]
     server = server_of({"A": half})
     plan = Plan(SEGMENTATION, SITES, half.hyper)
     reply = half.perform("train", 0, server.outgoing(Step("train", 0), "A"))
@@ -64,12 +68,12 @@ def test_replies_are_what_the_manifest_says():
 
 
 def test_without_its_parts_and_batch_normalisation_it_is_fedavg():
-    halves = halves_of(WITHOUT_BATCH_NORM, **FEDBN)
-    _, server = run(server_of(halves, **FEDBN), halves)
-    plain = halves_of(WITHOUT_BATCH_NORM, FedAvgSite)
-    _, fedavg = run(server_of(plain, cls=FedAvgServer, weighting="uniform"), plain)
-    assert_equal(server.mean, fedavg.model)
-    assert_equal(server.aggregated["B"], fedavg.model)
+    halves = squares.halves(PRRSite, WITHOUT_BATCH_NORM, **FEDBN)
+    _, server, _ = play(server_of(halves, **FEDBN), halves)
+    plain = squares.halves(FedAvgSite, WITHOUT_BATCH_NORM)
+    fedavg = play(squares.server(FedAvgServer, halves=plain, rounds=2, weighting="uniform"), plain)
+    assert equal(server.mean, fedavg.model)
+    assert equal(server.aggregated["B"], fedavg.model)
 
 
 def test_fedbn_is_the_plain_mean_with_local_batch_normalisation():
@@ -78,16 +82,16 @@ def test_fedbn_is_the_plain_mean_with_local_batch_normalisation():
     first_replies, second_outgoing = log[0][2], log[1][1]
     mean = weighted_mean({name: reply.states["model"] for name, reply in first_replies.items()}, dict.fromkeys(SITES, 1.0))
     for message in second_outgoing.values():
-        assert_equal(message.states["model"], mean)
+        assert equal(message.states["model"], mean)
     models = halves["A"].deliver(log[-1][1]["A"])
-    assert_equal(models["personal"].states["model"], models["global"].states["model"])
+    assert equal(models["personal"].states["model"], models["global"].states["model"])
     assert local <= models["personal"].states["model"].keys()
 
 
 def test_every_site_gets_a_model_of_its_own_and_the_band_grows():
     log, server, _ = federation(rounds=3)
     sent = [outgoing["A"].states["model"] for _, outgoing, _ in log]
-    assert differ(server.aggregated["A"], server.aggregated["B"])
+    assert not equal(server.aggregated["A"], server.aggregated["B"])
     ratios = [prr.frequency_ratio(round, 3) for round in range(3)]
     for round, ratio in enumerate(ratios):
         replies = log[round][2]
@@ -100,7 +104,7 @@ def test_every_site_gets_a_model_of_its_own_and_the_band_grows():
 @pytest.mark.parametrize("cls_task", [SEGMENTATION, CLASSIFICATION])
 def test_one_site_alone_gets_its_own_deputy_back(cls_task):
     log, server, _ = federation(cls_task, sites=("A",))
-    assert_equal(server.aggregated["A"], log[1][2]["A"].states["model"])
+    assert equal(server.aggregated["A"], log[1][2]["A"].states["model"])
 
 
 def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_from_the_mean():
@@ -110,8 +114,8 @@ def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_f
     log, server, halves = federation(rounds=3, absent=absent)
     after_first = server_of(halves, 3)
     after_first.accept(log[0][0], log[0][2])
-    assert_equal(log[2][1]["B"].states["model"], after_first.aggregated["B"])  # two rounds later, still that of round 0
-    assert_equal(log[2][1]["C"].states["model"], log[1][2]["A"].states["model"])  # only A trained in round 1
+    assert equal(log[2][1]["B"].states["model"], after_first.aggregated["B"])  # two rounds later, still that of round 0
+    assert equal(log[2][1]["C"].states["model"], log[1][2]["A"].states["model"])  # only A trained in round 1
     assert set(log[1][2]) == {"A"} and set(server.aggregated) == set(SITES)
 
 
@@ -130,8 +134,8 @@ def test_it_trains_on_every_kind_of_task(task):
 
 
 def test_a_class_that_no_site_has_is_named_and_does_no_harm():
-    halves = halves_of(CLASSIFICATION, missing=1)
-    log, server = run(server_of(halves), halves)
+    halves = squares.halves(PRRSite, CLASSIFICATION, missing=1)
+    log, server, _ = play(server_of(halves), halves)
     warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
     assert len(warnings) == 1 and "class grey" in warnings[0]
     assert log[0][2]["A"].states["prototypes"]["counts"][1] == 0
@@ -140,17 +144,17 @@ def test_a_class_that_no_site_has_is_named_and_does_no_harm():
 
 
 def test_a_class_that_one_site_lacks_is_aligned_with_the_others():
-    halves = halves_of(CLASSIFICATION)
+    halves = squares.halves(PRRSite, CLASSIFICATION)
     halves["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), halves["B"].hyper, SITES)
-    log, server = run(server_of(halves, rounds=2, prototypes="mean"), halves)
+    log, server, _ = play(server_of(halves, rounds=2, prototypes="mean"), halves)
     sent = [replies.states["prototypes"]["prototypes"] for replies in log[1][2].values()]
     torch.testing.assert_close(server.prototypes["prototypes"][2], (sent[0][2] + sent[2][2]) / 2)
 
 
 def test_a_site_with_one_image():
-    halves = halves_of()
+    halves = squares.halves(PRRSite)
     halves["C"] = PRRSite(site("C", counts=(1, 1, 1)), halves["C"].hyper, SITES)
-    log, _ = run(server_of(halves), halves)
+    log, _, _ = play(server_of(halves), halves)
     assert math.isfinite(log[1][2]["C"].facts["loss"])
 
 
@@ -172,8 +176,8 @@ def test_inside_a_site_uses_its_personal_model_of_its_best_round():
 def test_the_last_round_is_delivered_on_request():
     _, server, halves = federation(rounds=3, selection="last")
     models = halves["A"].deliver(server.delivery("A"))
-    assert_equal(models["personal"].states["model"], halves["A"].personal)
-    assert_equal(models["global"].states["model"], {**halves["A"].normalisation, **server.aggregated["A"]})
+    assert equal(models["personal"].states["model"], halves["A"].personal)
+    assert equal(models["global"].states["model"], {**halves["A"].normalisation, **server.aggregated["A"]})
 
 
 def outsider():
@@ -187,42 +191,44 @@ def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation(
     assert models.keys() == {"global", "deployed"} and models["global"] is models["deployed"]
     own, shared = split_state(models["global"].states["model"], batch_norm_entries(halves["A"].site.network()))
     even = dict.fromkeys(SITES, 1.0)
-    assert_close(shared, weighted_mean({name: reply.states["model"] for name, reply in log[1][2].items()}, even))
-    assert_close(own, weighted_mean({name: half.normalisation for name, half in halves.items()}, even))
-    assert_equal(server.models()["global"].states["model"], models["global"].states["model"])
+    squares.assert_close(shared, weighted_mean({name: reply.states["model"] for name, reply in log[1][2].items()}, even))
+    squares.assert_close(own, weighted_mean({name: half.normalisation for name, half in halves.items()}, even))
+    assert equal(server.models()["global"].states["model"], models["global"].states["model"])
 
 
 def test_an_outside_site_may_get_the_most_representative_personal_model():
-    halves = halves_of(CLASSIFICATION, outside="personal", selection="last")
-    halves["A"] = PRRSite(site("A", CLASSIFICATION, missing=1), halves["A"].hyper, SITES)
-    halves["C"] = PRRSite(site("C", CLASSIFICATION, missing=2), halves["C"].hyper, SITES)
+    options = {"counts": (8, 4, 5), "outside": "personal", "selection": "last"}
+    halves = {
+        name: squares.half(PRRSite, name, CLASSIFICATION, missing=missing, **options)
+        for name, missing in zip(SITES, (1, None, 2), strict=True)
+    }
     counts = {name: enrolled(half.site) for name, half in halves.items()}
     context = ServerContext(CLASSIFICATION, 11, 2, SITES, ("O",), counts)
-    _, server = run(PRRServer(context, halves["A"].hyper), halves)
+    _, server, _ = play(PRRServer(context, halves["A"].hyper), halves)
     # shares of the classes: everybody (14, 6, 4) / 24, A (6, 0, 2) / 8, B (3, 3, 2) / 8, C (5, 3, 0) / 8; C is nearest
-    assert_equal(server.delivery("O").states["model"], halves["C"].personal)
+    assert equal(server.delivery("O").states["model"], halves["C"].personal)
 
 
 def test_a_member_that_never_trained_is_treated_as_an_outsider():
     _, server, halves = federation(absent=lambda step, name: name == "C")
     models = halves["C"].deliver(server.delivery("C"))
     assert models.keys() == {"global", "deployed"}
-    assert_equal(split_state(models["global"].states["model"], halves["C"].local)[1], server.mean)
+    assert equal(split_state(models["global"].states["model"], halves["C"].local)[1], server.mean)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------------
 
 
-def test_new_processes_change_nothing():
+def test_new_processes_change_nothing(tmp_path):
     _, server, halves = federation(rounds=3, outside=("O",))
-    _, again, rebuilt = federation(rounds=3, outside=("O",), rebuilt=True)
+    _, again, rebuilt = federation(rounds=3, outside=("O",), store=tmp_path)
     for name in SITES:
-        assert_equal(again.aggregated[name], server.aggregated[name])
-        assert_equal(rebuilt[name].personal, halves[name].personal)
+        assert equal(again.aggregated[name], server.aggregated[name])
+        assert equal(rebuilt[name].personal, halves[name].personal)
         first, second = (half.deliver(server.delivery(name)) for half in (halves[name], rebuilt[name]))
         for role in first:
-            assert_equal(first[role].states["model"], second[role].states["model"])
-    assert_equal(again.delivery("O").states["model"], server.delivery("O").states["model"])
+            assert equal(first[role].states["model"], second[role].states["model"])
+    assert equal(again.delivery("O").states["model"], server.delivery("O").states["model"])
     assert again.complete and server.complete
 
 

@@ -13,16 +13,9 @@ from medflare.methods.prr_supervision import (
     class_totals,
     prototype_width,
 )
-from methods.prr_federation import (
-    BINARY_CLASSIFICATION,
-    CLASSIFICATION,
-    MULTICLASS,
-    MULTILABEL,
-    SEGMENTATION,
-    enrolled,
-    halves_of,
-    site,
-)
+from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, site
+
+UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 
 # ---- tasks as softmax problems ------------------------------------------------------------------------------------------------
 
@@ -41,14 +34,13 @@ def test_every_task_is_a_group_of_softmax_problems():
 
 
 def test_class_totals_count_negatives_where_only_positives_are_counted():
-    halves = halves_of(MULTILABEL)
-    counts = {name: enrolled(half.site) for name, half in halves.items()}
-    totals = class_totals(MULTILABEL, counts)
-    targets = torch.cat([half.site.data.train.targets for half in halves.values()])
+    sites = {name: site(name, MULTILABEL) for name in SITES}
+    totals = class_totals(MULTILABEL, {name: enrolled(data) for name, data in sites.items()})
+    targets = torch.cat([data.data.train.targets for data in sites.values()])
     for g in range(2):
         assert totals[g].tolist() == [(targets[:, g] == 0).sum(), (targets[:, g] == 1).sum()]
     assert class_names(MULTILABEL) == [("not square", "square"), ("not corner", "corner")]
-    everything = class_totals(CLASSIFICATION, {name: enrolled(half.site) for name, half in halves_of(CLASSIFICATION).items()})
+    everything = class_totals(CLASSIFICATION, {name: enrolled(site(name, CLASSIFICATION, UNEVEN)) for name in SITES})
     assert everything.tolist() == [[9, 9, 6]]
 
 
@@ -89,7 +81,7 @@ def test_official_mix_is_half_cpa_half_cross_entropy():
 
 
 def test_comparison_losses():
-    data = site("A", CLASSIFICATION)  # classes 0, 1, 2 with 3, 3 and 2 images
+    data = site("A", CLASSIFICATION, UNEVEN)
     images, targets, _ = next(iter(data.ordered("train")))
     logits = data.network()(images)
     weight = torch.tensor([8 / 9, 8 / 9, 8 / 6])

@@ -1,20 +1,30 @@
 """Deputy-Enhanced Transfer at a site: stages, who teaches whom; every option of PRR has its effect."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from medflare.core.errors import ConfigError
 from medflare.methods.base import Step
 from medflare.methods.hyper import build_hyper
-from medflare.methods.prr import PRRHyper
+from medflare.methods.prr import PRRHyper, PRRServer, PRRSite
 from medflare.tasks.site import Site
-from methods.prr_federation import assert_equal, differ, federation, halves_of, like, server_of
+from methods import squares
+from methods.squares import equal
+
+federation = partial(squares.federation, PRRSite, PRRServer)
+
+
+def server_of(halves, rounds=2, **hyper):
+    return squares.server(PRRServer, rounds=rounds, outside=(), halves=halves, **hyper)
+
 
 # ---- DET ----------------------------------------------------------------------------------------------------------------------
 
 
 def stages_of(epochs, **hyper):
-    log, _, _ = federation(like(local_epochs=epochs), sites=("A",), rounds=2, **hyper)
+    log, _, _ = federation(squares.task(local_epochs=epochs), sites=("A",), rounds=2, **hyper)
     return [replies["A"].facts["stages"] for step, _, replies in log if step.phase == "train"]
 
 
@@ -30,7 +40,7 @@ def test_stages_of_a_round():
 
 
 def after_one_round(**hyper):
-    half = halves_of(like(local_epochs=2), cpa="global", **hyper)["A"]
+    half = squares.halves(PRRSite, squares.task(local_epochs=2), cpa="global", **hyper)["A"]
     server = server_of({"A": half}, **hyper)
     reply = half.perform("train", 0, server.outgoing(Step("train", 0), "A"))
     return half.personal, {**half.normalisation, **reply.states["model"]}
@@ -39,15 +49,15 @@ def after_one_round(**hyper):
 def test_teachers_are_not_touched_by_their_students():
     alone, _ = after_one_round(det=False)
     personal, deputy = after_one_round(lam1=9.0, lam2=9.0)  # Recover only: P_k learns from labels alone
-    assert_equal(personal, alone)
-    assert differ(deputy, alone)
+    assert equal(personal, alone)
+    assert not equal(deputy, alone)
     personal, deputy = after_one_round(stage_rule="threshold", lam1=0.0, lam2=0.0)  # Sublimate only: D_k does
-    assert_equal(deputy, alone)
-    assert differ(personal, alone)
+    assert equal(deputy, alone)
+    assert not equal(personal, alone)
 
 
 def test_the_personal_model_is_never_overwritten():
-    halves = halves_of()
+    halves = squares.halves(PRRSite)
     server = server_of(halves, rounds=3)
     for step in server.steps()[:3]:
         before = {name: half.personal for name, half in halves.items()}
@@ -56,15 +66,15 @@ def test_the_personal_model_is_never_overwritten():
             personal, deputy = half._models(server.outgoing(step, name))
             started[name] = dict(personal.state_dict())
             if before[name] is not None:
-                assert_equal(started[name], before[name])
-                assert differ(deputy.state_dict(), before[name])
+                assert equal(started[name], before[name])
+                assert not equal(deputy.state_dict(), before[name])
         server.accept(step, {name: half.perform("train", step.round, server.outgoing(step, name)) for name, half in halves.items()})
 
 
 def test_the_learning_rate_halves():
     rates = []
     for round in range(4):
-        half = halves_of(halve_every=2)["A"]
+        half = squares.halves(PRRSite, halve_every=2)["A"]
         optimizer = half.site.optimizer
 
         def spy(parameters, optimizer=optimizer, **override):
@@ -121,7 +131,7 @@ def outcomes():
         key = tuple(sorted(hyper.items()))
         if key not in known:
             settings = {"lam1": 0.0, "lam2": 0.0, **hyper}
-            _, server, halves = federation(like(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
+            _, server, halves = federation(squares.task(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
             known[key] = halves["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
         return known[key]
 
@@ -132,7 +142,7 @@ def outcomes():
 def test_every_option_changes_the_result(outcomes, change):
     found = outcomes(**change)
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
-    assert differ(found, outcomes())
+    assert not equal(found, outcomes())
 
 
 def test_training_images_may_be_the_ones_that_decide(monkeypatch):

@@ -220,21 +220,21 @@ class TestServer:
 
 class TestFederation:
     def test_without_sha_it_is_fedavg(self, squares):
-        sha = squares.run(squares.server(SHAServer, sha=False), squares.halves(SHASite, sha=False))
-        assert squares.equal(sha, squares.run(squares.server(FedAvgServer), squares.halves(FedAvgSite)))
+        sha = squares.play(squares.server(SHAServer, sha=False), squares.halves(SHASite, sha=False))
+        assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
     def test_cea_with_equal_weights_is_the_uniform_mean(self, squares):
         """rho = 0 and kappa = 0 leave the plain cross-client evaluation; beta = 0 makes all scores equal."""
         settings = {"rho": 0.0, "kappa": 0, "beta": 0.0}
-        cea = squares.run(squares.server(SHAServer, **settings), squares.halves(SHASite, **settings))
-        uniform = squares.run(squares.server(FedAvgServer, weighting="uniform"), squares.halves(FedAvgSite))
+        cea = squares.play(squares.server(SHAServer, **settings), squares.halves(SHASite, **settings)).model
+        uniform = squares.play(squares.server(FedAvgServer, weighting="uniform"), squares.halves(FedAvgSite)).model
         for name, tensor in uniform.items():
             torch.testing.assert_close(cea[name], tensor)
 
     def test_state_survives_new_processes(self, squares, tmp_path):
-        once = squares.run(squares.server(SHAServer), squares.halves(SHASite))
-        again = squares.run(squares.server(SHAServer), squares.halves(SHASite), tmp_path)
-        assert squares.equal(once, again)
+        once = squares.play(squares.server(SHAServer), squares.halves(SHASite))
+        again = squares.play(squares.server(SHAServer), squares.halves(SHASite), store=tmp_path)
+        assert squares.equal(once.model, again.model)
 
     def test_pairings(self, squares):
         sha, moon = get_method("sha"), get_method("moon", server="sha")
@@ -249,7 +249,7 @@ class TestFederation:
     def test_best_round_is_chosen_by_validation_not_by_scores(self, squares):
         server = squares.server(SHAServer)
         halves = squares.halves(SHASite)
-        final = squares.run(server, halves)
+        final = squares.play(server, halves).model
         assert server.best.round in (1, 2, 3) and server.best.value is not None
         if server.best.round == 3:
             assert squares.equal(server.best.state, final)

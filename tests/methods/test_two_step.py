@@ -41,8 +41,8 @@ def test_adam_plus_sgd(squares):
 
     On a network without normalisation: a bias before one has no gradient but rounding, which Adam blows up.
     """
-    found, _ = squares.trained(GraceSite, squares.classification, client="meta", adam_plus_sgd=True)
-    place = squares.site("A", squares.classification)
+    found, _ = squares.trained(GraceSite, squares.CLASSIFICATION, client="meta", adam_plus_sgd=True)
+    place = squares.site("A", squares.CLASSIFICATION)
     model = place.network()
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
 
@@ -68,7 +68,7 @@ def test_adam_plus_sgd(squares):
 @pytest.mark.parametrize("second_order", [True, False])
 def test_second_order_is_the_exact_gradient_and_first_order_is_not(squares, second_order):
     """The gradient of L_meta along a direction against the difference quotient of L_meta itself."""
-    place = squares.site("A", squares.classification)
+    place = squares.site("A", squares.CLASSIFICATION)
     network = place.network().double().eval()
     images, targets, _ = next(iter(place.batches("train", 0, batch_size=12)))
     loss = MetaLoss(network, place, None, lambda theta, first: meta_trained(theta, first, 0.5, second_order))
