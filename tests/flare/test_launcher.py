@@ -60,7 +60,7 @@ def test_a_process_that_was_asked_to_stop_stays_stopped() -> None:
     waiting.start()
     time.sleep(0.3)
     handle.terminate()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive() and len(start.started) == 1
 
 
@@ -70,5 +70,5 @@ def test_a_process_killed_from_outside_is_replaced_while_waited_for() -> None:
     waiting = threading.Thread(target=handle.wait)
     waiting.start()
     os.kill(start.started[0].pid, signal.SIGKILL)
-    waiting.join(20)
+    waiting.join(60)
     assert len(start.started) == 2 and handle.poll() == JobReturnCode.SUCCESS
