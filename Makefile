@@ -7,9 +7,11 @@
 # constraints.txt change. Another interpreter: make demo PYTHON=/usr/bin/python3.11
 
 VENV      ?= .venv
+WORKERS   ?= 2
 WORKSPACE ?= workspace/demo
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+PYTEST    := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 FITS      := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
 # Several sites share the cores, so each computes on one thread.
@@ -22,11 +24,13 @@ demo: $(VENV)/.installed
 	rm -rf $(WORKSPACE)
 	nvflare simulator jobs/fedsm -n 4 -t 4 -w $(WORKSPACE); status=$$?; medflare results $(WORKSPACE) && exit $$status
 
+# File by file in two processes (WORKERS): most end-to-end tests wait for FLARE's processes more than they compute. Each process
+# takes up to 4 GB.
 test: lint
-	python -m pytest
+	$(PYTEST)
 
 test-fast: lint
-	python -m pytest -m "not slow and not e2e"
+	$(PYTEST) -m "not slow and not e2e"
 
 lint: $(VENV)/.installed-dev
 	ruff check .

@@ -11,6 +11,20 @@ import pytest
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
+# Files that take minutes, the longest first.
+LONG = ("test_faults_provisioned", "test_parity", "test_provisioned", "test_faults", "test_recipes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first and quick tests last: files are handed to the worker processes in this order, and all end at about the same time."""
+
+    def place(item: pytest.Item) -> int:
+        if item.path.stem in LONG:
+            return LONG.index(item.path.stem)
+        return len(LONG) + (item.get_closest_marker("e2e") is None)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], dict[str, np.ndarray]]:

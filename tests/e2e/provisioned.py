@@ -1,7 +1,9 @@
 """A provisioned federation as real processes on this machine: mutual TLS on loopback, free ports, everything ended by process id."""
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +17,8 @@ import yaml
 
 from e2e.simulation import ROOT, environment
 
+PATIENCE = 300.0  # seconds until a wait is given up; nothing but a failing test takes that long, also on a busy machine
+
 SCRIPTS = ROOT / "poc_workspace"
 SERVER = "localhost"
 PEOPLE = {
@@ -23,7 +27,7 @@ PEOPLE = {
     "member": "member@hospital-two.org",
     "it": "it@hospital-one.org",
 }
-_PATIENCE = {"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"}  # see poc_workspace/start.sh
+_LAST_WORD = {"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"}  # see poc_workspace/start.sh
 
 
 class ProvisionedFederation:
@@ -57,13 +61,13 @@ class ProvisionedFederation:
                 one["fed_learn_port"] = self.port
         path = self.folder / "project.yml"
         path.write_text(yaml.safe_dump(project))
-        self.script("provision.sh", path, self.folder / "federation", limit=60)
+        self.script("provision.sh", path, self.folder / "federation")
 
-    def start(self, *names: str, limit: float = 60) -> None:
+    def start(self, *names: str) -> None:
         """Start server or sites, each from its own kit in processes of its own, and wait until all of them are up."""
         signs = {name: self._launch(name) for name in names}
         for name, (log, start, sign) in signs.items():
-            wait_until(lambda log=log, start=start, sign=sign: sign in text_of(log)[start:], f"{name} is not up, see {log}", limit)
+            wait_until(lambda log=log, start=start, sign=sign: sign in text_of(log)[start:], f"{name} is not up, see {log}")
 
     def _launch(self, name: str) -> tuple[Path, int, str]:
         kit = self.kit(name)
@@ -82,19 +86,23 @@ class ProvisionedFederation:
 
     # -- work --------------------------------------------------------------------------------------------------------------
 
-    def script(self, name: str, *arguments: Any, limit: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def script(self, name: str, *arguments: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a script of poc_workspace; its standard output and error are kept."""
-        return self.command(SCRIPTS / name, *arguments, limit=limit, check=check)
+        return self.command(SCRIPTS / name, *arguments, check=check)
 
-    def command(self, *command: Any, limit: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def command(self, *command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
         words = [str(word) for word in command]
-        done = subprocess.run(words, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(words, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=2 * PATIENCE)
         assert not check or done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done
 
     def submit(self, job: Path, by: str = "lead") -> str:
         """Submit with the command line; returns the job's id."""
         return self.script("submit.sh", self.kit(by), job).stdout.strip()
+
+    def watch(self, job: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Follow a job to its end, as the lead does."""
+        return self.script("watch.sh", self.kit("lead"), job, int(PATIENCE), check=check)
 
     def meta(self, job: str) -> dict[str, Any]:
         """What FLARE knows of a job: status, deployment."""
@@ -128,9 +136,9 @@ class ProvisionedFederation:
             self.kill(name)
 
 
-def wait_until(true: Callable[[], bool], otherwise: str, limit: float = 60) -> None:
-    """Look four times a second; fail with `otherwise` after `limit` seconds."""
-    deadline = time.monotonic() + limit
+def wait_until(true: Callable[[], bool], otherwise: str) -> None:
+    """Look four times a second; fail with `otherwise` when `PATIENCE` is over."""
+    deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.25)
@@ -142,11 +150,13 @@ def text_of(path: Path) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """Below the range that the system gives to outgoing connections: until the server listens, nobody else is handed this port."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _own(home: Path) -> dict[str, str]:
     """This interpreter for every child, and a home of its own for the files that the nvflare command keeps."""
-    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), "HOME": str(home), **_PATIENCE}
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), "HOME": str(home), **_LAST_WORD}

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 FINISHED_AFTER = 600  # seconds that any simulation may take, also on a busy machine
+END_TO_END = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3 * FINISHED_AFTER)]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -1,30 +1,42 @@
 """What really goes wrong in a running federation: a site's process is killed, the server is killed and comes back."""
 
 import json
+import os
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from e2e.components.cable import Cable
-from e2e.provisioned import SERVER, ProvisionedFederation, wait_until
-from e2e.simulation import problems
+from e2e.provisioned import SERVER, ProvisionedFederation, text_of, wait_until
+from e2e.simulation import END_TO_END, ROOT, problems
 from medflare.evaluation.results import load_results
 from medflare.flare.jobs import build_job
 from medflare.local import run_local
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = END_TO_END
 
 ROUNDS, SEED = 5, 7
 CUT = 60.0  # seconds without network
+HOUR = 3600.0
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, tiny_task) -> Path:
-    options = {"rounds": ROUNDS, "seed": SEED, "byoc": False, "silence": 15.0}
-    return build_job("fedsm", tiny_task, out=tmp_path_factory.mktemp("jobs") / "fedsm", **options)
+    return build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path_factory.mktemp("jobs") / "fedsm")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, tiny_task, federation) -> tuple[dict[str, Any], Path]:
+    """Results and folder of the same federation in the plain loop, where nothing goes wrong."""
+    folder = tmp_path_factory.mktemp("plain")
+    return run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder), folder
 
 
 def steps_done(federation: ProvisionedFederation, job: str) -> int:
@@ -33,52 +45,52 @@ def steps_done(federation: ProvisionedFederation, job: str) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def test_a_killed_server_goes_on_after_its_last_step(federation, job, tiny_task, tmp_path):
+def test_a_killed_server_goes_on_after_its_last_step(federation, job, uninterrupted, tmp_path):
     """kill -9 for the server and its job in the middle of a round; started again, the job is resumed; nothing is lost."""
     interrupted = federation.submit(job)
-    wait_until(lambda: steps_done(federation, interrupted) >= 2, "the job does not get anywhere", 120)
+    wait_until(lambda: steps_done(federation, interrupted) >= 2, "the job does not get anywhere")
     federation.kill(SERVER)
     federation.start(SERVER)
-    wait_until(lambda: len(federation.connected()) == 3, "the sites do not come back to the new server", 120)
+    wait_until(lambda: len(federation.connected()) == 3, "the sites do not come back to the new server")
 
     identity = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
     results = fetched(federation, identity, tmp_path / "resumed")
-    uninterrupted = run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, out=tmp_path / "plain")
-    assert results["sites"] == uninterrupted["sites"]
+    expected, plain = uninterrupted
+    assert results["sites"] == expected["sites"]
     (resumed,) = (event for event in results["events"] if event["kind"] == "resumed")
     assert int(resumed["message"].split()[3]) >= 2, "at least the steps seen before the server was killed were not done again"
     folder = next((tmp_path / "resumed").rglob("medflare/models"))
-    for model in sorted((tmp_path / "plain" / "models").rglob("model.safetensors")):
-        expected, found = load_file(model), load_file(folder / model.relative_to(tmp_path / "plain" / "models"))
-        assert all(found[name].equal(expected[name]) for name in expected), model
+    for model in sorted((plain / "models").rglob("model.safetensors")):
+        tensors, found = load_file(model), load_file(folder / model.relative_to(plain / "models"))
+        assert all(found[name].equal(tensors[name]) for name in tensors), model
 
 
-def test_an_aborted_job_can_be_taken_up(federation, job, tiny_task, tmp_path):
+def test_an_aborted_job_can_be_taken_up(federation, job, uninterrupted, tmp_path):
     """Stopped by the lead in the middle: it ends as aborted, at the sites too, and what was finished is not lost."""
     aborted = federation.submit(job)
-    wait_until(lambda: steps_done(federation, aborted) >= 1, "the job does not get anywhere", 120)
-    federation.command("nvflare", "job", "abort", aborted, "--force", "--startup-kit", federation.kit("lead"))
-    wait_until(lambda: federation.meta(aborted)["status"] == "FINISHED:ABORTED", "the job is not aborted", 90)
+    wait_until(lambda: steps_done(federation, aborted) >= 1, "the job does not get anywhere")
+    with paused(federation, "site-1", aborted):  # the command takes seconds to start; the job must not end before it does
+        federation.command("nvflare", "job", "abort", aborted, "--force", "--startup-kit", federation.kit("lead"))
+    wait_until(lambda: federation.meta(aborted)["status"] == "FINISHED:ABORTED", "the job is not aborted")
     identity = federation.script("resume.sh", federation.kit("lead"), job, aborted).stdout.strip()
     results = fetched(federation, identity, tmp_path / "resumed")
-    assert results["sites"] == run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED)["sites"]
+    assert results["sites"] == uninterrupted[0]["sites"]
     assert not (federation.kit(SERVER) / "medflare" / identity).exists(), "a completed job needs no checkpoint any more"
 
 
-def test_a_killed_site_is_started_again_and_loses_nothing(federation, job, tiny_task, tmp_path):
+def test_a_killed_site_is_started_again_and_loses_nothing(federation, job, uninterrupted, tmp_path):
     """kill -9 for one site's job process while it trains: another process answers in its place, from what the site remembers."""
     identity = federation.submit(job)
-    wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere", 120)
+    wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere")
     kill_job(federation, "site-2", identity)
     results = fetched(federation, identity, tmp_path / "fetched")
     assert results["status"] == "COMPLETED"
-    assert results["sites"] == run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED)["sites"]
+    assert results["sites"] == uninterrupted[0]["sites"]
     assert "starting it again" in (federation.kit("site-2") / "log.txt").read_text()
 
 
-def test_a_cut_network_costs_time_and_nothing_else(federation, tiny_task, tmp_path):
+def test_a_cut_network_costs_time_and_nothing_else(federation, job, uninterrupted, tmp_path):
     """One site's connections are cut for a while shorter than `silence`: it is waited for, comes back and answers."""
-    job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=120.0, out=tmp_path / "job")
     cable = Cable(federation.port)
     config = federation.kit("site-2") / "startup" / "fed_client.json"
     direct = config.read_text()
@@ -87,7 +99,7 @@ def test_a_cut_network_costs_time_and_nothing_else(federation, tiny_task, tmp_pa
     try:
         federation.start("site-2")
         identity = federation.submit(job)
-        wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere", 120)
+        wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere")
         cable.pull()
         time.sleep(CUT)
         cable.plug()
@@ -98,13 +110,45 @@ def test_a_cut_network_costs_time_and_nothing_else(federation, tiny_task, tmp_pa
         federation.kill("site-2")
         federation.start("site-2")
     assert results["status"] == "COMPLETED"
-    assert results["sites"] == run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED)["sites"]
+    assert results["sites"] == uninterrupted[0]["sites"]
 
 
-def test_a_site_that_is_gone_for_good_is_named_and_the_others_go_on(federation, job, tmp_path):
+def test_wrong_clocks_change_nothing(federation, job, uninterrupted, tmp_path):
+    """One site's clock is two hours ahead, another's two hours behind, in all of their processes: nobody takes them for silent or late."""
+    clocks = {"site-2": 2 * HOUR, "site-3": -2 * HOUR}
+    with wrong_clocks(federation, clocks):
+        identity = federation.submit(job)
+        results = fetched(federation, identity, tmp_path / "fetched")
+    assert (results["status"], results["events"]) == ("COMPLETED", [])
+    assert results["sites"] == uninterrupted[0]["sites"]
+    for site in federation.sites:
+        log = federation.kit(site) / identity / "log.txt"
+        written = datetime.strptime(log.read_text().splitlines()[-1][:19], "%Y-%m-%d %H:%M:%S").timestamp()
+        assert written - log.stat().st_mtime == pytest.approx(clocks.get(site, 0), abs=300), f"the job's process at {site} had another clock"
+
+
+def test_a_clock_behind_the_certificates_keeps_a_site_out(federation, tmp_path_factory):
+    """Certificates are valid from the moment of provisioning: a party for which that is still to come refuses them, and says so."""
+    early = type(federation)(tmp_path_factory.mktemp("early"), ["site-1"])
+    usual = early.environment
+    early.environment = {**usual, **skewed(2 * HOUR)}
+    early.provision()
+    early.environment = usual
+    try:
+        early.start(SERVER)
+        early.launch("site-1")
+        log = early.kit("site-1") / "log.txt"
+        wait_until(lambda: "certificate is not yet valid" in text_of(log).lower(), f"no word of the certificate in {log}")
+        assert early.connected() == []
+    finally:
+        early.stop()
+
+
+def test_a_site_that_is_gone_for_good_is_named_and_the_others_go_on(federation, tiny_task, tmp_path):
     """kill -9 for everything of one site: no hang, no failed job; the rounds end without it, and it is named."""
+    job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=40.0, out=tmp_path / "job")
     identity = federation.submit(job)
-    wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere", 120)
+    wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere")
     federation.kill("site-3")
     results = fetched(federation, identity, tmp_path / "fetched")
     assert results["status"] == "COMPLETED"
@@ -113,15 +157,57 @@ def test_a_site_that_is_gone_for_good_is_named_and_the_others_go_on(federation, 
     assert json.loads((federation.kit("site-1") / identity / "medflare" / "personal" / "card.json").read_text())["site"] == "site-1"
 
 
+def job_processes(federation: ProvisionedFederation, site: str, job: str) -> list[psutil.Process]:
+    found = [process for process in federation.processes(site) if any(job in word for word in process.cmdline())]
+    assert found, f"{site} has no process for job {job}"
+    return found
+
+
 def kill_job(federation: ProvisionedFederation, site: str, job: str) -> None:
-    victims = [process for process in federation.processes(site) if any(job in word for word in process.cmdline())]
-    assert victims, f"{site} has no process for job {job}"
-    for process in victims:
+    for process in job_processes(federation, site, job):
         process.kill()
+
+
+@contextmanager
+def paused(federation: ProvisionedFederation, site: str, job: str) -> Iterator[None]:
+    """A site's process for a job stands still for a while, and with it the job."""
+    processes = job_processes(federation, site, job)
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def skewed(seconds: float) -> dict[str, str]:
+    """Environment of processes whose clock is ahead by so many seconds; medflare stays importable."""
+    folders = (Path(__file__).parent / "components" / "skewed", ROOT / "custom")
+    return {"CLOCK_SKEW": str(seconds), "PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
+@contextmanager
+def wrong_clocks(federation: ProvisionedFederation, clocks: Mapping[str, float]) -> Iterator[None]:
+    """Sites are started again with clocks that are ahead by so many seconds, and as usual afterwards."""
+    usual = federation.environment
+    try:
+        for site, seconds in clocks.items():
+            federation.kill(site)
+            federation.environment = {**usual, **skewed(seconds)}
+            federation.start(site)
+        federation.environment = usual
+        yield
+    finally:
+        federation.environment = usual
+        for site in clocks:
+            federation.kill(site)
+        federation.start(*clocks)
 
 
 def fetched(federation: ProvisionedFederation, job: str, folder: Path) -> dict[str, Any]:
     """The results of a job, once it has completed."""
-    federation.script("watch.sh", federation.kit("lead"), job, 200, limit=220)
+    federation.watch(job)
     federation.script("fetch.sh", federation.kit("lead"), job, folder)
     return load_results(folder)

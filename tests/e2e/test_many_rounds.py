@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.simulation import ROOT
+from e2e.simulation import END_TO_END, ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = END_TO_END
 
 
 def test_threads_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
-from e2e.simulation import Simulate
+from e2e.simulation import END_TO_END, Simulate
 from medflare.flare.jobs import build_job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = END_TO_END
 
 ROUNDS = 30
 

@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from e2e.provisioned import SCRIPTS, ProvisionedFederation, wait_until
+from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
 from medflare.flare.jobs import build_job
 from medflare.local import run_local
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = END_TO_END
 
 SITES = ("site-1", "site-2")
 
@@ -38,9 +39,9 @@ class PocFederation(ProvisionedFederation):
             if one["type"] == "server":
                 one["fed_learn_port"] = self.port
         (self.folder / "project.yml").write_text(yaml.safe_dump(project))
-        self.command("nvflare", "poc", "prepare", "-i", self.folder / "project.yml", "--force", limit=60)
-        self.command("nvflare", "poc", "start", "--no-wait", limit=60)
-        wait_until(lambda: len(self.connected()) == len(SITES), "the sites do not connect", 120)
+        self.command("nvflare", "poc", "prepare", "-i", self.folder / "project.yml", "--force")
+        self.command("nvflare", "poc", "start", "--no-wait")
+        wait_until(lambda: len(self.connected()) == len(SITES), "the sites do not connect")
 
     def stop(self) -> None:
         """`nvflare poc start` leaves its processes to themselves: those that work in this folder are this federation's."""
@@ -63,7 +64,7 @@ def test_the_same_job_folder_gives_the_same_results(poc: PocFederation, tiny_tas
     job = build_job("fedsm", tiny_task, rounds=2, seed=3, out=tmp_path / "job")
     assert (job / "app" / "custom").is_dir(), "with app/custom/, as the simulator takes it"
     identity = poc.submit(job)
-    poc.script("watch.sh", poc.kit("lead"), identity, 150, limit=180)
+    poc.watch(identity)
     poc.script("fetch.sh", poc.kit("lead"), identity, tmp_path / "fetched")
     expected = run_local("fedsm", tiny_task, SITES, rounds=2, seed=3)
     assert load_results(tmp_path / "fetched")["sites"] == json.loads(json.dumps(expected["sites"]))

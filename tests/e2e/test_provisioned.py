@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from e2e.provisioned import text_of, wait_until
+from e2e.provisioned import PATIENCE, text_of, wait_until
+from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
 from medflare.flare.jobs import build_job
 from medflare.local import run_local
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = END_TO_END
 
 ROUNDS, SEED = 2, 3
 ROLES = ("global", "personal", "deployed")
@@ -27,7 +28,7 @@ user, kit, job, folder = sys.argv[1:]
 session = new_secure_session(user, kit)
 try:
     identity = session.submit_job(job)
-    session.monitor_job(identity, timeout=150)
+    session.monitor_job(identity, timeout=300)
     print(identity, session.get_job_meta(identity)["status"], session.download_job_result(identity))
 finally:
     session.close()
@@ -58,11 +59,11 @@ def test_command_line_and_api_give_the_plain_loops_models_and_metrics(federation
         cwd=tmp_path,
     )
     first = federation.submit(job)
-    federation.script("watch.sh", federation.kit("lead"), first, 150, limit=180)
+    federation.watch(first)
     shown = federation.script("fetch.sh", federation.kit("lead"), first, tmp_path / "first")
     assert "COMPLETED" in shown.stdout and "site-3" in shown.stdout
 
-    said, _ = api.communicate(timeout=180)
+    said, _ = api.communicate(timeout=PATIENCE)
     second, status, downloaded = said.strip().splitlines()[-1].split(" ", 2)
     assert status == "FINISHED:COMPLETED"
     for identity, fetched in ((first, tmp_path / "first"), (second, Path(downloaded))):
@@ -84,10 +85,26 @@ def test_a_member_may_not_submit(federation, job):
 def test_code_in_a_job_is_refused_in_words(federation, tiny_task, tmp_path):
     """A job with app/custom/ brings code; the hospitals' policy says no, and whoever watches learns who refused and what to do."""
     identity = federation.submit(build_job("fedsm", tiny_task, rounds=1, byoc=True, out=tmp_path / "byoc"))
-    watched = federation.script("watch.sh", federation.kit("lead"), identity, 60, limit=90, check=False)
+    watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
     assert federation.meta(identity)["status"] == "FINISHED:FAILED_TO_RUN"
     assert "server refuses jobs that bring their own code" in watched.stdout and "--no-byoc" in watched.stdout
+
+
+def test_a_job_that_cannot_be_read_leaves_results(federation, tiny_task, tmp_path):
+    """The lead sees the reason while watching, and again in the results that can be fetched."""
+    job = build_job("fedsm", tiny_task, rounds=1, byoc=False, out=tmp_path / "job")
+    task = job / "app" / "config" / "task.json"
+    task.write_text(task.read_text()[:100])
+    identity = federation.submit(job)
+    watched = federation.watch(identity, check=False)
+    assert watched.returncode != 0
+    assert "the federation failed: " in watched.stdout and "task.json: not valid JSON" in watched.stdout
+    fetched = federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched", check=False)
+    assert fetched.returncode != 0
+    results = load_results(tmp_path / "fetched")
+    assert results["status"] == "FAILED" and "task.json: not valid JSON" in results["reason"]
+    assert set(results["sites"]) == set(federation.sites)
 
 
 def test_a_site_that_does_not_list_medflare_is_named(federation, job):
@@ -99,7 +116,7 @@ def test_a_site_that_does_not_list_medflare_is_named(federation, job):
     resources.write_text(json.dumps(content))
     try:
         identity = federation.submit(job)
-        watched = federation.script("watch.sh", federation.kit("lead"), identity, 90, limit=120, check=False)
+        watched = federation.watch(identity, check=False)
     finally:
         resources.write_text(allowed)
     assert watched.returncode != 0

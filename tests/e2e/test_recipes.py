@@ -3,14 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e.simulation import FINISHED_AFTER, environment
+from e2e.simulation import END_TO_END, FINISHED_AFTER, environment
 from medflare import run_local
 from medflare.evaluation.results import load_results
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = END_TO_END
 
 THREE_LINES = """
 from medflare.flare.recipes import FedSMRecipe
@@ -20,8 +21,14 @@ print("results in", run.get_result(timeout={patience}, clean_up=False), flush=Tr
 """
 
 
+@pytest.fixture(scope="module")
+def local() -> dict[str, Any]:
+    """The results of the plain loop."""
+    return run_local("fedsm", "phantom", 2, rounds=1, seed=0, lam=0.3)
+
+
 @pytest.mark.parametrize("kind", ["SimEnv(num_clients=2)", "PocEnv(num_clients=2)"])
-def test_recipe(kind: str, tmp_path: Path) -> None:
+def test_recipe(kind: str, local: dict[str, Any], tmp_path: Path) -> None:
     places = {
         "HOME": str(tmp_path),
         "NVFLARE_POC_WORKSPACE": str(tmp_path / "poc"),
@@ -41,6 +48,5 @@ def test_recipe(kind: str, tmp_path: Path) -> None:
     assert said, done.stdout[-3000:] + done.stderr[-3000:]
     results = load_results(Path(said[-1].removeprefix("results in ")))
     assert results["status"] == "COMPLETED"
-    local = run_local("fedsm", "phantom", 2, rounds=1, seed=0, lam=0.3)
     assert results["sites"] == local["sites"]
     assert results["traffic"] == local["traffic"]

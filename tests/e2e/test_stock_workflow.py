@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from e2e.simulation import Simulate
+from e2e.simulation import END_TO_END, Simulate
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = END_TO_END
 
 COMPONENTS = Path(__file__).parent / "components"
 

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from e2e.components.misbehaving import FAULTS
-from e2e.simulation import Simulate, use_executor
+from e2e.simulation import END_TO_END, Simulate, use_executor
 from medflare.flare.jobs import build_job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = END_TO_END
 
 SITES = ("site-1", "site-2", "site-3")
 VICTIM = "site-2"
