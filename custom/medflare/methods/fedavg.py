@@ -5,7 +5,8 @@
 Also the base of the other methods: their halves change one thing each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -76,12 +77,18 @@ class FedAvgSite(SiteHalf):
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
         """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss."""
         optimizer = self.site.optimizer(trainable(model))
-        if not self.hyper.reset_optimizer:
+        with self.continued({purpose: optimizer}):
+            return train(optimizer)
+
+    @contextmanager
+    def continued(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[None]:
+        """Training with optimizers, by purpose, that go on with the last round's moments; afresh where `reset_optimizer` says so."""
+        kept = {} if self.hyper.reset_optimizer else optimizers
+        for purpose, optimizer in kept.items():
             self.optimizers.recall(purpose, optimizer)
-        loss = train(optimizer)
-        if not self.hyper.reset_optimizer:
+        yield
+        for purpose, optimizer in kept.items():
             self.optimizers.keep(purpose, optimizer)
-        return loss
 
     def fit(self, model: Any, optimizer: Any, round: int) -> float | None:
         """One round of local training; the one thing that most local variants change."""

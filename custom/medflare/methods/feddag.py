@@ -35,7 +35,7 @@ from medflare.methods.feddag_math import (
 )
 from medflare.methods.hyper import param
 from medflare.methods.sha import ScoredSite, SHAHyper, SHAServer
-from medflare.methods.training import trainable
+from medflare.methods.training import run_epochs, trainable
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.networks import FeatureNetwork, pooled
 from medflare.tasks.site import Batch, Site
@@ -298,24 +298,15 @@ class FedDAGSite(ScoredSite, FedAvgSite):
 
     def _epochs(self, generation: AdversarialGeneration, round: int) -> dict[str, float]:
         """The task's local epochs; mean losses by name."""
-        if not self.hyper.reset_optimizer:
-            for purpose, optimizer in generation.optimizers.items():
-                self.optimizers.recall(purpose, optimizer)
-        totals: dict[str, Tensor] = {}
-        seen = 0
-        with seeded(self.site.seed, self.site.name, round, "model", "dropout"):
-            for epoch in range(self.site.task.local_epochs):
-                for batch in self.site.batches("train", round, "model", epoch):
-                    decay = ema_decay(self.ema_steps, self.hyper.ema, self.hyper.ema_ramp)
-                    losses = generation.step(batch, decay)
-                    totals = {name: totals.get(name, 0) + value * len(batch.images) for name, value in losses.items()}
-                    seen += len(batch.images)
-                    self.ema_steps += 1
-                    self._last_batch = batch
-        if not self.hyper.reset_optimizer:
-            for purpose, optimizer in generation.optimizers.items():
-                self.optimizers.keep(purpose, optimizer)
-        return {name: float(value) / seen for name, value in totals.items()}
+
+        def step(batch: Batch) -> dict[str, Tensor]:
+            losses = generation.step(batch, ema_decay(self.ema_steps, self.hyper.ema, self.hyper.ema_ramp))
+            self.ema_steps += 1
+            self._last_batch = batch
+            return losses
+
+        with self.continued(generation.optimizers):
+            return run_epochs(self.site, round, "model", step)
 
     def last_batch(self, round: int) -> Batch:
         return cast(Batch, self._last_batch)  # `train` has just set it

@@ -1,7 +1,7 @@
 """Local training: the loop that every method's site half shares."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,25 @@ from torch import Tensor, nn
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict
-from medflare.tasks.site import Site
+from medflare.tasks.site import Batch, Site
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+
+def run_epochs(site: Site, round: int, purpose: str, step: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, float]:
+    """The task's local epochs, `step` on every batch of training images; returns the mean over all images of each loss it returned.
+
+    Args:
+        purpose: keys the order of the images, the augmentation and dropout, so that two models of one round differ.
+        step: trains on a batch and returns its losses by name.
+    """
+    totals: dict[str, float] = {}
+    seen = 0
+    with seeded(site.seed, site.name, round, purpose, "dropout"):
+        for epoch in range(site.task.local_epochs):
+            for batch in site.batches("train", round, purpose, epoch):
+                for name, loss in step(batch).items():
+                    totals[name] = totals.get(name, 0.0) + loss.item() * len(batch.images)
+                seen += len(batch.images)
+    return {name: total / seen for name, total in totals.items()}
 
 
 def train_epochs(
@@ -21,28 +37,24 @@ def train_epochs(
     round: int,
     purpose: str,
     *,
-    epochs: int | None = None,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
 ) -> float:
-    """Mini-batch epochs of `model` on the site's training images; returns the mean loss over all images seen.
+    """The task's local epochs of `model` in place, see `run_epochs`; returns the mean loss over all images, NaN without any.
 
     Args:
-        purpose: keys the order of the images, the augmentation and dropout, so that two models of one round differ.
-        epochs: default: the task's `local_epochs`.
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
     """
-    total, seen = 0.0, 0
     model.train()
-    with seeded(site.seed, site.name, round, purpose, "dropout"):
-        for epoch in range(site.task.local_epochs if epochs is None else epochs):
-            for images, targets, _ in site.batches("train", round, purpose, epoch):
-                optimizer.zero_grad(set_to_none=True)
-                value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
-                value.backward()
-                optimizer.step()
-                total += value.item() * len(images)
-                seen += len(images)
-    return total / seen if seen else math.nan
+
+    def step(batch: Batch) -> dict[str, Tensor]:
+        images, targets, _ = batch
+        optimizer.zero_grad(set_to_none=True)
+        value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
+        value.backward()
+        optimizer.step()
+        return {"loss": value}
+
+    return run_epochs(site, round, purpose, step).get("loss", math.nan)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
