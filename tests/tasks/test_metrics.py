@@ -4,14 +4,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from monai.metrics.hausdorff_distance import compute_hausdorff_distance
 from scipy.spatial.distance import cdist
 from sklearn import metrics
-from torch.nn.functional import avg_pool2d
 
-from medflare.core.rng import numpy_generator, torch_generator
+from medflare.core import packages
+from medflare.core.rng import numpy_generator
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import boundary_distance, foreground, hausdorff_95, patient_mean, pooled_overlap, score, structures
+from medflare.tasks.metrics import boundary_distance, foreground, patient_mean, pooled_overlap, score, structures
 
 TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
@@ -60,16 +59,12 @@ def test_boundary_distance_against_definition() -> None:
     assert boundary_distance(first, second, torch.tensor([0]), 1).item() == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("smooth", [1, 5])
-def test_boundary_distance_against_monai(smooth: int) -> None:
-    """Noise and blobs, of all sizes; MONAI computes in single precision."""
-    for number in range(20):
-        height, width = numpy_generator(0, number, "size").integers(3, 60, 2).tolist()
-        noise = torch.rand(2, 1, height, width, generator=torch_generator(0, number, "noise"))
-        masks = avg_pool2d(noise, smooth, 1, smooth // 2) > 0.5
-        if masks.flatten(1).any(1).all():
-            expected = compute_hausdorff_distance(masks[:1].float(), masks[1:].float(), include_background=True, percentile=95)
-            assert hausdorff_95(masks[0, 0], masks[1, 0]) == pytest.approx(float(expected), abs=1e-4)
+def test_boundary_distance_without_scipy_is_undefined_and_says_why(make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    mask = torch.ones(1, 1, 4, 4)
+    scores = score(mask, mask[:, 0], ["p"], make_task("segmentation", target="binary", labels=["disc"]), ALL)
+    assert (scores.values["dice"], scores.values["hd95"]) == (1.0, None)
+    assert "SciPy" in scores.undefined["hd95"]
 
 
 @pytest.mark.parametrize("decimals", [1, 6])

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from medflare.core.errors import ConfigError
 from medflare.core.manifest import EntrySpec, Manifest
 from medflare.core.message import Message
+from medflare.core.packages import installed
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.base import Plan, ServerContext, Step, plain_entry
@@ -319,9 +320,9 @@ class FedDAGSite(ScoredSite, FedAvgSite):
         return generation.student_losses(cast(FeatureNetwork, model), batch.images, x_hat, batch.targets, reference)["student"]
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """Some of the site's training images, what the final generator adds to them, and the sums."""
+        """Some of the site's training images, what the final generator adds to them, and the sums; none without Pillow to store them."""
         images = self.site.data.train.images[: self.hyper.pictures]
-        if "generator" not in incoming.states or not len(images):
+        if "generator" not in incoming.states or not len(images) or not installed("PIL"):
             return {}
         self.generator.load_state_dict(incoming.states["generator"])
         with torch.no_grad():

@@ -1,11 +1,11 @@
 """FedDAG's generator: a small fully convolutional network that perturbs an image (Eq. 2), and a picture of what it makes."""
 
+from io import BytesIO
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from medflare.tasks.raster import magnified, png
 
 
 class _ResidualBlock(nn.Module):
@@ -86,11 +86,17 @@ def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int
             perturbations use all of [-1, 1].
         side: width of a column in pixels.
     """
+    from PIL import Image
+
     low, high = np.percentile(images.numpy(), [0.5, 99.5])
     rows = []
     for row, (dark, bright) in ((images, (low, high)), (perturbations, (-1, 1)), (x_hat, (low, high))):
         scaled = ((row.numpy() - dark) / max(bright - dark, 1e-6)).clip(0, 1)
         colour = np.broadcast_to(scaled, (len(scaled), 3, *scaled.shape[2:]))
         rows.append(np.concatenate(list(colour.transpose(0, 2, 3, 1)), axis=1))
-    sheet = (255 * np.concatenate(rows)).round().astype(np.uint8)
-    return png(magnified(sheet, side / images.shape[3]))
+    sheet = Image.fromarray((255 * np.concatenate(rows)).round().astype(np.uint8))
+    enlarged = side / images.shape[3]
+    sheet = sheet.resize((round(sheet.width * enlarged), round(sheet.height * enlarged)), Image.Resampling.NEAREST)
+    buffer = BytesIO()
+    sheet.save(buffer, format="PNG")
+    return buffer.getvalue()

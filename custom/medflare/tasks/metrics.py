@@ -1,14 +1,15 @@
 """Metrics per patient from probabilities; what is undefined is None with its reason, never 0 or 1."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional as F
 
+from medflare.core.packages import installed
 from medflare.tasks.config import TaskConfig
 
 
@@ -49,7 +50,7 @@ def score(probabilities: Tensor, targets: Tensor, patients: Sequence[str], task:
         return Scores(dict.fromkeys(metrics), dict.fromkeys(metrics, "the model's output holds NaN or infinite values"))
     if task.kind == "segmentation":
         return _score_segmentation(probabilities, targets, patients, task, metrics)
-    return _score_classification(probabilities.double().cpu().numpy(), targets.cpu().numpy(), task, metrics)
+    return _score_classification(probabilities.double().cpu(), targets.cpu(), task, metrics)
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
@@ -90,49 +91,22 @@ def boundary_distance(predicted: Tensor, truth: Tensor, groups: Tensor, number: 
     """95th percentile Hausdorff distance per patient and class in pixels of the network's grid, float64 (number, C).
 
     The larger of the two directed 95th percentiles, averaged over the patient's images on which truth and prediction both
-    have pixels (elsewhere there is no distance); NaN where a patient has no such image.
+    have pixels (elsewhere there is no distance); NaN where a patient has no such image. MONAI needs SciPy for it.
     """
+    from monai.metrics.hausdorff_distance import compute_hausdorff_distance
+
     images, classes = torch.nonzero(predicted.flatten(2).any(2) & truth.flatten(2).any(2), as_tuple=True)
     total = torch.zeros(number, predicted.shape[1], dtype=torch.float64)
     count = torch.zeros_like(total)
     if len(images):
-        pairs = zip(predicted[images, classes].cpu(), truth[images, classes].cpu(), strict=True)
-        distances = torch.tensor([hausdorff_95(*pair) for pair in pairs], dtype=torch.float64)
+        pairs = [masks[images, classes][:, None].float().cpu() for masks in (predicted, truth)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # MONAI uses an argument that MONAI deprecates
+            distances = compute_hausdorff_distance(*pairs, include_background=True, percentile=95)[:, 0].double()
         place = (groups.cpu()[images.cpu()], classes.cpu())
         total.index_put_(place, distances, accumulate=True)
         count.index_put_(place, torch.ones_like(distances), accumulate=True)
     return total / count
-
-
-def hausdorff_95(first: Tensor, second: Tensor) -> float:
-    """The larger of the two directed 95th percentile distances between the boundaries of two masks, in pixels.
-
-    As MONAI's `compute_hausdorff_distance` (the tests compare them), which needs SciPy for it.
-
-    Args:
-        first, second: bool (H, W), neither of them empty.
-    """
-    edges = _boundary(first), _boundary(second)
-    return max(float(_distances(one, other).quantile(0.95)) for one, other in (edges, edges[::-1]))
-
-
-def _distances(pixels: Tensor, others: Tensor) -> Tensor:
-    """Distance of each of `pixels` to the nearest of `others`, float64 (n,); both bool (H, W) and not empty."""
-    column = torch.arange(others.shape[1], dtype=torch.float32)
-    before = torch.where(others, column, -math.inf).cummax(dim=1).values
-    behind = torch.where(others, column, math.inf).flip(1).cummin(dim=1).values.flip(1)
-    within_row = torch.minimum(column - before, behind - column) ** 2  # to the nearest one in the same row
-    rows, columns = torch.nonzero(pixels, as_tuple=True)
-    nearest = torch.full(rows.shape, math.inf)
-    for row, squared in enumerate(within_row):
-        nearest = torch.minimum(nearest, squared[columns] + (rows - row) ** 2)
-    return nearest.double().sqrt()
-
-
-def _boundary(mask: Tensor) -> Tensor:
-    """The mask's pixels of which a neighbour, above, below, left or right, is not in the mask or not in the image."""
-    padded = functional.pad(mask, (1, 1, 1, 1))
-    return mask & ~(padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:])
 
 
 def patient_mean(values: Tensor) -> float:
@@ -152,60 +126,51 @@ def _score_segmentation(
     for metric, values in (("dice", dice), ("iou", iou)):
         if metric in metrics:
             scores.set(metric, patient_mean(values), "no image has a foreground pixel, true or predicted (0/0)")
-    if "hd95" in metrics:
+    if "hd95" in metrics and not installed("scipy"):
+        scores.set("hd95", math.nan, "SciPy, with which MONAI measures it, is not installed at this site")
+    elif "hd95" in metrics:
         distances = boundary_distance(predicted, truth, groups, len(names))
         scores.hd95_left_out = int(distances.isnan().sum())
         scores.set("hd95", patient_mean(distances), "no image has true and predicted foreground together")
     return scores
 
 
-def _score_classification(probabilities: np.ndarray, targets: np.ndarray, task: TaskConfig, metrics: Sequence[str]) -> Scores:
+def _score_classification(probabilities: Tensor, targets: Tensor, task: TaskConfig, metrics: Sequence[str]) -> Scores:
     scores = Scores({})
     for metric in metrics:
         if task.target == "multilabel":
-            columns = [_of_classes(metric, _two_classes(probabilities[:, [c]]), targets[:, c].astype(int)) for c in range(len(task.labels))]
-            value = float(np.nanmean(columns)) if not np.isnan(columns).all() else math.nan
+            columns = [_of_classes(metric, _two_classes(probabilities[:, [c]]), targets[:, c]) for c in range(len(task.labels))]
+            value = float(torch.tensor(columns, dtype=torch.float64).nanmean())
         else:
-            spread = _two_classes(probabilities) if task.target == "binary" else probabilities
-            value = _of_classes(metric, spread, targets)
+            value = _of_classes(metric, _two_classes(probabilities) if task.target == "binary" else probabilities, targets)
         scores.set(metric, value, "the true labels hold a single class")
     return scores
 
 
-def _two_classes(positive: np.ndarray) -> np.ndarray:
-    return np.concatenate([1 - positive, positive], axis=1)
+def _two_classes(positive: Tensor) -> Tensor:
+    return torch.cat([1 - positive, positive], dim=1)
 
 
-def _of_classes(metric: str, probabilities: np.ndarray, targets: np.ndarray) -> float:
-    """One metric of exclusive classes, macro-averaged.
+def _of_classes(metric: str, probabilities: Tensor, targets: Tensor) -> float:
+    """One metric of exclusive classes, by MONAI.
 
     Classes that neither occur nor are predicted do not count in macro-F1, absent ones not in balanced accuracy; AUC is one
-    class against the rest over the classes that occur, NaN where only one does.
-    """
-    classes = np.arange(probabilities.shape[1])
-    truth, chosen = targets[:, None] == classes, probabilities.argmax(axis=1)[:, None] == classes
-    hits, occurs, predicted = (truth & chosen).sum(axis=0), truth.sum(axis=0), chosen.sum(axis=0)
-    if metric == "accuracy":
-        return float(hits.sum() / len(targets))
-    if metric == "balanced_accuracy":
-        return float(np.mean(hits[occurs > 0] / occurs[occurs > 0]))
-    if metric == "f1_macro":
-        either = occurs + predicted
-        return float(np.mean(2 * hits[either > 0] / either[either > 0]))
-    present = classes[occurs > 0]
-    if len(present) < 2:
-        return math.nan
-    return float(np.mean([area_under_roc(truth[:, label], probabilities[:, label]) for label in present]))
-
-
-def area_under_roc(positive: np.ndarray, ratings: np.ndarray) -> float:
-    """Probability that a positive image is rated above a negative one, ties counting half (Hanley and McNeil, 1982, Sec. III).
+    class against the rest, macro-averaged over the classes that occur, NaN where only one does.
 
     Args:
-        positive: bool (N,), both kinds present.
-        ratings: (N,).
+        probabilities: (N, C).
+        targets: (N,), numbers of classes.
     """
-    _, place, counts = np.unique(ratings, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    above = ranks[positive].sum() - positive.sum() * (positive.sum() + 1) / 2
-    return float(above / (positive.sum() * (~positive).sum()))
+    from monai.metrics.confusion_matrix import compute_confusion_matrix_metric, get_confusion_matrix
+    from monai.metrics.rocauc import compute_roc_auc
+
+    classes = probabilities.shape[1]
+    truth, chosen = F.one_hot(targets.long(), classes), F.one_hot(probabilities.argmax(dim=1), classes)
+    if metric == "accuracy":
+        return float((truth * chosen).sum() / len(targets))
+    if metric == "auc_macro":
+        areas = [compute_roc_auc(probabilities[:, c], truth[:, c]) for c in range(classes) if 0 < truth[:, c].sum() < len(targets)]
+        return float(torch.tensor(areas, dtype=torch.float64).mean())
+    counts = get_confusion_matrix(chosen, truth).sum(dim=0).double()  # (C, [TP, FP, TN, FN])
+    name = {"f1_macro": "f1 score", "balanced_accuracy": "sensitivity"}[metric]
+    return float(compute_confusion_matrix_metric(name, counts).nanmean())  # NaN is 0/0

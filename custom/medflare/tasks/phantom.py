@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch.nn import functional as F
 
 from medflare.core.rng import numpy_generator
-from medflare.tasks.raster import Line, draw_lines, enlarged, gaussian_blur, halved
 
 SIDE = 64  # pixels of the images handed out
 _OVERSAMPLING = 2  # scenes are drawn larger and reduced, which smooths edges as optics do
@@ -163,39 +164,61 @@ def _over(below: np.ndarray, colour: np.ndarray, opacity: np.ndarray) -> np.ndar
 
 def _smooth_noise(rng: np.random.Generator, cells: int) -> np.ndarray:
     """Choroidal texture: random values on a coarse grid, interpolated; (canvas, canvas), roughly standard normal."""
-    return enlarged(rng.normal(0, 1, (cells, cells)).astype(np.float32), _CANVAS)
+    coarse = torch.from_numpy(rng.normal(0, 1, (1, 1, cells, cells)).astype(np.float32))
+    return F.interpolate(coarse, (_CANVAS, _CANVAS), mode="bicubic")[0, 0].numpy()
 
 
 def _vessels(rng: np.random.Generator, eye: _Eye) -> np.ndarray:
     """Opacity (canvas, canvas) of arteries and veins that leave the disc up and down and arch around the macula."""
-    lines: list[Line] = []
+    dabs: list[tuple[float, float, float]] = []
     for vertical in (-1, 1):
         for side, reach in ((eye.temporal, 1.0), (-eye.temporal, 0.75)):
             for width, bend in ((2.6, rng.uniform(0.7, 1.1)), (1.7, rng.uniform(0.3, 0.6))):
                 heading = vertical * math.pi / 2 + rng.normal(0, 0.12)
-                lines += _vessel(rng, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
-    return gaussian_blur(draw_lines(lines, _CANVAS), 0.5 * _OVERSAMPLING).astype(np.float32) / 255
+                dabs += _vessel(rng, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
+    return _blurred(_painted(np.array(dabs)), 0.5 * _OVERSAMPLING)
 
 
 def _vessel(
     rng: np.random.Generator, start: tuple[float, float], heading: float, bend: float, width: float, step: float
-) -> Iterator[Line]:
-    """One vessel as a chain of short segments that turns by `bend` radians in all, thins out and may branch once."""
+) -> Iterator[tuple[float, float, float]]:
+    """One vessel as dabs (row, column, width) of a brush, half a pixel apart.
+
+    It turns by `bend` radians in all, thins out and may branch once.
+    """
     row, column = start
     branch_at = int(rng.integers(4, 9)) if width > 1 else -1
     for number in range(16):
         heading += bend / 12 * (number < 12) + rng.normal(0, 0.07)
-        new_row, new_column = row + step * math.sin(heading), column + step * math.cos(heading)
-        thickness, opacity = max(1, round(width * _OVERSAMPLING / 2)), int(150 + 40 * min(width, 2.6))
-        yield Line(_on_canvas(column, row), _on_canvas(new_column, new_row), thickness, opacity)
-        row, column, width = new_row, new_column, width * 0.96
+        down, right = math.sin(heading), math.cos(heading)
+        yield from ((row + along * down, column + along * right, width) for along in np.arange(0, step, 0.5))
+        row, column, width = row + step * down, column + step * right, width * 0.96
         if number == branch_at:
             turned = heading + rng.choice([-1, 1]) * rng.uniform(0.4, 0.8)
             yield from _vessel(rng, (row, column), turned, bend / 2, width * 0.6, step)
 
 
-def _on_canvas(column: float, row: float) -> tuple[int, int]:
-    return int(_OVERSAMPLING * column), int(_OVERSAMPLING * row)
+def _painted(dabs: np.ndarray) -> np.ndarray:
+    """Opacity (canvas, canvas) of round dabs (n, 3): row and column of their centres and widths; wide vessels are darker."""
+    canvas = np.zeros((_CANVAS, _CANVAS), np.float32)
+    centres, radii = _OVERSAMPLING * dabs[:, :2], np.maximum(1, _OVERSAMPLING * dabs[:, 2] / 2) / 2
+    opacity = 0.6 + 0.15 * dabs[:, 2].clip(max=2.6)
+    for offset in np.ndindex(4, 4):  # as far as the widest brush reaches
+        pixels = np.floor(centres).astype(int) + offset - 1
+        cover = (radii + 0.5 - np.hypot(*(pixels - centres).T)).clip(0, 1)
+        seen = ((pixels >= 0) & (pixels < _CANVAS)).all(axis=1)
+        np.maximum.at(canvas, tuple(pixels[seen].T), (opacity * cover)[seen])
+    return canvas
+
+
+def _blurred(picture: np.ndarray, sigma: float) -> np.ndarray:
+    """Blur of standard deviation `sigma` pixels, (H, W) or (H, W, C) float32; beyond its borders the picture goes on as it ends."""
+    from monai.networks.layers.simplelayers import GaussianFilter
+
+    planes = torch.from_numpy(np.atleast_3d(picture).astype(np.float32)).permute(2, 0, 1)[None]
+    reach = math.ceil(4 * sigma)
+    smooth = GaussianFilter(2, sigma)(F.pad(planes, (reach,) * 4, mode="replicate"))[0, :, reach:-reach, reach:-reach]
+    return smooth.permute(1, 2, 0).numpy().reshape(picture.shape)
 
 
 def _expose(rng: np.random.Generator, device: Camera, scene: np.ndarray) -> np.ndarray:
@@ -203,9 +226,9 @@ def _expose(rng: np.random.Generator, device: Camera, scene: np.ndarray) -> np.n
     radius = np.hypot(_ROWS - SIDE / 2, _COLUMNS - SIDE / 2)
     light = (1 - device.vignetting * (radius / (SIDE / 2)) ** 2 / 2) / (1 + np.exp(np.clip((radius - device.field) * 2.5, -30, 30)))
     exposed = scene * np.array(device.gains, np.float32) * light[..., None] * rng.uniform(0.88, 1.12)
-    sharp = (255 * exposed.clip(0, 1) ** device.gamma).astype(np.uint8)
-    stored = halved(gaussian_blur(sharp, device.blur * _OVERSAMPLING))
-    noisy = stored.astype(np.float32) + 255 * device.noise * rng.normal(0, 1, (SIDE, SIDE, 3))
+    focused = _blurred(255 * exposed.clip(0, 1) ** device.gamma, device.blur * _OVERSAMPLING)
+    stored = focused.reshape(SIDE, _OVERSAMPLING, SIDE, _OVERSAMPLING, 3).mean(axis=(1, 3))
+    noisy = stored + 255 * device.noise * rng.normal(0, 1, (SIDE, SIDE, 3))
     return noisy.clip(0, 255).astype(np.uint8)
 
 
