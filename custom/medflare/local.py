@@ -104,25 +104,6 @@ def run_local(
     inside, apart = _names(sites), tuple(sorted(outside))
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
-    folder = None if out is None else Path(out)
-
-    def opened(name: str) -> Participant:
-        def site(role: str) -> Site:
-            return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
-
-        def keep(role: str, model: Message, metrics: Mapping[str, Any]) -> None:
-            if folder is not None:
-                card = {"method": chosen.name, "site": name, "role": role, "seed": seed, "metrics": dict(metrics)}
-                save_model(folder / SITES / name / role, config, model, card)
-
-        def show(title: str, png: bytes) -> None:
-            run.pictures[f"{name}: {title}"] = png
-            if folder is not None:
-                write_atomically(folder / SITES / name / "pictures" / f"{title}.png", png)
-
-        store = None if folder is None else StateStore(folder / SITES / name / STATE)
-        return Participant(name, site, chosen, hyper, store=store, keep=keep, show=show)
-
     run = Run(
         chosen,
         config,
@@ -132,11 +113,34 @@ def run_local(
         inside,
         apart,
         Rules(min_sites=min_sites, sites_per_round=sites_per_round),
-        folder=folder,
+        folder=None if out is None else Path(out),
         settings={"engine": "local"},
         say=say,
     )
-    return run.execute(LocalExchange((*inside, *apart), opened, absent), resume=resume)
+
+    def opened(name: str, role: str) -> Site:
+        return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
+
+    exchange = LocalExchange((*inside, *apart), lambda name: _participant(run, name, opened), absent)
+    return run.execute(exchange, resume=resume)
+
+
+def _participant(run: Run, name: str, opened: Callable[[str, str], Site]) -> Participant:
+    """A site of the run, which keeps what is its own below the run's folder; `opened` makes it from (name, role)."""
+    home = None if run.folder is None else run.folder / SITES / name
+
+    def keep(role: str, model: Message, metrics: Mapping[str, Any]) -> None:
+        if home is not None:
+            card = {"method": run.method.name, "site": name, "role": role, "seed": run.seed, "metrics": dict(metrics)}
+            save_model(home / role, run.task, model, card)
+
+    def show(title: str, png: bytes) -> None:
+        run.pictures[f"{name}: {title}"] = png
+        if home is not None:
+            write_atomically(home / "pictures" / f"{title}.png", png)
+
+    store = None if home is None else StateStore(home / STATE)
+    return Participant(name, lambda role: opened(name, role), run.method, run.hyper, store=store, keep=keep, show=show)
 
 
 def resume_local(

@@ -11,9 +11,7 @@ from medflare.core.states import (
     batch_norm_entries,
     blend,
     copy_state,
-    cosine,
     difference,
-    flatten,
     moved,
     split_state,
     state_bytes,
@@ -104,20 +102,6 @@ def test_blend_by_hand_and_at_its_ends():
     assert blend(first, second, 0.0)["weight"].tolist() == [0.0, 8.0]
     assert blend(first, second, 1.0)["weight"].tolist() == [4.0, 0.0]
     assert blend(first, second, 0.25)["num_batches_tracked"].item() == 2
-
-
-def test_flatten_keeps_order_and_leaves_integers_out():
-    mixed = {"b": torch.tensor([[1.0, 2.0]]), "n": torch.tensor(5), "a": torch.tensor(3.0)}
-    assert flatten(mixed).tolist() == [1.0, 2.0, 3.0]
-    assert flatten(mixed, ["a", "b"]).tolist() == [3.0, 1.0, 2.0]
-    assert flatten({"n": torch.tensor(5)}).shape == (0,)
-
-
-def test_cosine():
-    x, y = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([1.0, 1.0], dtype=torch.float64)
-    assert cosine(x, y) == pytest.approx(math.sqrt(0.5))
-    assert cosine(x, -x) == -1.0
-    assert cosine(x, torch.zeros_like(x)) == 0.0
 
 
 class Net(nn.Module):

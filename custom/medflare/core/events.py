@@ -10,8 +10,6 @@ from typing import Any, Final
 
 Event = dict[str, Any]
 
-FIELDS: Final = ("round", "site", "kind", "message")
-
 KINDS: Final = (
     "rejected",  # an update came and was not used: not finite, wrong shape, missing or unknown entry, no samples
     "late",  # an update came after its step was closed

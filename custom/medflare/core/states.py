@@ -1,7 +1,7 @@
 """Arithmetic on state dicts: pure functions, float64 accumulation, sorted order, integer buffers copied and never averaged."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -72,19 +72,6 @@ def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: floa
         name: torch.lerp(tensor, second[name], share) if tensor.is_floating_point() else second[name].clone()
         for name, tensor in first.items()
     }
-
-
-def flatten(state: Mapping[str, Tensor], names: Iterable[str] | None = None) -> Tensor:
-    """The named floating entries (default: all, in the state's order) as one float64 vector."""
-    chosen = list(state) if names is None else list(names)
-    parts = [state[name].reshape(-1).to(torch.float64) for name in chosen if state[name].is_floating_point()]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-
-
-def cosine(first: Tensor, second: Tensor) -> float:
-    """Cosine of the angle between two vectors; 0 where one of them vanishes (there is no direction to agree on)."""
-    norms = first.norm() * second.norm()
-    return float(first @ second / norms) if norms > 0 else 0.0
 
 
 def batch_norm_entries(module: nn.Module) -> frozenset[str]:
