@@ -136,12 +136,12 @@ class ProvisionedFederation:
             self.kill(name)
 
 
-def wait_until(true: Callable[[], bool], otherwise: str) -> None:
-    """Look four times a second; fail with `otherwise` when `PATIENCE` is over."""
+def wait_until(true: Callable[[], bool], otherwise: str, every: float = 0.25) -> None:
+    """Look `every` so many seconds (a look by command costs a second of a processor); fail with `otherwise` when `PATIENCE` is over."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, otherwise
-        time.sleep(0.25)
+        time.sleep(every)
 
 
 def text_of(path: Path) -> str:

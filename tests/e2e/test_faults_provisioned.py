@@ -51,7 +51,7 @@ def test_a_killed_server_goes_on_after_its_last_step(federation, job, uninterrup
     wait_until(lambda: steps_done(federation, interrupted) >= 2, "the job does not get anywhere")
     federation.kill(SERVER)
     federation.start(SERVER)
-    wait_until(lambda: len(federation.connected()) == 3, "the sites do not come back to the new server")
+    wait_until(lambda: len(federation.connected()) == 3, "the sites do not come back to the new server", every=2)
 
     identity = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
     results = fetched(federation, identity, tmp_path / "resumed")
@@ -71,7 +71,7 @@ def test_an_aborted_job_can_be_taken_up(federation, job, uninterrupted, tmp_path
     wait_until(lambda: steps_done(federation, aborted) >= 1, "the job does not get anywhere")
     with paused(federation, "site-1", aborted):  # the command takes seconds to start; the job must not end before it does
         federation.command("nvflare", "job", "abort", aborted, "--force", "--startup-kit", federation.kit("lead"))
-    wait_until(lambda: federation.meta(aborted)["status"] == "FINISHED:ABORTED", "the job is not aborted")
+    wait_until(lambda: federation.meta(aborted)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
     identity = federation.script("resume.sh", federation.kit("lead"), job, aborted).stdout.strip()
     results = fetched(federation, identity, tmp_path / "resumed")
     assert results["sites"] == uninterrupted[0]["sites"]

@@ -41,7 +41,7 @@ class PocFederation(ProvisionedFederation):
         (self.folder / "project.yml").write_text(yaml.safe_dump(project))
         self.command("nvflare", "poc", "prepare", "-i", self.folder / "project.yml", "--force")
         self.command("nvflare", "poc", "start", "--no-wait")
-        wait_until(lambda: len(self.connected()) == len(SITES), "the sites do not connect")
+        wait_until(lambda: len(self.connected()) == len(SITES), "the sites do not connect", every=2)
 
     def stop(self) -> None:
         """`nvflare poc start` leaves its processes to themselves: those that work in this folder are this federation's."""
