@@ -24,7 +24,8 @@ MEANINGS = {
         "{party}'s local/resources.json (install_local.py does so), then submit the job again"
     ),
     r"No module named '(?P<what>[\w.]+)'": (
-        "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in"
+        "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in, "
+        "or, where it allows jobs that bring code, submit one that does (medflare job ... --embed-code)"
     ),
     r"medflare: FAILED: (?!aborted)(?P<what>.+)": "the federation failed: {what}",
     r"medflare: site \S+: (?P<what>.+)": "{party} could not do its part: {what}",

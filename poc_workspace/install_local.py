@@ -2,6 +2,7 @@
 
     python install_local.py KIT [--data-root FOLDER] [--device cuda:0] [--batch-size 4] [--cache FOLDER]      at a hospital
     python install_local.py KIT --storage FOLDER                                                              at the server
+    python install_local.py KIT --bring-code ...               at either, where medflare itself is not installed
 
 What FLARE provisioned stays beside it as *.json.default; resources.json is made from it, so that a kit prepared for Docker or
 Kubernetes keeps its launcher. Files that are there already are kept unless --force is given.
@@ -31,23 +32,34 @@ def main() -> None:
         if target.exists() and not options.force:
             print(f"kept      {target}")
             continue
+        if template.name == "privacy.json" and options.bring_code:
+            target.unlink(missing_ok=True)  # it names the guard, which is medflare's
+            continue
         source = local / "resources.json.default" if template.name == "resources.json" else template
         content = json.loads(source.read_text(encoding="utf-8"))
         if template.name == "resources.json":
-            adapt(content, storage)
+            adapt(content, storage, installed=not options.bring_code)
+        elif template.name == "authorization.json" and options.bring_code:
+            content["permissions"]["lead"]["byoc"] = "any"
         elif template.name == "medflare.json":
             _set_own(content, own)
         target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         print(f"installed {target}")
 
 
-def adapt(resources: dict[str, Any], storage: Path) -> None:
-    """What medflare needs of FLARE's resources.json, in place; `storage` is where a server keeps jobs and results."""
-    resources["class_allow_list"].insert(0, "medflare.")
+def adapt(resources: dict[str, Any], storage: Path, installed: bool) -> None:
+    """What medflare needs of FLARE's resources.json, in place.
+
+    Args:
+        storage: where a server keeps jobs and results.
+        installed: whether medflare is; otherwise nothing of it is named.
+    """
     components = {component["id"]: component for component in resources["components"]}
-    launcher = components.get("process_launcher", {})
-    if launcher.get("path") == _PLAIN_LAUNCHER:
-        launcher["path"] = "medflare.flare.launcher.RestartingLauncher"
+    if installed:
+        resources["class_allow_list"].insert(0, "medflare.")
+        launcher = components.get("process_launcher", {})
+        if launcher.get("path") == _PLAIN_LAUNCHER:
+            launcher["path"] = "medflare.flare.launcher.RestartingLauncher"
     for server in resources.get("servers", ()):
         server["heart_beat_timeout"] = 120  # seconds; FLARE's ten minutes are long for those who wait for a site that is gone
     if "job_manager" in components and components["job_manager"]["args"]["uri_root"].startswith(_SHARED):
@@ -63,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, help="site: most images at once, for a small GPU (default: as the task says)")
     parser.add_argument("--cache", type=Path, help="site: folder for decoded images (default: the job's own folder)")
     parser.add_argument("--storage", type=Path, help="server: folder for submitted jobs and results (default: KIT/storage)")
+    parser.add_argument(
+        "--bring-code",
+        action="store_true",
+        help="medflare is not installed here: a lead's jobs may bring it (medflare job ... --embed-code); no OutboundGuard, no restarts",
+    )
     parser.add_argument("--force", action="store_true", help="replace files that are there already")
     return parser
 

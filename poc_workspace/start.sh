@@ -3,8 +3,10 @@
 #
 #   ./start.sh KIT [SECONDS]
 set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 kit=$(cd "$1" && pwd)
 limit=${2:-60}
+python3 "$here/check_clock.py" "$kit"
 
 # How long a finished job waits for the last word of a site that is gone; FLARE's default is a quarter of an hour.
 export NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT=${NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT:-60}

@@ -207,11 +207,15 @@ def _add_job(commands: Any) -> None:
     parser = commands.add_parser("job", help="write a FLARE job folder for the simulator, POC or production")
     _federation_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="job folder to write")
-    parser.add_argument("--no-byoc", action="store_true", help="without app/custom/: sites have medflare installed and allow it")
+    form = parser.add_argument_group("form (default: app/custom/ with a README, the place for classes of your own; medflare is installed)")
+    form.add_argument("--no-byoc", action="store_true", help="without app/custom/: what hospitals accept that refuse jobs with code")
+    form.add_argument("--embed-code", action="store_true", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
     parser.set_defaults(command=_job)
 
 
 def _job(options: argparse.Namespace) -> int:
+    from medflare.evaluation.presentation import format_bytes
+    from medflare.flare.embedding import size_of
     from medflare.flare.jobs import build_job
 
     hyper, task = _settings(options)
@@ -228,8 +232,9 @@ def _job(options: argparse.Namespace) -> int:
         site_half=options.site_half,
         server_half=options.server_half,
         byoc=not options.no_byoc,
+        embed_code=options.embed_code,
     )
-    print(f"job folder: {folder}\ntry it with: nvflare simulator {folder} -n 4 -t 4 -w workspace")
+    print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: nvflare simulator {folder} -n 4 -t 4 -w workspace")
     return 0
 
 

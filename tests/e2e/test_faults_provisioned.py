@@ -1,11 +1,9 @@
 """What really goes wrong in a running federation: a site's process is killed, the server is killed and comes back."""
 
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from e2e.components.cable import Cable
-from e2e.provisioned import SERVER, ProvisionedFederation, text_of, wait_until
-from e2e.simulation import END_TO_END, ROOT, problems
+from e2e.provisioned import SERVER, ProvisionedFederation, wait_until
+from e2e.simulation import END_TO_END, problems
 from medflare.evaluation.results import load_results
 from medflare.flare.jobs import build_job
 from medflare.local import run_local
@@ -24,7 +22,6 @@ pytestmark = END_TO_END
 
 ROUNDS, SEED = 5, 7
 CUT = 60.0  # seconds without network
-HOUR = 3600.0
 
 
 @pytest.fixture(scope="module")
@@ -113,38 +110,6 @@ def test_a_cut_network_costs_time_and_nothing_else(federation, job, uninterrupte
     assert results["sites"] == uninterrupted[0]["sites"]
 
 
-def test_wrong_clocks_change_nothing(federation, job, uninterrupted, tmp_path):
-    """One site's clock is two hours ahead, another's two hours behind, in all of their processes: nobody takes them for silent or late."""
-    clocks = {"site-2": 2 * HOUR, "site-3": -2 * HOUR}
-    with wrong_clocks(federation, clocks):
-        identity = federation.submit(job)
-        results = fetched(federation, identity, tmp_path / "fetched")
-    assert (results["status"], results["events"]) == ("COMPLETED", [])
-    assert results["sites"] == uninterrupted[0]["sites"]
-    for site in federation.sites:
-        log = federation.kit(site) / identity / "log.txt"
-        written = datetime.strptime(log.read_text().splitlines()[-1][:19], "%Y-%m-%d %H:%M:%S").timestamp()
-        ahead = written - log.stat().st_mtime
-        assert ahead == pytest.approx(clocks.get(site, 0), abs=300), f"the job's process at {site} had another clock"
-
-
-def test_a_clock_behind_the_certificates_keeps_a_site_out(federation, tmp_path_factory):
-    """Certificates are valid from the moment of provisioning: a party for which that is still to come refuses them, and says so."""
-    early = type(federation)(tmp_path_factory.mktemp("early"), ["site-1"])
-    usual = early.environment
-    early.environment = {**usual, **skewed(2 * HOUR)}
-    early.provision()
-    early.environment = usual
-    try:
-        early.start(SERVER)
-        early.launch("site-1")
-        log = early.kit("site-1") / "log.txt"
-        wait_until(lambda: "certificate is not yet valid" in text_of(log).lower(), f"no word of the certificate in {log}")
-        assert early.connected() == []
-    finally:
-        early.stop()
-
-
 def test_a_site_that_is_gone_for_good_is_named_and_the_others_go_on(federation, tiny_task, tmp_path):
     """kill -9 for everything of one site: no hang, no failed job; the rounds end without it, and it is named."""
     job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=40.0, out=tmp_path / "job")
@@ -181,30 +146,6 @@ def paused(federation: ProvisionedFederation, site: str, job: str) -> Iterator[N
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
-
-
-def skewed(seconds: float) -> dict[str, str]:
-    """Environment of processes whose clock is ahead by so many seconds; medflare stays importable."""
-    folders = (Path(__file__).parent / "components" / "skewed", ROOT / "custom")
-    return {"CLOCK_SKEW": str(seconds), "PYTHONPATH": os.pathsep.join(map(str, folders))}
-
-
-@contextmanager
-def wrong_clocks(federation: ProvisionedFederation, clocks: Mapping[str, float]) -> Iterator[None]:
-    """Sites are started again with clocks that are ahead by so many seconds, and as usual afterwards."""
-    usual = federation.environment
-    try:
-        for site, seconds in clocks.items():
-            federation.kill(site)
-            federation.environment = {**usual, **skewed(seconds)}
-            federation.start(site)
-        federation.environment = usual
-        yield
-    finally:
-        federation.environment = usual
-        for site in clocks:
-            federation.kill(site)
-        federation.start(*clocks)
 
 
 def fetched(federation: ProvisionedFederation, job: str, folder: Path) -> dict[str, Any]:

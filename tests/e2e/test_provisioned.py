@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from e2e.provisioned import PATIENCE, text_of, wait_until
+from e2e.provisioned import PATIENCE, SCRIPTS, text_of, wait_until
 from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
 from medflare.flare.jobs import build_job
@@ -84,7 +84,7 @@ def test_a_member_may_not_submit(federation, job):
 
 def test_code_in_a_job_is_refused_in_words(federation, tiny_task, tmp_path):
     """A job with app/custom/ brings code; the hospitals' policy says no, and whoever watches learns who refused and what to do."""
-    identity = federation.submit(build_job("fedsm", tiny_task, rounds=1, byoc=True, out=tmp_path / "byoc"))
+    identity = federation.submit(build_job("fedsm", tiny_task, rounds=1, embed_code=True, out=tmp_path / "job"))
     watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
     assert federation.meta(identity)["status"] == "FINISHED:FAILED_TO_RUN"
@@ -142,6 +142,26 @@ def test_a_stranger_does_not_get_in(federation, tmp_path_factory):
         other.stop()
     connected = federation.command("nvflare", "--format", "json", "system", "status", "--startup-kit", federation.kit("admin")).stdout
     assert "site-3" in connected and "site-4" not in connected
+
+
+def test_a_site_that_is_added_later_takes_part(federation, tiny_task, tmp_path):
+    """A kit of the same root for a running federation, as docs/deployment.md says; nobody else notices, and the next job includes it."""
+    (federation.folder / "site-4.yml").write_text("name: site-4\ntype: client\norg: hospital_four\n")
+    provision = ("nvflare", "provision", "-p", "project.yml", "-w", "federation", "--add-client", "site-4.yml", "--force")
+    federation.command(*provision)
+    later = type(federation)(federation.folder, ["site-4"])
+    later.kits = federation.kits.with_name("prod_01")
+    later.command(sys.executable, SCRIPTS / "install_local.py", later.kit("site-4"))
+    try:
+        later.start("site-4")
+        identity = federation.submit(build_job("fedavg", tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=4, out=tmp_path / "job"))
+        federation.watch(identity)
+    finally:
+        later.stop()
+    federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
+    results, plain = load_results(tmp_path / "fetched"), run_local("fedavg", tiny_task, 4, rounds=1, seed=SEED)
+    assert results["status"] == "COMPLETED" and results["sites"] == plain["sites"]
+    assert (later.kit("site-4") / identity / "medflare" / "personal" / "model.safetensors").exists()
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------------------

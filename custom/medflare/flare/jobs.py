@@ -1,4 +1,4 @@
-"""From a method, a task and settings to a FLARE job: configuration only, the code is the installed package."""
+"""From a method, a task and settings to a FLARE job: configuration only; the code is installed, or a copy of it in the job."""
 
 import json
 import math
@@ -25,6 +25,7 @@ from medflare.flare.aggregators import (
     WeightedAggregator,
 )
 from medflare.flare.controller import MedflareController
+from medflare.flare.embedding import copy_package
 from medflare.flare.executors import (
     FedAvgExecutor,
     FedDAGExecutor,
@@ -69,6 +70,7 @@ class JobSettings(RunSettings):
     Attributes:
         method: name of the method; `site_half` and `server_half` swap in the half of another one.
         byoc: whether the job has an app/custom/ folder for classes of the user's own.
+        embed_code: whether that folder holds medflare itself, for sites and a server where it is not installed.
     """
 
     method: str
@@ -77,6 +79,12 @@ class JobSettings(RunSettings):
     hyper: Mapping[str, Any] = field(default_factory=dict)
     server_half: str | None = None
     byoc: bool = True
+    embed_code: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.embed_code and not self.byoc:
+            raise ConfigError("a job that carries its code (--embed-code) has an app/custom/ folder (no --no-byoc); choose one of the two")
 
 
 class FederationJob(FedJob):
@@ -97,7 +105,8 @@ class FederationJob(FedJob):
         self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported; lives as long as the job
         self.to_server(MedflareController(**settings.run_settings()), id="medflare")
         self.to_server(_aggregator(settings, method), id="aggregator")
-        self.to_server(TBAnalyticsReceiver(), id="tensorboard")
+        if not settings.embed_code:  # tensorboard may be missing too; metrics.jsonl holds the same numbers
+            self.to_server(TBAnalyticsReceiver(), id="tensorboard")
         self.to_server(MetricsArtifactWriter(), id="metrics_artifacts")
         self.to_clients(_executor(settings), tasks=["*"])
         transport = _transport(method, task, settings.hyper)
@@ -105,7 +114,9 @@ class FederationJob(FedJob):
         self.to_clients({"get_task_timeout": 30.0, "submit_task_result_timeout": 60.0, **transport})
         write_json(Path(self._files.name) / TASK_FILE, task.to_dict())
         self.add_file_to_server(str(Path(self._files.name) / TASK_FILE), app_folder_type="config")
-        if settings.byoc:
+        if settings.embed_code:
+            self.to_server(str(copy_package(Path(self._files.name) / "custom")))
+        elif settings.byoc:
             readme = Path(self._files.name) / "README.md"
             readme.write_text(_BYOC_README)
             self.add_file_to_server(str(readme))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from medflare.core.message import Message
 
 _LOOK = 0.1  # seconds between two looks at the abort signal
+_PACKAGES = Path(__file__).resolve().parents[2]  # where this package lies; a job may carry it, and only FLARE's processes know
 _DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator gives each site's process its own
 
 
@@ -48,7 +49,9 @@ class WarmHost:
         """Start a host that has the method's site half imported; returns at once. Where two do so, the second one ends."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         command = [sys.executable, "-m", "medflare.flare.warm", str(self.simulator), method]
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
     def answer(self, seat: Seat, phase: str, round: int, incoming: "Message", aborted: Callable[[], bool]) -> "Message":
         """What the site's participant answers, computed in a fork of the host.
