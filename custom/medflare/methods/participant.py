@@ -194,6 +194,7 @@ class Participant:
         scores = site.score(module, "test")
         for metric, reason in scores.undefined.items():
             log.add("undefined", f"{role} {metric}: {reason}", site=self.name)
-        if scores.left_out:
-            log.add("undefined", f"{role}: {scores.left_out} image or patient scores were 0/0 and left out of the means", site=self.name)
+        for metric, count in (("dice and iou", scores.left_out), ("hd95", scores.hd95_left_out)):
+            if count:
+                log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means", site=self.name)
         return {metric: finite_or_none(value) for metric, value in scores.values.items()}, module
