@@ -12,7 +12,7 @@ import pytest
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 # Files that take minutes, and the longest of those that start no FLARE processes; each the longest first.
-LONG = ("test_faults_provisioned", "test_parity", "test_provisioned", "test_faults", "test_recipes", "test_local", "test_resume")
+LONG = ("test_parity", "test_faults_provisioned", "test_provisioned", "test_faults", "test_recipes", "test_local", "test_resume")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
