@@ -10,7 +10,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
-from medflare.core.states import flatten
 from medflare.methods import grace_math as grace
 
 P = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
@@ -19,6 +18,11 @@ PARAMETERS = ["conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias", "fc.weight
 
 def assert_close(found, expected, rtol=1e-5, atol=1e-6):
     np.testing.assert_allclose(torch.as_tensor(found).detach().numpy(), np.asarray(expected), rtol=rtol, atol=atol)
+
+
+def flatten(state, names):
+    """The named entries as one float64 vector."""
+    return torch.cat([state[name].double().flatten() for name in names])
 
 
 def matrix(*rows):

@@ -196,5 +196,6 @@ class Participant:
             log.add("undefined", f"{role} {metric}: {reason}", site=self.name)
         for metric, count in (("dice and iou", scores.left_out), ("hd95", scores.hd95_left_out)):
             if count:
-                log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means", site=self.name)
+                words = f"{role} {metric}: undefined for {count} patients and structures, left out of the means"
+                log.add("undefined", words, site=self.name)
         return {metric: finite_or_none(value) for metric, value in scores.values.items()}, module
