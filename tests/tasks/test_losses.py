@@ -94,6 +94,11 @@ def test_focal_loss_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
     assert value.item() == pytest.approx(float(reference["focal/gamma2"]), rel=1e-5)
 
 
+def test_focal_weights_of_one_output_are_refused(make_task: TaskOf) -> None:
+    with pytest.raises(ConfigError, match="leave them out"):
+        build_loss(make_task(target="binary", labels=["disc"], loss={"name": "focal", "weights": [2.0]}))
+
+
 def test_focal_without_focus_is_cross_entropy(make_task: TaskOf) -> None:
     logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 0])
     focal = build_loss(make_task("classification", loss={"name": "focal", "gamma": 0.0}))(logits, targets)

@@ -96,11 +96,13 @@ class Focal(nn.Module):
 
     Args:
         gamma: focusing exponent; 0 is cross entropy.
-        weights: factor of every class (multiclass) or of every output.
+        weights: factor of every class (multiclass) or of every output, where there are several.
     """
 
     def __init__(self, task: TaskConfig, gamma: float = 2.0, weights: list[float] | None = None):
         super().__init__()
+        if weights is not None and task.outputs == 1:
+            raise ConfigError(f"loss focal: task {task.name} has one output, which weights would only scale; leave them out")
         from monai.losses.focal_loss import FocalLoss
 
         self._multiclass = task.target == "multiclass"
