@@ -18,9 +18,9 @@ class _Hiding(PathFinder):
     def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname in _MISSING:
             return None
-        found = PathFinder.find_spec(fullname, path, target)
-        hidden = found is not None and found.origin is not None and os.path.realpath(found.origin).startswith(_FOLDER + os.sep)
-        return None if hidden else found
+        if path is None:  # an editable installation puts the folder on sys.path; the job's copy comes after it
+            path = [entry for entry in sys.path if os.path.realpath(entry) != _FOLDER]
+        return PathFinder.find_spec(fullname, path, target)
 
 
 _EDITABLE = "__editable__"  # how modules begin that an editable installation may bring for finding its package
