@@ -8,12 +8,11 @@ from typing import Any
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.core.store import StateStore, write_atomically
+from medflare.core.store import StateStore
 from medflare.evaluation.run import Run, stored_plan
-from medflare.inference.deployed import save_model
 from medflare.methods.base import Step
 from medflare.methods.federation import Reply, Rules
-from medflare.methods.participant import Participant
+from medflare.methods.participant import Home, Participant
 from medflare.methods.registry import get_method
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.site import Site, open_site
@@ -127,19 +126,18 @@ def run_local(
 
 def _participant(run: Run, name: str, opened: Callable[[str, str], Site]) -> Participant:
     """A site of the run, which keeps what is its own below the run's folder; `opened` makes it from (name, role)."""
-    home = None if run.folder is None else run.folder / SITES / name
+    home = None if run.folder is None else Home(run.folder / SITES / name, name, run.method, run.task, run.seed)
 
     def keep(role: str, model: Message, metrics: Mapping[str, Any]) -> None:
         if home is not None:
-            card = {"method": run.method.name, "site": name, "role": role, "seed": run.seed, "metrics": dict(metrics)}
-            save_model(home / role, run.task, model, card)
+            home.keep(role, model, metrics)
 
     def show(title: str, png: bytes) -> None:
         run.pictures[f"{name}: {title}"] = png
         if home is not None:
-            write_atomically(home / "pictures" / f"{title}.png", png)
+            home.show(title, png)
 
-    store = None if home is None else StateStore(home / STATE)
+    store = None if home is None else StateStore(home.folder / STATE)
     return Participant(name, lambda role: opened(name, role), run.method, run.hyper, store=store, keep=keep, show=show)
 
 

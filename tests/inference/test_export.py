@@ -146,7 +146,7 @@ def test_models_that_live_on_their_images_are_refused(trained, tmp_path):
 
 
 def test_missing_packages_are_named(untrained, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "find_spec", lambda package: None if package == "onnxruntime" else package)
+    monkeypatch.setattr(exporting, "installed", lambda package: package != "onnxruntime")
     with pytest.raises(ConfigError, match=r"needs onnxruntime; pip install 'medflare\[export\]'"):
         export(load_model(untrained()), "onnx", tmp_path)
     with pytest.raises(ConfigError, match="no export format 'caffe'; known are torchscript, onnx, monai"):

@@ -69,9 +69,8 @@ class Seat:
         Raises:
             ConfigError: the task, the method or the site's own settings are wrong.
         """
-        from medflare.core.store import StateStore, write_atomically
-        from medflare.inference.deployed import save_model
-        from medflare.methods.participant import Participant
+        from medflare.core.store import StateStore
+        from medflare.methods.participant import Home, Participant
         from medflare.methods.registry import get_method
         from medflare.tasks.config import load_task
         from medflare.tasks.site import open_site
@@ -91,14 +90,8 @@ class Seat:
                 _log.info("%s: %s", self.name, note)
             return site
 
-        def keep(role: str, model: "Message", metrics: Mapping[str, Any]) -> None:
-            card = {"method": method.name, "site": self.name, "role": role, "seed": self.seed, "metrics": dict(metrics)}
-            save_model(folder / role, task, model, card)
-
-        def show(title: str, png: bytes) -> None:
-            write_atomically(folder / "pictures" / f"{title}.png", png)  # pictures show patients: they stay at the site
-
-        return Participant(self.name, opened, method, self.hyper, store=StateStore(self.state_folder), keep=keep, show=show)
+        home, store = Home(folder, self.name, method, task, self.seed), StateStore(self.state_folder)
+        return Participant(self.name, opened, method, self.hyper, store=store, keep=home.keep, show=home.show)
 
     def _take_up(self, interrupted: Path) -> None:
         """Copy what the site remembers of the interrupted job, once and in one piece; that job's own folder stays as it is."""

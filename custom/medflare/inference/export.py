@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, DataError, ExportError
+from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
 from medflare.core.store import write_atomically, write_json
 from medflare.inference.bundle import write_bundle
@@ -170,7 +170,7 @@ def _write_torchscript(stored: StoredModel, model: nn.Module, folder: Path) -> l
 
 
 def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> list[Predictor]:
-    missing = [package for package in ("onnx", "onnxruntime", "onnxscript") if find_spec(package) is None]
+    missing = [package for package in ("onnx", "onnxruntime", "onnxscript") if not installed(package)]
     if missing:
         raise ConfigError(f"ONNX export needs {', '.join(missing)}; pip install 'medflare[export]'")
     import onnxruntime

@@ -1,6 +1,7 @@
 """One site's part in a federation, the same under every engine: enrol, answer steps, remember, evaluate what is delivered."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,12 +11,14 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
 from medflare.core.ledger import Ledger
 from medflare.core.message import Message
-from medflare.core.store import MemoryStore, StateStore, Store
+from medflare.core.store import MemoryStore, StateStore, Store, write_atomically
+from medflare.inference.deployed import save_model
 from medflare.methods.base import SiteHalf
 from medflare.methods.federation import DELIVER, ENROL
 from medflare.methods.memory import HalfMemory
 from medflare.methods.registry import Method, build_deployed
 from medflare.methods.training import finite_or_none
+from medflare.tasks.config import TaskConfig
 from medflare.tasks.site import Site
 
 
@@ -45,6 +48,27 @@ def stored_members(folder: Path) -> tuple[str, ...]:
     if membership is None:
         raise StateError(f"no membership in {folder}: the site has not enrolled in this job, or its state is gone")
     return tuple(membership.facts["sites"])
+
+
+@dataclass(frozen=True)
+class Home:
+    """A site's own folder in a run, for `Participant`'s `keep` and `show`: delivered models with their cards, and pictures.
+
+    Pictures show patients: they stay here.
+    """
+
+    folder: Path
+    site: str
+    method: Method
+    task: TaskConfig
+    seed: int
+
+    def keep(self, role: str, model: Message, metrics: Mapping[str, Any]) -> None:
+        card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
+        save_model(self.folder / role, self.task, model, card)
+
+    def show(self, title: str, png: bytes) -> None:
+        write_atomically(self.folder / "pictures" / f"{title}.png", png)
 
 
 class Participant:

@@ -18,6 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medflare.core.errors import ConfigError
 from medflare.core.ledger import Release
+from medflare.core.packages import installed
 from medflare.methods.hyper import param
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images
@@ -118,10 +119,8 @@ def spent(site: Site, hyper: PrivacyHyper) -> dict[str, Any] | None:
 
 
 def _dp_sgd(site: Site) -> ModuleType:
-    try:
-        from medflare.methods import dp_sgd
-    except ImportError as error:
-        if not (error.name or "").startswith("opacus"):
-            raise
-        raise ConfigError(f"site {site.name}: dp_noise needs Opacus, which is not installed; pip install 'medflare[privacy]'") from error
+    if not installed("opacus"):
+        raise ConfigError(f"site {site.name}: dp_noise needs Opacus, which is not installed; pip install 'medflare[privacy]'")
+    from medflare.methods import dp_sgd
+
     return dp_sgd
