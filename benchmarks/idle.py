@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from medflare.flare.jobs import build_job
+from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
 
 HERE = Path(__file__).resolve().parent

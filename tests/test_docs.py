@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from medflare.cli import main
-from medflare.methods.registry import METHODS, get_method
+from medflare.methods.catalogue import METHODS, get_method
 
 ROOT = Path(__file__).parents[1]
 ABLATIONS = sorted((ROOT / "docs" / "ablations").glob("*.md"))

@@ -107,10 +107,10 @@ def test_the_layers_are_those_of_the_architecture_note():
 BAD = {
     "import nvflare": ("methods/x.py", "only flare/"),
     "def f():\n    from nvflare.apis import dxo": ("evaluation/x.py", "only flare/"),
-    "from medflare.flare.wire import to_dxo": ("local.py", "local is not above flare"),
-    "from medflare.local import run_local": ("flare/x.py", "flare is not above local"),
+    "from medflare.flare.exchange.wire import to_dxo": ("local.py", "local is not above flare"),
+    "from medflare.federation.local import run_local": ("flare/x.py", "flare is not above local"),
     "from medflare import studies": ("flare/x.py", "flare is not above studies"),
-    "import medflare.methods.fedsm": ("inference/x.py", "inference is not above methods"),
+    "import medflare.methods.fedsm.halves": ("inference/x.py", "inference is not above methods"),
     "from medflare.tasks import site": ("core/x.py", "core is not above tasks"),
     "from medflare.helpers import x": ("cli.py", "no known layer"),
     "import pickle": ("core/x.py", "pickled"),
@@ -129,7 +129,7 @@ GOOD = {
     "import torch\ntorch.load('x', weights_only=True)": "core/x.py",
     "import torch\ntorch.manual_seed(0)": "core/rng.py",
     "import torch\ntorch.Generator().manual_seed(0)": "tasks/x.py",
-    "from medflare.local import run_local": "__init__.py",
+    "from medflare.federation.local import run_local": "__init__.py",
 }
 
 

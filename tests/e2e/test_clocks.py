@@ -10,8 +10,8 @@ import pytest
 from e2e.provisioned import SERVER, ProvisionedFederation, text_of, wait_until
 from e2e.simulation import END_TO_END, ROOT
 from medflare.evaluation.results import load_results
-from medflare.flare.jobs import build_job
-from medflare.local import run_local
+from medflare.federation.local import run_local
+from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 

@@ -14,9 +14,9 @@ from packaging.utils import canonicalize_name
 from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation
 from e2e.simulation import ROOT, environment
 from medflare.evaluation.results import load_results
-from medflare.flare.embedding import copy_package
-from medflare.flare.jobs import build_job
-from medflare.local import run_local
+from medflare.federation.local import run_local
+from medflare.flare.jobs.building import build_job
+from medflare.flare.jobs.embedding import copy_package
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -97,7 +97,7 @@ def test_the_warm_host_finds_the_code_of_the_job(tmp_path: Path) -> None:
     code = f"""
 import os, sys, time
 sys.path.append({str(tmp_path / "app" / "custom")!r})
-from medflare.flare.warm import WarmHost
+from medflare.flare.simulator.host import WarmHost
 host = WarmHost(os.getpid())
 host.start("fedsm")
 deadline = time.monotonic() + 120

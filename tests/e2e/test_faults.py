@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.simulation import END_TO_END, Simulate, problems, use_executor
-from medflare.flare.jobs import build_job
+from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 

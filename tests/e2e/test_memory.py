@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from e2e.simulation import END_TO_END, Simulate
-from medflare.flare.jobs import build_job
+from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 

@@ -9,7 +9,7 @@ import pytest
 from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, rewire
 from medflare import run_local
 from medflare.core.store import read_message
-from medflare.flare.jobs import build_job
+from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
 
 pytestmark = END_TO_END

@@ -13,8 +13,8 @@ import yaml
 from e2e.provisioned import SCRIPTS, ProvisionedFederation, wait_until
 from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
-from medflare.flare.jobs import build_job
-from medflare.local import run_local
+from medflare.federation.local import run_local
+from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 

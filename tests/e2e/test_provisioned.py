@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from e2e.provisioned import PATIENCE, SCRIPTS, text_of, wait_until
 from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
-from medflare.flare.jobs import build_job
-from medflare.local import run_local
+from medflare.federation.local import run_local
+from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from e2e.components.misbehaving import FAULTS
 from e2e.simulation import END_TO_END, Simulate, use_executor
-from medflare.flare.jobs import build_job
+from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 

@@ -20,7 +20,7 @@ from medflare.flare.aggregators import (
     WeightedAggregator,
 )
 from medflare.flare.filters import OwnPartFilter, own_part
-from medflare.methods.prr_fourier import fourier_aggregate
+from medflare.methods.prr.fourier import fourier_aggregate
 
 
 def sent(site: str, params: dict[str, Any], samples: int = 1, **metrics: float) -> FLModel:

@@ -19,16 +19,16 @@ from nvflare.app_common.app_constant import AppConstants
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
+from medflare.federation.participant import identity_of
+from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
 from medflare.flare.guard import refuse_undeclared
 from medflare.flare.seat import TASK_FILE, Seat, anchor, read_local
-from medflare.flare.warm import WarmHost
-from medflare.flare.wire import error_of, to_message, to_shareable
+from medflare.flare.simulator.host import WarmHost
 from medflare.inference.deployed import load_model
-from medflare.methods.participant import identity_of
-from medflare.methods.registry import get_method
+from medflare.methods.catalogue import get_method
+from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.tasks.networks import initial_network
 
 SMALL = {"size": [16, 16], "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}}
 

@@ -17,10 +17,10 @@ from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.flare.guard import FACTS_LIMIT, OutboundGuard, own_limits
 from medflare.flare.privacy import UpdatePrivacy
 from medflare.flare.seat import ASSIGNMENT, Assignment, Seat
-from medflare.flare.wire import error_of, to_message, to_shareable
 from medflare.methods.base import Plan
 from medflare.tasks.config import load_task
 

@@ -13,8 +13,8 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 from medflare import run_local
 from medflare.inference.deployed import plain_message, save_model
+from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.tasks.networks import initial_network
 
 SIDE = 16
 SEGMENTATION = load_task(

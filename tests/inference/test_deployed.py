@@ -8,8 +8,8 @@ from medflare.core.errors import MedflareError, StateError
 from medflare.core.message import Message
 from medflare.inference import deployed
 from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model
+from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
-from medflare.tasks.networks import initial_network
 
 TASK = load_task("phantom")
 

@@ -15,10 +15,10 @@ from medflare.inference.bundle import definition, harmless, inference_config
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.export import export, largest_difference, random_batches
 from medflare.inference.predict import predict
-from medflare.methods.adaptation import AdaptationHyper, adapted_to, with_adaptation
-from medflare.methods.registry import build_deployed
+from medflare.methods.catalogue import build_deployed
+from medflare.methods.grace.adaptation import AdaptationHyper, adapted_to, with_adaptation
+from medflare.sites.site import open_site
 from medflare.tasks.config import load_task
-from medflare.tasks.site import open_site
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),

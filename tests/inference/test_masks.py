@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 
 from medflare.core.errors import ConfigError
+from medflare.data.readers import read_image, read_mask
+from medflare.data.targets import encode_mask
 from medflare.inference.inputs import Input
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.tasks.config import load_task
 from medflare.tasks.metrics import foreground
-from medflare.tasks.readers import read_image, read_mask
-from medflare.tasks.targets import encode_mask
 
 PHANTOM = load_task("phantom")  # disc: values 1 and 2, cup: value 2
 

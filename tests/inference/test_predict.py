@@ -15,10 +15,10 @@ from medflare.core.message import Message
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
-from medflare.methods.adaptation import AdaptationHyper, adapted_to, with_adaptation
-from medflare.methods.registry import build_deployed
+from medflare.methods.catalogue import build_deployed
+from medflare.methods.grace.adaptation import AdaptationHyper, adapted_to, with_adaptation
+from medflare.sites.site import open_site
 from medflare.tasks.config import load_task
-from medflare.tasks.site import open_site
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:

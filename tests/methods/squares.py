@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
+from medflare.data.splits import SiteData, Split
+from medflare.federation.screening import screen
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
-from medflare.methods.hyper import build_hyper
-from medflare.methods.screening import screen
+from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.tasks.data import SiteData, Split
-from medflare.tasks.site import Site
 
 SEED = 11
 SITES = ("A", "B", "C")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.tasks.check import check_task
+from medflare.data.check import check_task
 from medflare.tasks.config import TaskConfig, load_task, presets
 
 from .conftest import SEGMENTATION

@@ -17,14 +17,14 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
+from medflare.core.hyper import build_hyper
 from medflare.core.states import StateDict, weighted_mean
 from medflare.flare.filters import joined_parts
-from medflare.methods.fedsm import soft_pull
-from medflare.methods.grace_math import consistent_aggregate
-from medflare.methods.hyper import build_hyper
-from medflare.methods.prr_fourier import Treatment, aggregate_models, frequency_ratio
-from medflare.methods.registry import get_method
-from medflare.methods.sha import HierarchicalAggregation
+from medflare.methods.catalogue import get_method
+from medflare.methods.feddag.sha import HierarchicalAggregation
+from medflare.methods.fedsm.halves import soft_pull
+from medflare.methods.grace.formulas import consistent_aggregate
+from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
 from medflare.evaluation.console import results_table
 from medflare.evaluation.results import FAILED, FOLDER
-from medflare.evaluation.run import Run, refused_run, take_up
+from medflare.federation.run import Run, refused_run, take_up
+from medflare.federation.schedule import Rules
+from medflare.federation.settings import RunSettings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.exchange import TaskExchange
+from medflare.flare.exchange.signs import ALIVE, PATIENCE, WORK
+from medflare.flare.exchange.streams import share_cleanup_thread
+from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.exchange.tracking import Tracking
+from medflare.flare.exchange.wire import register_tensors
 from medflare.flare.seat import TASK_FILE, interrupted
-from medflare.flare.settings import RunSettings
-from medflare.flare.signs import ALIVE, PATIENCE, WORK
-from medflare.flare.streams import share_cleanup_thread
-from medflare.flare.tracking import Tracking
-from medflare.flare.wire import register_tensors
-from medflare.methods.federation import Rules
-from medflare.methods.registry import get_method
+from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
 
 

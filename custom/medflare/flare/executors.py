@@ -19,13 +19,13 @@ from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, MedflareError
+from medflare.flare.exchange.signs import Pulse, expect_answers, wait_for_work
 from medflare.flare.seat import ASSIGNMENT, FOLDER, LOCAL_FILE, TASK_FILE, Assignment, Seat, anchor, interrupted
-from medflare.flare.signs import Pulse, expect_answers, wait_for_work
-from medflare.flare.warm import WarmHost
+from medflare.flare.simulator.host import WarmHost
 
 if TYPE_CHECKING:
     from medflare.core.message import Message
-    from medflare.methods.participant import Participant
+    from medflare.federation.participant import Participant
 
 _DATA_ROOT = "MEDFLARE_DATA_ROOT"
 
@@ -68,7 +68,7 @@ class MedflareExecutor(Executor):
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """The answer to one task; whatever goes wrong becomes a reply that says so on one line."""
-        from medflare.flare.wire import error_reply, to_message, to_shareable
+        from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
 
         self._abort_signal = abort_signal
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
@@ -128,13 +128,13 @@ class Preload:
         self._thread.start()
 
     def _load(self) -> None:
-        from medflare.flare.streams import share_cleanup_thread
-        from medflare.flare.wire import register_tensors
+        from medflare.flare.exchange.streams import share_cleanup_thread
+        from medflare.flare.exchange.wire import register_tensors
 
         share_cleanup_thread()
         register_tensors()
         if not self._host.running():
-            from medflare.methods.registry import METHODS
+            from medflare.methods.catalogue import METHODS
 
             if self._method in METHODS:  # an unknown one is reported by the first task
                 _ = METHODS[self._method].site_class

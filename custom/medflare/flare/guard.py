@@ -42,7 +42,7 @@ class OutboundGuard(Filter):
     """
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        from medflare.flare.wire import error_reply, to_message
+        from medflare.flare.exchange.wire import error_reply, to_message
 
         if shareable.get_return_code() != ReturnCode.OK:
             return _without_data(shareable)
@@ -70,9 +70,9 @@ def declared(assignment: Assignment) -> "Manifest":
     Raises:
         MedflareError: the job names no known method or task, or the site has not enrolled.
     """
-    from medflare.methods.federation import DELIVER, ENROL
-    from medflare.methods.participant import stored_members
-    from medflare.methods.registry import get_method
+    from medflare.federation.participant import stored_members
+    from medflare.federation.schedule import DELIVER, ENROL
+    from medflare.methods.catalogue import get_method
     from medflare.tasks.config import load_task
 
     if assignment.phase in (ENROL, DELIVER):
@@ -132,7 +132,7 @@ def _check_headers(shareable: Shareable) -> None:
 
 def _without_data(shareable: Shareable) -> Shareable:
     """A failed task's answer: its return code and its one line, whatever else it holds."""
-    from medflare.flare.wire import error_of, failed
+    from medflare.flare.exchange.wire import error_of, failed
 
     return failed(shareable.get_return_code(), (error_of(shareable) or "")[:1000])
 

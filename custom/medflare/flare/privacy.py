@@ -54,7 +54,7 @@ class UpdatePrivacy(Filter):
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         from medflare.core.message import Message
-        from medflare.flare.wire import error_reply, to_message, to_shareable
+        from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
 
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable

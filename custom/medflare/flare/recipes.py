@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
-from medflare.flare.jobs import FederationJob, JobSettings
+from medflare.flare.jobs.building import FederationJob, JobSettings
 from medflare.tasks.config import TaskConfig, load_task
 
 

@@ -17,8 +17,8 @@ from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from medflare.core.message import Message
-    from medflare.methods.participant import Participant
-    from medflare.tasks.site import Site
+    from medflare.federation.participant import Participant
+    from medflare.sites.site import Site
 
 LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see tasks.site.LOCAL_SETTINGS
 TASK_FILE = "task.json"  # in the job's config folder
@@ -70,10 +70,10 @@ class Seat:
             ConfigError: the task, the method or the site's own settings are wrong.
         """
         from medflare.core.store import StateStore
-        from medflare.methods.participant import Home, Participant
-        from medflare.methods.registry import get_method
+        from medflare.federation.participant import Home, Participant
+        from medflare.methods.catalogue import get_method
+        from medflare.sites.site import open_site
         from medflare.tasks.config import load_task
-        from medflare.tasks.site import open_site
 
         folder = Path(self.folder)
         if self.resumed:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.versions import installed_versions
+from medflare.data.readers import PICTURES
 from medflare.inference.deployed import StoredModel
+from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.networks import FeatureNetwork
-from medflare.tasks.readers import PICTURES
 
 _META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
@@ -65,7 +65,7 @@ def definition(value: Any) -> Any:
     if isinstance(value, TaskConfig):
         return {"_target_": "medflare.tasks.config.load_task", "source": harmless(value.to_dict())}
     if isinstance(value, FeatureNetwork) and value.settings:
-        return {"_target_": "medflare.tasks.networks.build_network", **harmless(value.settings)}
+        return {"_target_": "medflare.networks.catalogue.build_network", **harmless(value.settings)}
     if isinstance(value, list | nn.ModuleList):
         return [definition(item) for item in value]
     if not isinstance(value, nn.Module):

@@ -20,9 +20,9 @@ from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
 from medflare.core.store import message_to_bytes, read_message, write_atomically, write_json
 from medflare.core.versions import installed_versions
+from medflare.networks.catalogue import build_network
+from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.tasks.networks import build_network
-from medflare.tasks.site import Probabilities
 
 MODEL = "model"  # the entry of a plain model that holds its weights
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"

@@ -19,13 +19,13 @@ from medflare.core.errors import ConfigError, DataError, ExportError
 from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
 from medflare.core.store import write_atomically, write_json
+from medflare.data.decoding import PhantomSource
+from medflare.data.transforms import Preprocessing
 from medflare.inference.bundle import write_bundle
 from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel
 from medflare.inference.inputs import find_inputs
 from medflare.inference.predict import prepare
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.decoding import PhantomSource
-from medflare.tasks.transforms import Preprocessing
 
 TOLERANCE = 1e-4  # of a probability: float32 arithmetic in another order differs by about 1e-6
 _PICTURES = 6  # synthetic photographs for the check

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically
+from medflare.data.readers import NIFTI, suffix
+from medflare.data.targets import stored_values
 from medflare.inference.inputs import Input
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.readers import NIFTI, suffix
-from medflare.tasks.targets import stored_values
 
 
 def restored(probabilities: Tensor, size: tuple[int, int]) -> Tensor:

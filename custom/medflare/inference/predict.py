@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
 from medflare.core.store import write_atomically
+from medflare.data.readers import read_image
+from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import Adaptive, Builder, StoredModel
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.inference.tent import Tent
+from medflare.sites.site import scoring_batch
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.readers import read_image
-from medflare.tasks.site import scoring_batch
-from medflare.tasks.transforms import Preprocessing
 
 ADAPTATIONS = ("auto", "none", "tent", "dsbn")
 TABLE = "predictions.csv"

@@ -10,14 +10,14 @@ from torch import nn
 
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.events import EventLog
+from medflare.core.hyper import NoHyper
 from medflare.core.manifest import EntrySpec, Manifest
 from medflare.core.message import Message
 from medflare.core.states import StateDict
-from medflare.methods.hyper import NoHyper
-from medflare.methods.training import finite_or_none
+from medflare.methods.parts.training import finite_or_none
+from medflare.networks.catalogue import build_network, initial_network
+from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.networks import build_network, initial_network
-from medflare.tasks.site import Site
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from medflare.core.hyper import param
 from medflare.core.manifest import Manifest
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step, plain_entry, sample_weights
-from medflare.methods.hyper import param
-from medflare.methods.privacy import PrivacyHyper, check_private, check_private_site, is_private, spent, train_privately
-from medflare.methods.selection import Best, mean_validation
-from medflare.methods.training import OptimizerMemory, finite_or_none, train_epochs, trainable
+from medflare.methods.parts.selection import Best, mean_validation
+from medflare.methods.parts.training import OptimizerMemory, finite_or_none, train_epochs, trainable
+from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private, spent, train_privately
+from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.site import Site
 
 T = TypeVar("T")
 

@@ -1,0 +1,85 @@
+"""The commands around a delivered model, `medflare predict` and `medflare export`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_commands(commands: Any) -> None:
+    """Add both to the subparsers of the `medflare` command."""
+    _add_predict(commands)
+    _add_export(commands)
+
+
+# -- predict ---------------------------------------------------------------------------------------------------------------
+
+
+def _add_predict(commands: Any) -> None:
+    parser = commands.add_parser(
+        "predict",
+        help="predict images with a delivered model: masks, or a table of probabilities",
+        description="Writes masks in the images' own geometry (PNG; NIfTI for volumes) and predictions.csv with a row for every picture.",
+    )
+    parser.add_argument("model", type=Path, help="folder with model.safetensors and card.json")
+    parser.add_argument("images", type=Path, nargs="+", help="PNG, JPEG, TIFF, NIfTI or DICOM files, or folders of them")
+    parser.add_argument("--out", type=Path, required=True, help="folder for masks and predictions.csv")
+    parser.add_argument(
+        "--adapt",
+        choices=("auto", "none", "tent", "dsbn"),
+        default="auto",
+        help="test-time adaptation to these images; auto: as the model's method means it; none: as it was delivered (default: auto)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    parser.set_defaults(command=_predict)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from medflare.inference.deployed import load_model
+    from medflare.inference.predict import predict
+    from medflare.methods.catalogue import build_deployed
+
+    stored = load_model(options.model)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        shown = bar.add_task("predicting")
+        summary = predict(
+            stored,
+            options.images,
+            options.out,
+            builder=build_deployed,
+            adapt=options.adapt,
+            device=options.device,
+            say=lambda line: print(f"medflare: {line}", file=sys.stderr),
+            progress=lambda done, total: bar.update(shown, completed=done, total=total),
+        )
+    print(summary.render())
+    return 1 if summary.failed else 0
+
+
+# -- export ----------------------------------------------------------------------------------------------------------------
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="a delivered model as TorchScript, ONNX or a MONAI bundle, checked to give the same numbers",
+        description="Writes a model that maps prepared images to probabilities, once it is known to give the delivered model's numbers.",
+    )
+    parser.add_argument("model", type=Path, help="folder with model.safetensors and card.json")
+    formats = ("torchscript", "onnx", "monai")
+    parser.add_argument("--format", choices=formats, required=True, help="onnx needs: pip install 'medflare[export]'")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--images", type=Path, nargs="+", default=(), help="images for the check (default: generated photographs)")
+    parser.set_defaults(command=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from medflare.inference.deployed import load_model
+    from medflare.inference.export import export
+    from medflare.methods.catalogue import build_deployed
+
+    print(export(load_model(options.model), options.format, options.out, builder=build_deployed, images=options.images).render())
+    return 0

@@ -1,0 +1,177 @@
+"""The plain loop: a whole federation in one process, for tests, sweeps and studies. Same halves, same schedule as under FLARE."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.message import Message
+from medflare.core.states import copy_state
+from medflare.core.store import StateStore
+from medflare.federation.participant import Home, Participant
+from medflare.federation.run import Run, stored_plan
+from medflare.federation.schedule import Reply, Rules
+from medflare.methods.base import Step
+from medflare.methods.catalogue import get_method
+from medflare.sites.site import Site, open_site
+from medflare.tasks.config import TaskConfig, load_task
+
+SITES = "sites"  # below `out`: what each site would keep at home
+STATE = "state"  # below a site's folder: what it remembers between two steps
+
+
+class LocalExchange:
+    """Calls the sites' participants one after the other, in sorted order.
+
+    Args:
+        opened: makes a site's participant when it is first asked; its errors are that site's errors.
+        absent: round -> sites that cannot be reached in it.
+    """
+
+    def __init__(self, sites: Sequence[str], opened: Callable[[str], Participant], absent: Mapping[int, Iterable[str]] | None = None):
+        self.sites = sorted(sites)
+        self.opened = opened
+        self.absent = {round: set(names) for round, names in (absent or {}).items()}
+        self.participants: dict[str, Participant] = {}
+
+    def present(self, round: int) -> list[str]:
+        return [site for site in self.sites if site not in self.absent.get(round, ())]
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        replies = {}
+        for site in sorted(outgoing):
+            try:
+                if site not in self.participants:
+                    self.participants[site] = self.opened(site)
+                sent = Message({entry: copy_state(state) for entry, state in outgoing[site].states.items()}, outgoing[site].facts)
+                replies[site] = Reply(self.participants[site].answer(step.phase, step.round, sent))
+            except Aborted:
+                raise
+            except MedflareError as error:
+                replies[site] = Reply(problem=str(error))
+        return replies
+
+
+def run_local(
+    method: str,
+    task: TaskConfig | str | Path | Mapping[str, Any],
+    sites: int | Iterable[str],
+    *,
+    rounds: int,
+    seed: int,
+    outside: Iterable[str] = (),
+    data_root: Path | str | None = None,
+    resplit: int | None = None,
+    site_half: str | None = None,
+    server_half: str | None = None,
+    min_sites: int | None = None,
+    sites_per_round: int | None = None,
+    absent: Mapping[int, Iterable[str]] | None = None,
+    opener: Callable[[str, str], Site] | None = None,
+    out: Path | str | None = None,
+    resume: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    **hyper: Any,
+) -> dict[str, Any]:
+    """Run a federation in this process and return its results dict (the content of results.json).
+
+    Args:
+        method: name of the method; `site_half` and `server_half` swap in the half of another one.
+        task: preset name, JSON file, mapping or configuration.
+        sites: names of the sites that train, or how many (site-1, site-2, ...).
+        rounds: federation rounds.
+        seed: of everything that is drawn.
+        outside: sites that never train and only receive the final models.
+        data_root: folder with one subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
+        resplit: draw the splits anew by patient with this seed.
+        min_sites, sites_per_round: see `federation.Rules`.
+        absent: round -> sites that cannot be reached in it.
+        opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
+        out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
+        resume: go on where an interrupted run left `out`; everything else must be as it was.
+        say: takes a progress line a step.
+        hyper: the method's hyper-parameters by name.
+
+    Raises:
+        ConfigError: the method, task, a hyper-parameter or a site name is wrong. Whatever fails later is a result: status FAILED.
+    """
+    chosen = get_method(method, site=site_half, server=server_half)
+    config = load_task(task)
+    chosen.check(hyper, config)
+    config = config if resplit is None else replace(config, resplit=resplit)
+    inside, apart = _names(sites), tuple(sorted(outside))
+    if both := set(inside) & set(apart):
+        raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
+    run = Run(
+        chosen,
+        config,
+        hyper,
+        rounds,
+        seed,
+        inside,
+        apart,
+        Rules(min_sites=min_sites, sites_per_round=sites_per_round),
+        folder=None if out is None else Path(out),
+        settings={"engine": "local"},
+        say=say,
+    )
+
+    def opened(name: str, role: str) -> Site:
+        return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
+
+    exchange = LocalExchange((*inside, *apart), lambda name: _participant(run, name, opened), absent)
+    return run.execute(exchange, resume=resume)
+
+
+def _participant(run: Run, name: str, opened: Callable[[str, str], Site]) -> Participant:
+    """A site of the run, which keeps what is its own below the run's folder; `opened` makes it from (name, role)."""
+    home = None if run.folder is None else Home(run.folder / SITES / name, name, run.method, run.task, run.seed)
+
+    def keep(role: str, model: Message, metrics: Mapping[str, Any]) -> None:
+        if home is not None:
+            home.keep(role, model, metrics)
+
+    def show(title: str, png: bytes) -> None:
+        run.pictures[f"{name}: {title}"] = png
+        if home is not None:
+            home.show(title, png)
+
+    store = None if home is None else StateStore(home.folder / STATE)
+    return Participant(name, lambda role: opened(name, role), run.method, run.hyper, store=store, keep=keep, show=show)
+
+
+def resume_local(
+    folder: Path | str, *, data_root: Path | str | None = None, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Finish an interrupted run of the plain loop from what it left in `folder`; returns the results dict.
+
+    Raises:
+        StateError: no run that can be taken up is in `folder`.
+    """
+    plan = stored_plan(Path(folder))
+    site_half, server_half = (*plan["method"].split("+"), *plan["method"].split("+"))[:2]
+    return run_local(
+        site_half,
+        plan["task"],
+        plan["sites"],
+        rounds=plan["rounds"],
+        seed=plan["seed"],
+        outside=plan["outside"],
+        data_root=data_root,
+        site_half=site_half,
+        server_half=server_half,
+        min_sites=plan["rules"]["min_sites"],
+        sites_per_round=plan["rules"]["sites_per_round"],
+        out=folder,
+        resume=True,
+        say=say,
+        **plan["hyper"],
+    )
+
+
+def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
+    names = [f"site-{number + 1}" for number in range(sites)] if isinstance(sites, int) else list(sites)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"sites = {names}: name at least one site, each once")
+    return tuple(sorted(names))

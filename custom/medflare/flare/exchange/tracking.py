@@ -1,0 +1,79 @@
+"""What FLARE's own trackers see of a run: analytics events (TensorBoard and the like) and aggregation results (metrics artefacts).
+
+Both are fired at the server from the facts of the replies, so that they are complete whatever became of the sites'
+processes.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nvflare.apis.analytix import AnalyticsDataType
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
+from nvflare.app_common.abstract.fl_model import FLModel
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
+
+from medflare.federation.schedule import StepReport
+
+
+class Tracking:
+    """Observer of a run: one analytics record per curve and step, one line of metrics artefacts per step.
+
+    Args:
+        component: fires the events.
+    """
+
+    def __init__(self, component: FLComponent, fl_ctx: FLContext, rounds: int):
+        self.component = component
+        self.fl_ctx = fl_ctx
+        self.rounds = rounds
+
+    def __call__(self, report: StepReport) -> None:
+        numbers = {site: numbers_of(facts) for site, facts in report.facts.items()}
+        curves = {site: {**numbers.get(site, {}), **aggregation_of(report, site)} for site in {*numbers, *report.aggregation}}
+        for tag in sorted({tag for found in curves.values() for tag in found}):
+            values = {site: found[tag] for site, found in sorted(curves.items()) if tag in found}
+            dxo = create_analytic_dxo(tag=tag, value=values, data_type=AnalyticsDataType.SCALARS, global_step=report.step.round)
+            send_analytic_dxo(self.component, dxo, self.fl_ctx)
+        self._fire_aggregation(report, numbers)
+
+    def _fire_aggregation(self, report: StepReport, numbers: Mapping[str, Mapping[str, float]]) -> None:
+        weights = {site: float(facts.get("n_samples", 1.0)) for site, facts in report.facts.items()}
+        metrics = weighted_means(numbers, weights)
+        if not metrics:
+            return
+        sites = [{"name": site, "metrics": dict(found), "weight": weights[site]} for site, found in numbers.items()]
+        info = {"metric_source": report.step.phase, "metric_split": "validation", "sites": sites}
+        model = FLModel(
+            metrics=metrics, current_round=report.step.round, total_rounds=self.rounds, meta={AppConstants.METRICS_AGGREGATION_INFO: info}
+        )
+        self.fl_ctx.set_prop(AppConstants.CURRENT_ROUND, report.step.round, private=True, sticky=True)
+        self.component.fire_event_with_data(AppEventType.AFTER_AGGREGATION, self.fl_ctx, AppConstants.AGGREGATION_RESULT, model)
+
+
+def numbers_of(facts: Mapping[str, Any]) -> dict[str, float]:
+    """The curves in a reply's facts: loss and, by role, the validation metric; what is undefined is left out."""
+    found = {"loss": facts.get("loss"), **{f"validation_{role}": value for role, value in (facts.get("validation") or {}).items()}}
+    return _finite(found)
+
+
+def aggregation_of(report: StepReport, site: str) -> dict[str, float]:
+    """The curves of what the server's aggregation made of a site: its weight, for example."""
+    return _finite({f"aggregation_{name}": value for name, value in report.aggregation.get(site, {}).items()})
+
+
+def _finite(found: Mapping[str, Any]) -> dict[str, float]:
+    return {tag: float(value) for tag, value in found.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+
+
+def weighted_means(numbers: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]) -> dict[str, float]:
+    """Mean of every tag over the sites that have it, weighted by their samples."""
+    means = {}
+    for tag in sorted({tag for found in numbers.values() for tag in found}):
+        sites = [site for site, found in numbers.items() if tag in found]
+        total = sum(weights[site] for site in sites)
+        means[tag] = sum(weights[site] * numbers[site][tag] for site in sites) / total
+    return means

@@ -1,0 +1,204 @@
+"""From a method, a task and settings to a FLARE job: configuration only; the code is installed, or a copy of it in the job."""
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
+from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
+from nvflare.job_config.api import FedJob
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import effective
+from medflare.core.manifest import Manifest
+from medflare.core.store import write_json
+from medflare.federation.settings import RunSettings
+from medflare.flare.aggregators import (
+    ConsistencyAggregator,
+    FourierAggregator,
+    MethodAggregator,
+    SharpnessAggregator,
+    SoftPullAggregator,
+    WeightedAggregator,
+)
+from medflare.flare.controller import MedflareController
+from medflare.flare.executors import (
+    FedAvgExecutor,
+    FedDAGExecutor,
+    FedSMExecutor,
+    GraceExecutor,
+    IOPExecutor,
+    MedflareExecutor,
+    PRRExecutor,
+)
+from medflare.flare.jobs.embedding import copy_package
+from medflare.flare.seat import TASK_FILE
+from medflare.methods.catalogue import Method, get_method
+from medflare.tasks.config import TaskConfig, load_task
+
+# A poll for work costs next to nothing; FLARE's default of two seconds between polls would be most of a short round.
+_POLL = 0.1
+# Up to this size of an update its tensors travel inside the message: one transfer instead of several, and a site that dies
+# while it answers cannot take the server's job process with it, as it does where FLARE fetches the tensors afterwards.
+_INLINE = 64 * 2**20
+_CHUNK = 16 * 2**20
+
+_BYOC_README = """\
+# Your own classes
+
+Python files in this folder can be imported in the job: an executor, an aggregator or a filter of your own that
+`config_fed_server.json` or `config_fed_client.json` names.
+
+To FLARE a job with this folder is "bring your own code". Sites that refuse such jobs run one without it
+(`medflare job ... --no-byoc`): they install medflare and list `"medflare."` in the `class_allow_list` of their `resources.json`.
+"""
+
+
+AGGREGATORS = (WeightedAggregator, SoftPullAggregator, FourierAggregator, ConsistencyAggregator, SharpnessAggregator)
+EXECUTORS = (FedAvgExecutor, FedSMExecutor, PRRExecutor, GraceExecutor, IOPExecutor, FedDAGExecutor)
+
+
+@dataclass(kw_only=True, eq=False)
+class JobSettings(RunSettings):
+    """What a job fixes beside its task: the run's settings, and
+
+    Attributes:
+        method: name of the method; `site_half` and `server_half` swap in the half of another one.
+        byoc: whether the job has an app/custom/ folder for classes of the user's own.
+        embed_code: whether that folder holds medflare itself, for sites and a server where it is not installed.
+    """
+
+    method: str
+    rounds: int = 10
+    seed: int = 0
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+    server_half: str | None = None
+    byoc: bool = True
+    embed_code: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.embed_code and not self.byoc:
+            raise ConfigError("a job that carries its code (--embed-code) has an app/custom/ folder (no --no-byoc); choose one of the two")
+
+
+class FederationJob(FedJob):
+    """A federation as FLARE's own job object: exported, simulated, submitted, or extended with filters and components.
+
+    Raises:
+        ConfigError: a method, a hyper-parameter or a setting is wrong.
+    """
+
+    def __init__(self, task: TaskConfig, settings: JobSettings):
+        method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
+        method.check(settings.hyper, task)
+        # all of them, so that a reader of the job sees what there is to set
+        settings = replace(settings, hyper=effective(settings.hyper, method.site_class.Hyper, method.server_class.Hyper))
+        settings.check()
+        super().__init__(name=f"{method.name.replace('+', '_')}-{task.name}", min_clients=settings.min_sites or 1)
+        self.set_app_packages(["medflare"])  # else FLARE copies the sources of our classes into the job
+        self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported; lives as long as the job
+        self.to_server(MedflareController(**settings.run_settings()), id="medflare")
+        self.to_server(_aggregator(settings, method), id="aggregator")
+        if not settings.embed_code:  # tensorboard may be missing too; metrics.jsonl holds the same numbers
+            self.to_server(TBAnalyticsReceiver(), id="tensorboard")
+        self.to_server(MetricsArtifactWriter(), id="metrics_artifacts")
+        self.to_clients(_executor(settings), tasks=["*"])
+        transport = _transport(method, task, settings.hyper)
+        self.to_server({"server": {"task_request_interval": _POLL}, **transport})
+        self.to_clients({"get_task_timeout": 30.0, "submit_task_result_timeout": 60.0, **transport})
+        write_json(Path(self._files.name) / TASK_FILE, task.to_dict())
+        self.add_file_to_server(str(Path(self._files.name) / TASK_FILE), app_folder_type="config")
+        if settings.embed_code:
+            self.to_server(str(copy_package(Path(self._files.name) / "custom")))
+        elif settings.byoc:
+            readme = Path(self._files.name) / "README.md"
+            readme.write_text(_BYOC_README)
+            self.add_file_to_server(str(readme))
+
+
+def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *, out: Path | str, **settings: Any) -> Path:
+    """Write a job folder: meta.json, app/config/{config_fed_server,config_fed_client,task}.json and, if wanted, app/custom/.
+
+    Args:
+        method: name of the method.
+        task: preset name, JSON file, mapping or configuration.
+        out: the folder to write; an older job in it is replaced.
+        settings: fields of `JobSettings`.
+
+    Raises:
+        ConfigError: a setting is wrong, or `out` holds something that is no job.
+    """
+    folder = Path(out)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
+        raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
+    job = FederationJob(load_task(task), JobSettings(method=method, **settings))
+    with tempfile.TemporaryDirectory() as scratch:
+        job.export_job(scratch)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(Path(scratch) / job.name, folder)
+    return folder
+
+
+def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
+    """Write the job that takes up an interrupted one: the same folder, with the id of the interrupted job in both configurations.
+
+    Args:
+        job: the job folder that was submitted.
+        interrupted: FLARE's id of the job.
+        out: the folder to write.
+
+    Raises:
+        ConfigError: `job` is no job folder of medflare's, or `out` exists.
+    """
+    configs = {side: job / "app" / "config" / f"config_fed_{side}.json" for side in ("server", "client")}
+    if not all(path.is_file() for path in configs.values()):
+        raise ConfigError(f"{job} is no job folder: app/config/config_fed_server.json or config_fed_client.json is missing")
+    if out.exists():
+        raise ConfigError(f"{out} exists; choose another folder")
+    server, client = (json.loads(path.read_text(encoding="utf-8")) for path in configs.values())
+    server["workflows"][0]["args"]["resume"] = interrupted
+    client["executors"][0]["executor"]["args"]["resume"] = interrupted
+    shutil.copytree(job, out)
+    for path, content in zip(configs.values(), (server, client), strict=True):
+        write_json(out / path.relative_to(job), content)
+    return out
+
+
+# -- components ----------------------------------------------------------------------------------------------------------------
+
+
+def _aggregator(settings: JobSettings, method: Method) -> MethodAggregator:
+    """The aggregator of the server half, or of the half that it extends (MOON's server averages like FedAvg's)."""
+    own = {get_method(aggregator.default_method).server_class: aggregator for aggregator in AGGREGATORS}
+    aggregator = next(own[half] for half in method.server_class.__mro__ if half in own)
+    name = settings.server_half or settings.method
+    return aggregator(dict(settings.hyper) or None, "" if name == aggregator.default_method else name)
+
+
+def _executor(settings: JobSettings) -> MedflareExecutor:
+    own = {executor.default_method: executor for executor in EXECUTORS}
+    name = settings.site_half or settings.method
+    options: dict[str, Any] = {
+        "seed": settings.seed,
+        "hyper": dict(settings.hyper) or None,
+        "server_half": settings.server_half or "",
+        "resume": settings.resume,
+    }
+    return own[name](**options) if name in own else MedflareExecutor(method=name, **options)
+
+
+def _transport(method: Method, task: TaskConfig, hyper: Mapping[str, Any]) -> dict[str, int]:
+    """FLARE's setting for the way tensors travel: inside the message (0), or fetched afterwards in chunks of so many bytes."""
+    update = method.site_class.outbound("train", method.plan(task, ("one", "two"), hyper))
+    return {"tensor_download_chunk_size": 0 if manifest_bytes(update) <= _INLINE else _CHUNK}
+
+
+def manifest_bytes(manifest: Manifest) -> int:
+    """Size of all tensors that a manifest allows."""
+    return sum(math.prod(shape) * dtype.itemsize for entry in manifest.values() for shape, dtype in entry.tensors.values())

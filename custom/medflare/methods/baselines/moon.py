@@ -1,0 +1,112 @@
+"""MOON (Li et al., "Model-Contrastive Federated Learning", CVPR 2021) as GRACE's Table 4 compares it, with either server.
+
+A site's features are drawn to those of the global model and pushed away from those of its own model of the round before.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.states import StateDict
+from medflare.methods.grace.halves import GraceServer, GraceServerHyper
+from medflare.methods.grace.local_model import LocalModelHyper, LocalModelSite
+from medflare.methods.grace.two_step import Penalty, train_two_steps
+from medflare.networks.features import FeatureNetwork
+from medflare.privacy.settings import PrivacyHyper, is_private
+from medflare.tasks.config import TaskConfig
+
+
+def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float = 0.5) -> Tensor:
+    """-log exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) + exp(cos(z, z_prev) / tau)), mean over images (MOON, Eq. 3).
+
+    log 2, without a gradient, where the global and the previous model agree.
+
+    Args:
+        z, z_global, z_previous: features (N, ...) of the same images under the local, the global and the previous local model;
+            feature maps count as one long vector.
+        temperature: tau.
+    """
+    own = z.flatten(1)
+    cosines = [F.cosine_similarity(own, other.flatten(1), dim=1) for other in (z_global, z_previous)]
+    logits = torch.stack(cosines, dim=1) / temperature
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
+
+
+@dataclass(frozen=True)
+class MoonSiteHyper(PrivacyHyper, LocalModelHyper):
+    mu: float = param(1.0, "weight of the contrastive loss", symbol="μ", source="MOON, Eq. 4", low=0)
+    temperature: float = param(0.5, "of the contrastive loss", symbol="τ", source="MOON, Eq. 3", low=1e-6)
+    two_step: bool = param(False, "GRACE's meta-train and meta-update with this loss as alignment", source="GRACE's code")
+
+
+@dataclass(frozen=True)
+class MoonServerHyper(GraceServerHyper):
+    server: str = param("fedavg", "FedAvg's weights, or GRACE's by consistency", source="GRACE, Table 4", choices=("fedavg", "grace"))
+
+
+class MoonSite(LocalModelSite):
+    """Adds the contrastive loss to local training from the second round on, when there is a previous model."""
+
+    Hyper: ClassVar[type] = MoonSiteHyper
+
+    def __init__(self, site: Any, hyper: Any, sites: tuple[str, ...]):
+        super().__init__(site, hyper, sites)
+        self.previous: StateDict | None = None
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any) -> None:
+        super().check(task, hyper)
+        if is_private(hyper) and (hyper.two_step or hyper.probe):
+            reason = "meta-train follows a gradient without noise" if hyper.two_step else "the A-distance is measured on training images"
+            raise ConfigError(f"dp_noise: {reason}; set two_step=false probe=false")
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        self.previous = reply.states["model"]
+        return reply
+
+    def fit(self, model: Any, optimizer: Any, round: int) -> float | None:
+        penalty = None if self.previous is None else self._contrast(model, self.previous)
+        if self.hyper.two_step:
+            return train_two_steps(model, optimizer, self.site, round, penalty)
+        if penalty is None:
+            return super().fit(model, optimizer, round)
+        contrast = penalty
+
+        def loss(network: Any, images: Tensor, targets: Tensor) -> Tensor:
+            features, logits = network.features_and_output(images)
+            return self.site.loss(logits, targets) + contrast(images, features)
+
+        return self.descend(model, optimizer, round, loss)
+
+    def _contrast(self, model: FeatureNetwork, previous: StateDict) -> Penalty:
+        others = [self.frozen(model.state_dict()), self.frozen(previous, "previous")]
+
+        def penalty(images: Tensor, features: Tensor) -> Tensor:
+            with torch.no_grad():
+                z_global, z_previous = (other.features_and_output(images)[0] for other in others)
+            return self.hyper.mu * contrastive_loss(features, z_global, z_previous, self.hyper.temperature)
+
+        return penalty
+
+    def state(self) -> Message:
+        message = super().state()
+        if self.previous is not None:
+            message.states["previous"] = self.previous
+        return message
+
+    def restore(self, state: Message) -> None:
+        super().restore(state)
+        self.previous = state.states.get("previous")
+
+
+class MoonServer(GraceServer):
+    """FedAvg's server unless GRACE's is asked for ("+GRACE" in GRACE's Table 4)."""
+
+    Hyper: ClassVar[type] = MoonServerHyper

@@ -1,0 +1,175 @@
+"""FedSM's deployed model: the selector reads an image, a personal model or the global one answers."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import StateError
+from medflare.core.message import Message
+from medflare.core.rng import seeded
+from medflare.inference.deployed import network_with
+from medflare.networks.catalogue import build_network
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import score
+
+GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the tuning
+
+
+def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
+    """Which model serves each image (FedSM, Sec. 3.1): 0 the global one, k + 1 the personal model of site k.
+
+    The personal model of the most probable site is taken where its probability exceeds γ (strictly), so γ = 1 always gives the
+    global model and γ = 0 never does.
+
+    Args:
+        probabilities: (N, K) selector scores, rows sum to 1.
+
+    Returns:
+        (N,) long tensor in 0..K.
+    """
+    top, site = probabilities.max(dim=1)
+    return torch.where(top > gamma, site + 1, torch.zeros_like(site))
+
+
+class SuperModel(nn.Module):
+    """Images (N, C, H, W) to probabilities; each image is answered by one of K + 1 networks.
+
+    Attributes:
+        names: "global" and the sites, in the order of the networks.
+        chosen: how often each network has answered since the module was built.
+        answered: which network answered each image of the last batch, by name.
+    """
+
+    def __init__(self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], gamma: float):
+        super().__init__()
+        self.task = task
+        self.networks = nn.ModuleList(networks)
+        self.selector = selector
+        self.names = names
+        self.gamma = gamma
+        self.chosen: Counter[str] = Counter()
+        self.answered: list[str] = []
+
+    def scores(self, images: Tensor) -> Tensor:
+        """Softmax scores of the selector, (N, K)."""
+        return self.selector(images).softmax(dim=1)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        return choose_model(scores, self.gamma)
+
+    def answer(self, images: Tensor, choice: Tensor) -> Tensor:
+        """Probabilities of the chosen network for each image; a network runs once on all images that chose it."""
+        output: Tensor | None = None
+        for place in choice.unique().tolist():
+            rows = choice == place
+            part = self.task.probabilities(self.networks[place](images[rows]))
+            if output is None:
+                output = part.new_empty((len(images), *part.shape[1:]))
+            output[rows] = part
+        assert output is not None  # a batch holds at least one image
+        return output
+
+    def forward(self, images: Tensor) -> Tensor:
+        choice = self.choose(self.scores(images))
+        self.note(choice)
+        return self.answer(images, choice)
+
+    def note(self, choice: Tensor) -> None:
+        """Remember who answers a batch, choice (N,) in 0..K."""
+        self.answered = [self.names[place] for place in choice.tolist()]
+        self.chosen.update(self.answered)
+
+    def every_answer(self, images: Tensor) -> Tensor:
+        """Probabilities of all networks, (N, K+1, ...)."""
+        return torch.stack([self.task.probabilities(network(images)) for network in self.networks], dim=1)
+
+    def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
+        """What `forward` answers, (N, ...), from the probabilities of all networks (N, K+1, ...) and the selector's scores."""
+        choice = self.choose(scores)
+        place = choice.reshape(-1, *[1] * (answers.ndim - 1)).expand(-1, 1, *answers.shape[2:])
+        return answers.gather(1, place).squeeze(1)
+
+    def unbranched(self) -> "UnbranchedSuperModel":
+        return UnbranchedSuperModel(self)
+
+    def report(self) -> dict[str, int]:
+        """How many images each network has answered."""
+        return {name: self.chosen[name] for name in self.names}
+
+
+class UnbranchedSuperModel(nn.Module):
+    """A super model whose computation is the same for every image, as exporters need: all networks compute, one answer is taken."""
+
+    def __init__(self, model: SuperModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model.combined(self.model.every_answer(images), self.model.scores(images))
+
+
+def super_model(task: TaskConfig, message: Message) -> SuperModel:
+    """The super model of a delivery: entries "model", "personal/<site>" and "selector"; facts "sites", "gamma", "selector"."""
+    parts = super_model_parts(task, message, outputs=len(message.facts["sites"]))
+    return SuperModel(task, *parts, float(message.facts["gamma"])).eval()
+
+
+def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple[list[nn.Module], nn.Module, list[str]]:
+    """(networks, selector, names) of a delivered super model, in evaluation mode.
+
+    Raises:
+        StateError: an entry is missing or does not fit.
+    """
+    sites = list(message.facts["sites"])
+    wanted = ["model", *(f"personal/{site}" for site in sites)]
+    missing = [entry for entry in [*wanted, "selector"] if entry not in message.states]
+    if missing:
+        raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
+    with seeded(0, "deployed"):  # the drawn weights are overwritten; nobody's generator must notice
+        selector = build_network(message.facts["selector"], task.channels, outputs)
+    selector.load_state_dict(message.states["selector"])
+    return [network_with(task, message.states[entry]) for entry in wanted], selector.eval(), ["global", *sites]
+
+
+# -- γ ---------------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def metric_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
+    """γ (as text) -> the task's metric of the super model on a site's validation images.
+
+    The selector runs once, and the networks once for each distinct assignment of images to networks.
+    """
+    task, data = site.task, site.data.validation
+    images = [batch.images for batch in site.ordered("validation")]
+    scores = torch.cat([model.scores(batch) for batch in images]) if images else torch.zeros(0, 1)
+    found: dict[str, float | None] = {}
+    known: dict[tuple[int, ...], float | None] = {}
+    for gamma in GAMMAS:
+        choice = choose_model(scores, gamma)
+        assignment = tuple(choice.tolist())
+        if images and assignment not in known:
+            parts = choice.split([len(batch) for batch in images])
+            outputs = torch.cat([model.answer(batch, part).cpu() for batch, part in zip(images, parts, strict=True)])
+            known[assignment] = score(outputs, data.targets, data.patients, task, [task.metric]).values[task.metric]
+        found[f"{gamma:g}"] = known.get(assignment)
+    return found
+
+
+def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
+    """The γ with the best validation metric over all sites, weighted by validation images; of equals the smallest.
+
+    Args:
+        facts: site -> {"gammas": {"0.5": metric or None, ...}, "n_validation": count}.
+    """
+    totals: dict[float, float] = {}
+    for gamma in GAMMAS:
+        pairs = [(f["gammas"][f"{gamma:g}"], f["n_validation"]) for _, f in sorted(facts.items())]
+        known = [(metric, count) for metric, count in pairs if metric is not None and count > 0]
+        if known:
+            totals[gamma] = sum(metric * count for metric, count in known) / sum(count for _, count in known)
+    return max(totals, key=lambda gamma: (totals[gamma], -gamma)) if totals else GAMMAS[0]

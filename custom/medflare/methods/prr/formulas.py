@@ -1,0 +1,176 @@
+"""Formulas of PRR's site half as pure functions: transfer stages, the CPA loss, its prototypes.
+
+Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward Imbalanced Medical Data", IEEE TMI 41(12),
+2022. "Official" is the authors' published code where it differs from the printed equations. The server's formulas stand in
+`prr_fourier.py`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from medflare.methods.prr.fourier import check_choice
+
+# Deputy-Enhanced Transfer (Sec. III-C)
+
+RECOVER, EXCHANGE, SUBLIMATE = 1, 2, 3  # 0 stands for the start of a round
+
+
+def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, lam2: float = 0.9, rule: str = "official") -> int:
+    """The stage of the coming epoch (PRR, Sec. III-C).
+
+    The official machine recovers in the first epoch of a round and sublimates only after an epoch of exchange; the printed rule
+    ("threshold") goes by the ratio alone. An undefined metric (NaN) shows no recovery, hence Recover.
+
+    Args:
+        stage: of the epoch before; 0 at the start of a round.
+        deputy, personal: validation metric of the two models, phi(D) and phi(P), higher is better.
+        lam1, lam2: thresholds of phi(D) / phi(P) for Exchange and for Sublimate.
+        rule: "official" or "threshold".
+
+    Returns:
+        1 Recover, 2 Exchange or 3 Sublimate.
+    """
+    check_choice("rule", rule, ("official", "threshold"))
+    if stage not in (0, RECOVER, EXCHANGE, SUBLIMATE):
+        raise ValueError(f"stage = {stage}: a stage is 0 (start of a round), 1, 2 or 3")
+    if not deputy >= lam1 * personal or (rule == "official" and stage == 0):
+        return RECOVER
+    if not deputy >= lam2 * personal or (rule == "official" and stage == RECOVER):
+        return EXCHANGE
+    return SUBLIMATE
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Tensor:
+    """What a student pays for differing from its teacher: mean over samples, or pixels, of logits (N, C, ...).
+
+    "kl": KL(teacher || student), Eq. 5-6. "mse10": ten times the squared difference of the probabilities, as in the official
+    segmentation code. The teacher receives no gradient.
+    """
+    check_choice("form", form, ("kl", "mse10"))
+    if form == "mse10":
+        return 10 * functional.mse_loss(student.softmax(dim=1), teacher.detach().softmax(dim=1))
+    log_student, log_teacher = student.log_softmax(dim=1), teacher.detach().log_softmax(dim=1)
+    total = functional.kl_div(log_student, log_teacher, reduction="sum", log_target=True)
+    return total * student.shape[1] / student.numel()
+
+
+# Conjoint Prototype-Aligned loss (Sec. III-D)
+
+
+def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
+    """G_cj = min(1, (N_j / N_c)^beta), how much class j competes with true class c (PRR, Sec. III-D.1).
+
+    Args:
+        counts: (C,) training samples, or pixels, of each class over all sites.
+        beta: strength of the adjustment; 0 gives the cross entropy.
+
+    Returns:
+        (C, C) float64, row = true class. A class that no site has adjusts nothing: its row and column are 1.
+    """
+    known = counts > 0
+    amount = torch.where(known, counts, 1).to(torch.float64)
+    mask = (amount[None, :] / amount[:, None]).pow(beta).clamp(max=1.0)
+    return torch.where(known[None, :] & known[:, None], mask, 1.0)
+
+
+def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
+    """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site (PRR, Eq. 11-12).
+
+    Args:
+        local, global_: (C, D) prototypes; a zero row stands for a class without a prototype.
+        tau: smoothing; the denominator is kept above 1e-3, which matters for opposite prototypes and tau <= 1 only.
+
+    Returns:
+        (C,) gamma, at least 1 up to rounding; 1 for a class without a local or a global prototype.
+    """
+    known = (local != 0).any(dim=1) & (global_ != 0).any(dim=1)
+    similarity = functional.cosine_similarity(local, global_, dim=1)
+    return torch.where(known, (1 + tau) / (similarity + tau).clamp(min=1e-3), 1.0)
+
+
+def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tensor | None, beta: float) -> Tensor:
+    """L_CPA = mean_i -gamma_{y_i} log p_hat_{y_i} (PRR, Eq. 9 and 13).
+
+    Adding log G_cj to logit j turns the modified softmax of Eq. 9 into an ordinary one, so no exponent overflows.
+
+    Args:
+        logits: (N, C), or (N, C, ...) for pixels.
+        targets: (N, ...) true classes.
+        counts: (C,) global class counts of the conjoint objective; None drops it (G = 1).
+        gamma: (C,) prototype distances; None drops the refinement (gamma = 1).
+        beta: exponent of the conjoint mask.
+
+    Returns:
+        The scalar mean over all samples or pixels.
+    """
+    if counts is not None:
+        log_mask = conjoint_mask(counts.to(logits.device), beta).log().to(logits.dtype)
+        logits = logits + log_mask.T[:, targets].movedim(0, 1)
+    if gamma is None:
+        return functional.cross_entropy(logits, targets)
+    return functional.cross_entropy(logits, targets, weight=gamma.to(logits), reduction="sum") / targets.numel()
+
+
+class PrototypeMean:
+    """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average pooling over all pixels."""
+
+    def __init__(self, classes: int, width: int, device: torch.device | str = "cpu"):
+        self.sums = torch.zeros(classes, width, dtype=torch.float64, device=device)
+        self.counts = torch.zeros(classes, dtype=torch.float64, device=device)
+
+    def add(self, features: Tensor, targets: Tensor) -> None:
+        """Take in embeddings (N, D) or (N, D, ...) of the classes `targets` (N, ...); no gradient flows through prototypes."""
+        rows = features.detach().flatten(2) if features.dim() > 2 else features.detach()[:, :, None]
+        classes = torch.arange(len(self.counts), device=targets.device)
+        members = (targets.reshape(len(targets), 1, -1) == classes[None, :, None]).to(rows.dtype)
+        self.sums += torch.einsum("ncp,ndp->cd", members, rows)
+        self.counts += members.sum(dim=(0, 2))
+
+    def means(self) -> Tensor:
+        """(C, D) float32 prototypes; zero for a class that was never seen."""
+        return (self.sums / self.counts.clamp(min=1)[:, None]).float()
+
+
+def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str = "gaussian") -> Tensor:
+    """Sample f_bar_c ~ N(mu, sigma^2) from the sites' prototypes of each class (PRR, Sec. III-D.2).
+
+    Args:
+        local: (K, C, D) prototypes.
+        present: (K, C) which site has the class; the others do not count for it.
+        noise: (C, D) standard normal numbers.
+        spread: "gaussian" with the population variance, as printed; "clamped" with the unbiased standard deviation raised to
+            at least 1, as in the official code; "mean" is mu itself.
+
+    Returns:
+        (C, D); zero for a class that no site has.
+    """
+    check_choice("spread", spread, ("gaussian", "clamped", "mean"))
+    member = present.to(local.dtype)[:, :, None]
+    sites = member.sum(dim=0)
+    mean = (local * member).sum(dim=0) / sites.clamp(min=1)
+    if spread == "mean":
+        return mean
+    squares = ((local - mean).square() * member).sum(dim=0)
+    if spread == "gaussian":
+        return mean + noise * (squares / sites.clamp(min=1)).sqrt()
+    deviation = (squares / (sites - 1).clamp(min=1)).sqrt().clamp(min=1.0)
+    return mean + noise * deviation * (sites > 0)
+
+
+def most_representative(counts: Mapping[str, Tensor]) -> str:
+    """The site whose class distribution is closest to the federation's: whose model serves an outside site (PRR, Sec. IV-E).
+
+    Closest in total variation, summed over the groups of classes; of equals the first by name.
+
+    Args:
+        counts: site -> (G, C) training images or pixels of each class.
+    """
+
+    def shares(table: Tensor) -> Tensor:
+        return table / table.sum(dim=1, keepdim=True).clamp(min=1)
+
+    everyone = shares(torch.stack(list(counts.values())).sum(dim=0))
+    return min(sorted(counts), key=lambda site: float((shares(counts[site]) - everyone).abs().sum()))

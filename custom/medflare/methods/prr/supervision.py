@@ -1,0 +1,161 @@
+"""What PRR supervises with: the CPA loss on images or pixels, the prototypes that weigh it, and the losses it is compared with.
+
+A task is seen as `groups` of softmax problems, so that every formula of `prr_math.py` serves every task: one problem over all
+classes (multiclass), one over (negative, positive) with logits (0, z) (binary), or one such pair for each label (multilabel).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from medflare.core.states import StateDict
+from medflare.methods.prr.formulas import PrototypeMean, cpa_loss, prototype_gamma
+from medflare.networks.catalogue import build_network
+from medflare.networks.features import FeatureNetwork
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.losses import build_loss
+
+
+def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
+    """(G, C): how many softmax problems the task is, and the classes of each."""
+    return {"multiclass": (1, task.outputs), "binary": (1, 2), "multilabel": (task.outputs, 2)}[task.target]
+
+
+def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
+    """Names of the classes of each softmax problem."""
+    return [(f"not {label}", label) for label in task.labels] if task.target == "multilabel" else [task.classes]
+
+
+def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
+    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z."""
+    outputs = logits.reshape(len(logits), task.outputs, -1)
+    if task.target == "multiclass":
+        return outputs[None]
+    positive = outputs.transpose(0, 1)
+    return torch.stack([torch.zeros_like(positive), positive], dim=2)
+
+
+def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
+    """Targets as in `tasks.data.Split` as class indices (G, N, P) beside `class_logits`."""
+    groups = task.outputs if task.target == "multilabel" else 1
+    return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
+
+
+def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) -> Tensor:
+    """N_c of the conjoint objective: training images or pixels of each class over the sites, (G, C) int64.
+
+    Args:
+        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`}.
+    """
+    groups, classes = groups_and_classes(task)
+    totals = torch.zeros(groups, classes, dtype=torch.int64)
+    pixels = task.size[0] * task.size[1] if task.kind == "segmentation" else 1
+    for facts in enrolled.values():
+        counts = torch.tensor(facts["class_counts"])
+        if task.target == "multilabel":  # only positives are counted; the other pixels are the negatives
+            counts = torch.stack([facts["n"]["train"] * pixels - counts, counts], dim=1)
+        totals += counts.reshape(groups, classes)
+    return totals
+
+
+def meta_network(task: TaskConfig) -> FeatureNetwork:
+    """The task's network without memory or random numbers (meta device)."""
+    with torch.device("meta"):
+        return build_network(task.network, task.channels, task.outputs)
+
+
+def prototype_width(task: TaskConfig, embedding: str) -> int:
+    """D of a prototype: channels of the network's features, or its outputs where `embedding` is "logits"."""
+    if embedding == "logits":
+        return task.outputs
+    with torch.no_grad():
+        return meta_network(task).eval().body(torch.zeros(1, task.channels, *task.size, device="meta")).shape[1]
+
+
+class SitePrototypes:
+    """Local prototypes f^(k) of every class, gathered batch by batch from the personal model's embeddings (PRR, Eq. 10).
+
+    Args:
+        width: see `prototype_width`.
+        embedding: "features" or "logits".
+    """
+
+    def __init__(self, task: TaskConfig, width: int, embedding: str, device: torch.device | str):
+        self.task = task
+        self.embedding = embedding
+        groups, classes = groups_and_classes(task)
+        self._means = [PrototypeMean(classes, width, device) for _ in range(groups)]
+
+    def add(self, features: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """Take in a batch; a map that is smaller than the label map sees it by its nearest pixels."""
+        embeddings = (features if self.embedding == "features" else logits).detach()
+        if embeddings.dim() == 4 and embeddings.shape[2:] != targets.shape[-2:]:
+            maps = targets.reshape(len(targets), -1, *targets.shape[-2:]).float()
+            nearest = functional.interpolate(maps, embeddings.shape[2:], mode="nearest")
+            targets = nearest.reshape(*targets.shape[:-2], *embeddings.shape[2:]).to(targets.dtype)
+        for mean, labels in zip(self._means, class_targets(targets, self.task), strict=True):
+            mean.add(embeddings, labels)
+
+    def state(self) -> StateDict:
+        """{"prototypes": (G C, D), "counts": (G C,) int64}; the prototype of a class that was never seen is zero."""
+        prototypes = torch.cat([mean.means() for mean in self._means])
+        return {"prototypes": prototypes, "counts": torch.cat([mean.counts for mean in self._means]).long()}
+
+
+class Supervision:
+    """L_sup of a round at a site: logits and targets to a scalar (PRR, Sec. III-D and IV-A).
+
+    Args:
+        kind: the CPA loss: "both", its conjoint objective alone ("global") or its refinement alone ("local"); or what it is
+            compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
+        beta, tau: of the CPA loss.
+        totals: (G, C) class counts over all sites.
+        global_: (G C, D) prototypes from the server; None before the first ones and during the warm-up: gamma = 1.
+        mix: segmentation: "paper" CPA + Dice, "official" (CPA + CE) / 2 + Dice.
+    """
+
+    def __init__(self, site: Site, kind: str, *, beta: float, tau: float, totals: Tensor, global_: Tensor | None, mix: str):
+        self.site = site
+        self.kind = kind
+        self.beta = beta
+        self.tau = tau
+        self.counts: list[Tensor | None] = list(totals) if kind in ("both", "global") else [None] * len(totals)
+        self.gamma = _balanced(site) if kind == "fedeamc" else None
+        self._global = global_ if kind in ("both", "local") else None
+        self._official = mix == "official" and kind in ("both", "global", "local")
+        self._dice = build_loss(site.task, {"name": "dice"}) if site.task.kind == "segmentation" else None
+        self._focal = build_loss(site.task, {"name": "focal"}) if kind == "focal" else None
+
+    def refine(self, local: Tensor | None) -> None:
+        """Weigh the classes by how far the site's prototypes (G C, D) are from the global ones (Eq. 11-12)."""
+        if local is not None and self._global is not None:
+            gamma = prototype_gamma(local, self._global, self.tau)
+            self.gamma = gamma.reshape(groups_and_classes(self.site.task)).to(self.site.device)
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.kind == "task":
+            return self.site.loss(logits, targets)
+        value = self._focal(logits, targets) if self._focal is not None else self._classification(logits, targets)
+        return value if self._dice is None else value + self._dice(logits, targets)
+
+    def _classification(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean over the groups of the CPA loss; without counts and gamma it is the cross entropy."""
+        grouped, labels = class_logits(logits, self.site.task), class_targets(targets, self.site.task)
+        gammas = [None] * len(grouped) if self.gamma is None else self.gamma
+        parts = [cpa_loss(*group, self.beta) for group in zip(grouped, labels, self.counts, gammas, strict=True)]
+        value = torch.stack(parts).mean()
+        if self._official and self._dice is not None:
+            return (value + functional.cross_entropy(grouped.flatten(0, 1), labels.flatten(0, 1))) / 2
+        return value
+
+
+def _balanced(site: Site) -> Tensor:
+    """FedeAMC as PRR describes it (Sec. V-A): classes weighted by the inverse of the site's own counts, mean 1 over its samples."""
+    counts = class_totals(site.task, {site.name: {"n": site.n, "class_counts": site.class_counts().tolist()}})
+    present = counts > 0
+    weight = counts.sum(dim=1, keepdim=True) / (present.sum(dim=1, keepdim=True) * counts.clamp(min=1))
+    return torch.where(present, weight, 1.0).to(site.device)

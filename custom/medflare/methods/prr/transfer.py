@@ -1,0 +1,131 @@
+"""Deputy-Enhanced Transfer: a site's two models train on the same batches and teach each other in stages (PRR, Sec. III-C)."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.rng import seeded
+from medflare.core.states import StateDict, copy_state
+from medflare.methods.parts.training import trainable
+from medflare.methods.prr.formulas import EXCHANGE, RECOVER, SUBLIMATE, distillation_loss, next_stage
+from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_logits
+from medflare.networks.features import FeatureNetwork
+from medflare.sites.site import Site
+
+if TYPE_CHECKING:
+    from medflare.methods.prr.halves import PRRHyper
+
+
+class Transfer:
+    """One round of training at a site.
+
+    Args:
+        personal, deputy: P_k and D_k; one and the same network where DET is off.
+        supervision: L_sup of both.
+        width: of a prototype, see `prototype_width`.
+        prototypes: the site's own of the round before, empty at the start; `run` brings them up to date every epoch.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        hyper: "PRRHyper",
+        personal: FeatureNetwork,
+        deputy: FeatureNetwork,
+        supervision: Supervision,
+        width: int,
+        prototypes: StateDict,
+    ):
+        self.site = site
+        self.hyper = hyper
+        self.personal = personal
+        self.deputy = deputy
+        self.supervision = supervision
+        self.width = width
+        self.prototypes = prototypes
+        self.stages: list[int] = []
+
+    def run(self, round: int, validation: dict[str, float | None]) -> float:
+        """The round's local epochs; returns the personal model's mean loss over all images seen.
+
+        Args:
+            validation: metric of the deputy ("global") and the personal model ("personal") as the round begins.
+        """
+        both = nn.ModuleList([self.personal] if self._alone else [self.personal, self.deputy])
+        halvings = round // self.hyper.halve_every if self.hyper.halve_every else 0
+        optimizer = self.site.optimizer(trainable(both), lr=self.site.task.optimizer["lr"] * 0.5**halvings)
+        total, seen = 0.0, 0
+        with seeded(self.site.seed, self.site.name, round, "model", "dropout"):
+            for epoch in range(self.site.task.local_epochs):
+                gathered = self._begin_epoch(validation)
+                both.train()
+                for images, targets, _ in self.site.batches("train", round, "model", epoch):
+                    losses = self._losses(images, targets, gathered)
+                    optimizer.zero_grad(set_to_none=True)
+                    torch.stack(losses).sum().backward()
+                    optimizer.step()
+                    total, seen = total + losses[0].item() * len(images), seen + len(images)
+                if gathered is not None:
+                    self.prototypes = copy_state(gathered.state())
+        return total / seen
+
+    @property
+    def _alone(self) -> bool:
+        return self.personal is self.deputy
+
+    def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
+        """Choose the stage and weigh the classes; returns what gathers prototypes meanwhile, if anything does."""
+        if not self._alone:
+            self.stages.append(self._stage(self.stages[-1] if self.stages else 0, validation))
+        if not self.hyper.refines:
+            return None
+        gathered = SitePrototypes(self.site.task, self.width, self.hyper.embedding, self.site.device)
+        if self.hyper.prototype_pass == "separate":
+            self._gather_in_order(gathered)
+            self.prototypes = copy_state(gathered.state())
+        self.supervision.refine(self.prototypes.get("prototypes"))
+        return gathered if self.hyper.prototype_pass == "training" else None
+
+    def _gather_in_order(self, gathered: SitePrototypes) -> None:
+        """Prototypes of the personal model as it is, over the training images without augmentation."""
+        self.personal.eval()
+        with torch.no_grad():
+            for images, targets, _ in self.site.ordered("train"):
+                gathered.add(*self.personal.features_and_output(images), targets)
+
+    def _stage(self, stage: int, validation: dict[str, float | None]) -> int:
+        """The stage of the coming epoch; `stage` is that of the one before, 0 at the start of a round."""
+        hyper = self.hyper
+        if hyper.det_steps == "E" or (hyper.stage_rule == "official" and self.site.task.local_epochs < 2):
+            return EXCHANGE  # after a single epoch of recovery none would be left in which the deputy teaches
+        if hyper.stage_rule == "official" and stage == 0:
+            return RECOVER
+        metrics = validation
+        if stage != 0 or hyper.metric_split != "validation":
+            metrics = {"global": self._metric(self.deputy), "personal": self._metric(self.personal)}
+        phi = {role: math.nan if value is None else value for role, value in metrics.items()}
+        found = next_stage(stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, hyper.stage_rule)
+        return min(found, EXCHANGE) if hyper.det_steps == "RE" else found
+
+    def _metric(self, model: nn.Module) -> float | None:
+        metric = self.site.task.metric
+        return self.site.score(self.site.predictor(model), self.hyper.metric_split, [metric]).values[metric]
+
+    def _losses(self, images: Tensor, targets: Tensor, gathered: SitePrototypes | None) -> list[Tensor]:
+        """[L_P, L_D] of a batch (Eq. 5-6), or [L_sup] of the only model."""
+        features, logits = self.personal.features_and_output(images)
+        if gathered is not None:
+            gathered.add(features, logits, targets)
+        own = self.supervision(logits, targets)
+        if self._alone:
+            return [own]
+        answer = self.deputy(images)
+        other = self.supervision(answer, targets)
+        own_logits, other_logits = (class_logits(output, self.site.task).flatten(0, 1) for output in (logits, answer))
+        if self.stages[-1] in (EXCHANGE, SUBLIMATE):
+            own = own + distillation_loss(own_logits, other_logits, self.hyper.distillation)
+        if self.stages[-1] in (RECOVER, EXCHANGE):
+            other = other + distillation_loss(other_logits, own_logits, self.hyper.distillation)
+        return [own, other]

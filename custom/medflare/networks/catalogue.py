@@ -1,0 +1,62 @@
+"""Networks by configuration. Every one is a `features.FeatureNetwork`: it returns features and output, as alignment and prototypes need."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from medflare.core.errors import ConfigError
+from medflare.core.rng import seeded
+from medflare.networks import classifiers, segmenters
+from medflare.networks.features import FeatureNetwork
+from medflare.tasks.config import TaskConfig, unknown
+
+NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
+    "compact_selector": classifiers.compact_selector,
+    "deeplab": segmenters.deeplab,
+    "efficientnet_b0": classifiers.efficientnet_b0,
+    "resnet18": classifiers.resnet18,
+    "resnet50": classifiers.resnet50,
+    "small_cnn": classifiers.small_cnn,
+    "unet": segmenters.unet,
+    "vgg11": classifiers.vgg11,
+    "vgg16_slim": classifiers.vgg16_slim,
+}
+
+
+def build_network(spec: Mapping[str, Any], in_channels: int, out_channels: int) -> FeatureNetwork:
+    """The network that `spec` names, for example {"name": "unet", "channels": [16, 32, 64]}, with random weights.
+
+    Raises:
+        ConfigError: unknown name or argument, or a value that the network refuses.
+    """
+    settings = dict(spec)
+    name = settings.pop("name", None)
+    if name not in NETWORKS:
+        raise unknown("network", str(name), NETWORKS, "network")
+    build = NETWORKS[name]
+    accepted = [key for key in inspect.signature(build).parameters if key not in ("in_channels", "out_channels")]
+    for key in settings:
+        if key not in accepted:
+            raise unknown("argument", key, accepted, f"network {name}")
+    try:
+        network = build(in_channels, out_channels, **settings)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise ConfigError(f"network {name}: {' '.join(str(error).split())}; check its arguments {settings}") from error
+    network.settings = {"spec": dict(spec), "in_channels": in_channels, "out_channels": out_channels}
+    return network
+
+
+def initial_network(
+    task: TaskConfig, seed: int, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None
+) -> FeatureNetwork:
+    """A network with its initial weights: a function of (seed, purpose) alone, hence equal on the server and at every site.
+
+    Args:
+        task: gives the image channels, and the network and the outputs unless the next arguments do.
+        seed: of the run.
+        purpose: "model", "selector", ...: another purpose, other weights.
+        spec: another network than the task's.
+        outputs: another number of output channels than the task's.
+    """
+    with seeded(seed, "initial", purpose):
+        return build_network(spec or task.network, task.channels, outputs or task.outputs)

@@ -1,0 +1,124 @@
+"""Classification networks: VGG variants, ResNet and EfficientNet (MONAI); FedSM's selectors are among them."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from medflare.networks.features import FeatureNetwork
+
+
+def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureNetwork:
+    """VGG-11 without batch normalisation (Simonyan and Zisserman, 2015), FedSM's model selector: 129 million parameters.
+
+    Features are the 4096 activations before the last layer. Images need at least 32 pixels a side.
+    """
+    stages = _convolutions(in_channels, [[64], [128], [256, 256], [512, 512], [512, 512]], batch_norm=False)
+    body = nn.Sequential(
+        stages,
+        nn.AdaptiveAvgPool2d(7),
+        nn.Flatten(),
+        *(nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Dropout(dropout)),
+        *(nn.Linear(4096, 4096), nn.ReLU()),
+    )
+    network = FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(4096, out_channels)))
+    return _initialised(network)
+
+
+def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64) -> FeatureNetwork:
+    """A small model selector: two linear layers on a `side` x `side` thumbnail, 28 thousand parameters for RGB.
+
+    Thumbnails carry what tells sites apart (brightness, contrast, colour, framing; nothing is normalised away), and the short
+    way to them learns in tens of steps, as many as a federation has rounds when the selector takes one step a round.
+    """
+    body = nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(in_channels * side * side, hidden), nn.ReLU())
+    return FeatureNetwork(body, nn.Linear(hidden, out_channels))
+
+
+def small_cnn(in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64), batch_norm: bool = False) -> FeatureNetwork:
+    """Strided convolutions and global average pooling, 24 thousand parameters: a classifier for trials on a CPU."""
+    layers: list[nn.Module] = []
+    for width_in, width_out in zip([in_channels, *channels], channels, strict=False):
+        layers.append(nn.Conv2d(width_in, width_out, 3, stride=2, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(width_out)] if batch_norm else []
+        layers.append(nn.ReLU())
+    body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return _initialised(FeatureNetwork(body, nn.Linear(channels[-1], out_channels)))
+
+
+def vgg16_slim(in_channels: int, out_channels: int, dimension: int = 64) -> FeatureNetwork:
+    """PRR's slim VGG16-BN (Chen et al., TMI 2022): narrow stages, no convolution bias, global pooling, a `dimension`-d feature.
+
+    Images need at least 32 pixels a side.
+    """
+    stages = _convolutions(in_channels, [[32, 32], [64, 64], [128] * 3, [128] * 3, [256] * 3], batch_norm=True)
+    reduce = (nn.Linear(256, dimension, bias=False), nn.BatchNorm1d(dimension), nn.ReLU())
+    body = nn.Sequential(stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *reduce)
+    return _initialised(FeatureNetwork(body, nn.Linear(dimension, out_channels, bias=False)))
+
+
+def resnet18(in_channels: int, out_channels: int, small_images: bool = False) -> FeatureNetwork:
+    """ResNet-18 (MONAI); features are the 512 pooled channels. `small_images` leaves out the stem's stride and pooling."""
+    return _resnet("basic", [2, 2, 2, 2], 512, in_channels, out_channels, small_images)
+
+
+def resnet50(in_channels: int, out_channels: int, small_images: bool = False) -> FeatureNetwork:
+    """ResNet-50 (MONAI); features are the 2048 pooled channels. `small_images` leaves out the stem's stride and pooling."""
+    return _resnet("bottleneck", [3, 4, 6, 3], 2048, in_channels, out_channels, small_images)
+
+
+def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2) -> FeatureNetwork:
+    """EfficientNet-B0 (MONAI, from random weights); features are the 1280 pooled channels.
+
+    It draws from torch's global generator in training (dropout and dropped residual branches): train it inside `core.rng.seeded`.
+    """
+    from monai.networks.nets.efficientnet import EfficientNetBN
+
+    body = EfficientNetBN("efficientnet-b0", pretrained=False, in_channels=in_channels, num_classes=out_channels)
+    body.set_swish(memory_efficient=False)  # the default has no second derivative and cannot be exported
+    features = body._fc.in_features
+    body._dropout, body._fc = nn.Identity(), nn.Identity()
+    return FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels)))
+
+
+def _resnet(block: str, layers: list[int], features: int, in_channels: int, out_channels: int, small_images: bool) -> FeatureNetwork:
+    from monai.networks.nets.resnet import ResNet
+
+    body = ResNet(
+        block,
+        layers,
+        [64, 128, 256, 512],
+        spatial_dims=2,
+        n_input_channels=in_channels,
+        conv1_t_size=3 if small_images else 7,
+        conv1_t_stride=1 if small_images else 2,
+        no_max_pool=small_images,
+        feed_forward=False,
+        bias_downsample=False,
+    )
+    return FeatureNetwork(body, nn.Linear(features, out_channels))
+
+
+def _convolutions(in_channels: int, stages: Sequence[Sequence[int]], batch_norm: bool) -> nn.Sequential:
+    """VGG's 3 x 3 convolutions with ReLU; every stage ends in 2 x 2 max pooling."""
+    layers: list[nn.Module] = []
+    width = in_channels
+    for stage in stages:
+        for channels in stage:
+            layers.append(nn.Conv2d(width, channels, 3, padding=1, bias=not batch_norm))
+            layers += [nn.BatchNorm2d(channels)] if batch_norm else []
+            layers.append(nn.ReLU())
+            width = channels
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers)
+
+
+def _initialised(network: FeatureNetwork) -> FeatureNetwork:
+    """Weights as VGG draws them: He initialisation for convolutions, a normal of standard deviation 0.01 for linear layers."""
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, 0, 0.01)
+        if isinstance(layer, nn.Conv2d | nn.Linear) and layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+    return network

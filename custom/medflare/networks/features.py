@@ -1,0 +1,51 @@
+"""What every network of this room is: a body that computes features and a head that turns them into logits."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from medflare.tasks.config import TaskConfig
+
+
+class FeatureNetwork(nn.Module):
+    """A body that computes features and a head that turns them into logits.
+
+    Segmentation: features (N, D, H, W), the last decoder map at the image's size; logits (N, outputs, H, W).
+    Classification: features (N, D), the pooled vector before the last layer; logits (N, outputs).
+
+    Attributes:
+        settings: the arguments of `catalogue.build_network` that build its like; empty where it was built otherwise.
+    """
+
+    def __init__(self, body: nn.Module, head: nn.Module):
+        super().__init__()
+        self.body = body
+        self.head = head
+        self.settings: dict[str, Any] = {}
+
+    def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(features, logits) of images (N, C, H, W)."""
+        features = self.body(images)
+        return features, self.head(features)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of images (N, C, H, W)."""
+        return self.features_and_output(images)[1]
+
+
+class Probabilities(nn.Module):
+    """A network of logits followed by the task's sigmoid or softmax."""
+
+    def __init__(self, network: nn.Module, task: TaskConfig):
+        super().__init__()
+        self.network = network
+        self.task = task
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Probabilities of images (N, C, H, W)."""
+        return self.task.probabilities(self.network(images))
+
+
+def pooled(features: Tensor) -> Tensor:
+    """One vector per image, (N, D): a feature map (N, D, H, W) by its mean over the pixels, vectors as they are."""
+    return features.flatten(2).mean(dim=2) if features.ndim > 2 else features

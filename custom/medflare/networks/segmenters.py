@@ -1,0 +1,87 @@
+"""Segmentation networks: MONAI's U-Net and DeepLab-v2 on MONAI's ResNet-18."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from medflare.networks.features import FeatureNetwork
+
+_NORMS = ("instance", "batch")
+
+
+def unet(
+    in_channels: int,
+    out_channels: int,
+    channels: Sequence[int] = (16, 32, 64, 128),
+    norm: str = "instance",
+    num_res_units: int = 0,
+) -> FeatureNetwork:
+    """MONAI's U-Net (2-D, stride 2 between levels) up to its last decoder map, and a 1 x 1 convolution as head.
+
+    Args:
+        channels: feature maps by level; the image's sides must be multiples of 2 ** (levels - 1).
+        norm: "instance" (no state, as FedSM) or "batch".
+        num_res_units: residual units per level, 0 for plain convolutions.
+    """
+    from monai.networks.blocks.acti_norm import ADN
+    from monai.networks.nets.unet import UNet
+
+    if norm not in _NORMS:
+        raise ValueError(f"norm must be {' or '.join(_NORMS)}, got {norm!r}")
+    body = UNet(2, in_channels, channels[0], channels, strides=[2] * (len(channels) - 1), num_res_units=num_res_units, norm=norm)
+    last = ADN(ordering="NA", in_channels=channels[0], act="prelu", norm=norm, norm_dim=2)
+    return FeatureNetwork(nn.Sequential(body, last), nn.Conv2d(channels[0], out_channels, kernel_size=1))
+
+
+class _DilatedResNet(nn.Module):
+    """MONAI's ResNet-18 without pooling at the end; the last two stages trade their stride for dilation, so 1/8 of the size remains."""
+
+    def __init__(self, in_channels: int):
+        super().__init__()
+        from monai.networks.nets.resnet import ResNet
+
+        layout = {"block": "basic", "layers": [2, 2, 2, 2], "block_inplanes": [64, 128, 256, 512]}
+        resnet = ResNet(**layout, spatial_dims=2, n_input_channels=in_channels, conv1_t_stride=2, feed_forward=False, bias_downsample=False)
+        self.stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.act, resnet.maxpool)
+        self.stages = nn.Sequential(resnet.layer1, resnet.layer2, _dilated(resnet.layer3, 2), _dilated(resnet.layer4, 4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.stages(self.stem(images))
+
+
+def _dilated(stage: nn.Module, dilation: int) -> nn.Module:
+    for layer in stage.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.stride = (1, 1)
+            if layer.kernel_size == (3, 3):
+                layer.dilation = layer.padding = (dilation, dilation)
+    return stage
+
+
+class _AtrousPyramid(nn.Module):
+    """Atrous spatial pyramid pooling (Chen et al., 2018, Sec. 3.2): parallel dilated convolutions, summed, at the image's size."""
+
+    def __init__(self, backbone: nn.Module, width: int, rates: Sequence[int]):
+        super().__init__()
+        self.backbone = backbone
+        self.branches = nn.ModuleList(nn.Conv2d(512, width, 3, padding=rate, dilation=rate) for rate in rates)
+
+    def forward(self, images: Tensor) -> Tensor:
+        deep = self.backbone(images)
+        summed = torch.stack([branch(deep) for branch in self.branches]).sum(dim=0)
+        return functional.interpolate(functional.relu(summed), size=images.shape[2:], mode="bilinear", align_corners=False)
+
+
+def deeplab(in_channels: int, out_channels: int, width: int = 64, rates: Sequence[int] = (6, 12, 18, 24)) -> FeatureNetwork:
+    """DeepLab-v2 (Chen et al., 2018) with ResNet-18; features are the pyramid's sum at the image's size.
+
+    The published head ends every branch in its own 1 x 1 convolutions before the sum; here the branches share one after it,
+    so that there is one feature map to align. Interpolation and a 1 x 1 convolution commute, so the order costs nothing.
+
+    Args:
+        width: channels of the feature map.
+        rates: dilation of the parallel branches.
+    """
+    return FeatureNetwork(_AtrousPyramid(_DilatedResNet(in_channels), width, rates), nn.Conv2d(width, out_channels, kernel_size=1))

@@ -1,0 +1,95 @@
+"""DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Alg. 1) with Opacus; needs `medflare[privacy]`.
+
+    g_t <- (Σ_{i in B_t} g_t(x_i) min(1, C / ||g_t(x_i)||_2) + N(0, σ² C² I)) / L
+
+B_t holds every patient with probability q, by one image each, and L = q · patients is its expected size. Opacus gives the
+gradient of every image and the accountant. Noise and samples come from a generator of medflare's own: PyTorch's takes 32 bits of a
+seed on the CPU, few enough to try them all.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from opacus import GradSampleModule
+from opacus.accountants import RDPAccountant
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+
+from medflare.core.rng import seeded
+from medflare.privacy.ledger import Release
+from medflare.sites.site import Site
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def epsilon_of(releases: Sequence[Release], delta: float) -> float:
+    """ε at δ of everything together: Rényi DP of the sampled Gaussian mechanism (Mironov et al., arXiv 1908.10530), an upper bound.
+
+    Neighbouring data sets differ by one patient, added or removed.
+    """
+    accountant = RDPAccountant()
+    accountant.history = [tuple(release) for release in releases]
+    with warnings.catch_warnings():  # that another order α might give a smaller bound; this one holds
+        warnings.simplefilter("ignore")
+        return float(accountant.get_epsilon(delta))
+
+
+class NoisyOptimizer(DPOptimizer):
+    """Opacus's optimizer with noise from a NumPy generator.
+
+    Args:
+        random: where the noise comes from.
+        settings: as for Opacus: noise_multiplier σ, max_grad_norm C, expected_batch_size L.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, random: np.random.Generator, **settings: Any):
+        super().__init__(optimizer, **settings)
+        self.random = random
+
+    def add_noise(self) -> None:
+        deviation = self.noise_multiplier * self.max_grad_norm
+        for parameter in self.params:
+            noise = torch.from_numpy(self.random.normal(0.0, deviation, tuple(parameter.shape)))
+            parameter.grad = parameter.summed_grad.view_as(parameter) + noise.to(parameter)
+
+
+def train_dp_sgd(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    site: Site,
+    release: Release,
+    clip: float,
+    random: np.random.Generator,
+    loss: Loss | None = None,
+) -> None:
+    """Train `model` in place for the steps of `release`.
+
+    Args:
+        model: without layers that mix the images of a batch (`privacy.check_private`).
+        clip: C, the largest norm of one patient's gradient.
+        random: the source of samples, augmentation, dropout and noise.
+        loss: (model, images, targets) -> the mean of the images' losses; default: the task's loss of the model's output.
+    """
+    model.train()
+    expected = release.rate * site.training_patients
+    hooks = GradSampleModule(model, loss_reduction="mean")
+    noisy = NoisyOptimizer(optimizer, random, noise_multiplier=release.noise, max_grad_norm=clip, expected_batch_size=expected)
+    try:
+        with seeded(int(random.integers(2**62)), "dropout"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing")  # as it must, for the first layer
+            for images, targets, _ in site.drawn_patients(release.rate, release.steps, random):
+                noisy.zero_grad(set_to_none=True)
+                if len(images):
+                    value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
+                    value.backward()
+                else:  # nobody was drawn; the step is noise alone, and looks like any other
+                    for parameter in noisy.params:
+                        parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))
+                noisy.step()
+    finally:
+        noisy.zero_grad(set_to_none=True)
+        hooks.remove_hooks()
+        hooks.del_grad_sample()

@@ -1,0 +1,126 @@
+"""Training with differential privacy as a part of methods: its settings, what it can be used with, what it has cost.
+
+Site halves opt in: their hyper-parameters inherit `PrivacyHyper`, and their training goes through `FedAvgSite.descend`. What is
+protected is a training patient, with all images. The mechanism is in `dp_sgd.py`, which alone needs Opacus.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import param
+from medflare.core.packages import installed
+from medflare.networks.catalogue import build_network
+from medflare.privacy.ledger import Release
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.losses import pools_images
+
+PREFIX = "dp_"  # of the names below
+
+
+@dataclass(frozen=True)
+class PrivacyHyper:
+    dp_noise: float = param(
+        0.0, "noise of DP-SGD, its deviation in units of dp_clip; 0: no DP-SGD", symbol="σ", source="Abadi 2016, Alg. 1", low=0
+    )
+    dp_clip: float = param(1.0, "largest norm of one patient's gradient", symbol="C", source="Abadi 2016, Alg. 1", low=1e-6)
+    dp_delta: float = param(1e-5, "δ that ε is given for", symbol="δ", source="Abadi 2016, Sec. 2.1", low=1e-12, high=0.1)
+
+
+def is_private(hyper: object) -> bool:
+    """Whether these settings ask for DP-SGD."""
+    return isinstance(hyper, PrivacyHyper) and hyper.dp_noise > 0
+
+
+def check_private(task: TaskConfig) -> None:
+    """Before anything starts: what a patient changes must pass through that patient's own gradient.
+
+    Raises:
+        ConfigError: a layer or the loss mixes the images of a batch; names it and the remedy.
+    """
+    with torch.device("meta"):
+        network = build_network(task.network, task.channels, task.outputs)
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
+            raise ConfigError(
+                f"dp_noise: layer {name} ({type(layer).__name__}) of network {task.network['name']} mixes the images of a batch, so "
+                "none has a gradient of its own; set task.network.norm=instance (unet), or take a network without it (small_cnn, vgg11)"
+            )
+    if reason := pools_images(task):
+        raise ConfigError(f"dp_noise: loss {task.loss['name']} gives no image a gradient of its own: {reason}")
+
+
+def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
+    """What only the site can tell.
+
+    Raises:
+        ConfigError: Opacus is missing, or δ is so large that giving away one patient outright would be allowed.
+    """
+    _dp_sgd(site)
+    if hyper.dp_delta * site.training_patients >= 1:
+        raise ConfigError(
+            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below 1 / {site.training_patients} training patients, "
+            "so it would allow to give one of them away; choose it far smaller"
+        )
+
+
+def train_privately(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    site: Site,
+    hyper: PrivacyHyper,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
+) -> None:
+    """A round of DP-SGD, counted before its first step: a crash must not make it cheaper.
+
+    Raises:
+        PrivacyError: the site's own budget does not allow it.
+    """
+    dp_sgd = _dp_sgd(site)
+    release = planned(site, hyper)
+    if site.budget is not None:
+        site.budget.charge(release, dp_sgd.epsilon_of)
+    site.ledger.add(release)
+    dp_sgd.train_dp_sgd(model, optimizer, site, release, hyper.dp_clip, secret(), loss)
+
+
+def planned(site: Site, hyper: PrivacyHyper) -> Release:
+    """One round: as many steps an epoch as draw every patient once on average."""
+    patients, batch = site.training_patients, site.batch_size
+    return Release(hyper.dp_noise, min(1.0, batch / patients), site.task.local_epochs * math.ceil(patients / batch))
+
+
+def secret() -> np.random.Generator:
+    """A generator from 128 bits of the operating system, nowhere kept.
+
+    The run's seed will not do: the server knows it, and could take the noise out again and tell who was drawn.
+    """
+    return np.random.default_rng()
+
+
+def spent(site: Site, hyper: PrivacyHyper) -> dict[str, Any] | None:
+    """What the site's training has cost its patients in this run so far: {"epsilon", "delta", "steps"}; None before it trained."""
+    releases = site.ledger.releases()
+    if not releases:
+        return None
+    epsilon = _dp_sgd(site).epsilon_of(releases, hyper.dp_delta)
+    steps = sum(release.steps for release in releases)
+    return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": hyper.dp_delta, "steps": steps}
+
+
+def _dp_sgd(site: Site) -> ModuleType:
+    if not installed("opacus"):
+        raise ConfigError(f"site {site.name}: dp_noise needs Opacus, which is not installed; pip install 'medflare[privacy]'")
+    from medflare.privacy import dp_sgd
+
+    return dp_sgd

@@ -1,0 +1,148 @@
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medflare.core.errors import DataError
+from medflare.data.datalist import SPLITS, Entry, assign_splits, listed_splits, read_datalist
+
+
+def _entries(**patients: list[str]) -> list[Entry]:
+    """Entries by split; one image per mention of a patient."""
+    return [
+        Entry(Path(f"{split}{number}.png"), 0, patient, split, f"datalist.json {split}[{number}]")
+        for split, names in patients.items()
+        for number, patient in enumerate(names)
+    ]
+
+
+def _homes(entries: list[Entry]) -> dict[str, set[str]]:
+    homes: dict[str, set[str]] = {split: set() for split in SPLITS}
+    for entry in entries:
+        homes[entry.split].add(entry.patient)
+    return homes
+
+
+def test_reading(make_site: Callable[..., Path]) -> None:
+    folder = make_site({"training": ["a", "a"], "test": ["b"]})
+    entries = read_datalist(folder, "segmentation")
+    assert [(entry.patient, entry.split) for entry in entries] == [("a", "training"), ("a", "training"), ("b", "test")]
+    assert entries[0].image == folder / "images/0.png" and entries[0].label == folder / "images/0_mask.png"
+    assert listed_splits(folder) == ("training", "test")
+
+
+def test_without_patient_the_image_is_its_own(make_site: Callable[..., Path], edit: Callable[..., None]) -> None:
+    folder = make_site()
+    edit(folder, lambda content: [entry.pop("patient") for split in content.values() for entry in split])
+    assert len({entry.patient for entry in read_datalist(folder, "segmentation")}) == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "no list named training"),
+        ('{"train": []}', "no list named training"),
+        ('{"training": {}}', "'training' must be a list"),
+        ('{"training": ["a.png"]}', r"training\[0\]: an entry is an object"),
+        ('{"training": [{"label": "m.png"}]}', r"training\[0\]: an entry is an object"),
+        ('{"training": [{"image": "a.png"}]}', "a.png has no label"),
+        ('{"training": [{"image": "a.png", "label": 1}]}', "is a mask file"),
+        ('{"training": [{"image": "a.png", "label": []}]}', "is a mask file"),
+    ],
+)
+def test_malformed_lists(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "datalist.json").write_text(content)
+    with pytest.raises(DataError, match=words):
+        read_datalist(tmp_path, "segmentation")
+
+
+def test_missing_list(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"datalist.json: file not found"):
+        read_datalist(tmp_path, "segmentation")
+
+
+def test_given_splits_stay() -> None:
+    entries = _entries(training=["a", "b"], validation=["c"], test=["d"])
+    assert assign_splits(entries, SPLITS, "A") == entries
+
+
+def test_a_patient_in_two_splits() -> None:
+    with pytest.raises(DataError, match=r"test\[0\]: patient a is also in datalist.json training\[0\]"):
+        assign_splits(_entries(training=["a"], validation=["b"], test=["a"]), SPLITS, "A")
+
+
+def test_an_image_listed_twice() -> None:
+    entries = _entries(training=["a", "a"])
+    entries[1] = Entry(entries[0].image, 0, "a", "training", "datalist.json training[1]")
+    with pytest.raises(DataError, match="list it once"):
+        assign_splits(entries, ("training",), "A")
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        (("training",), {"training": 70, "validation": 10, "test": 20}),
+        (("training", "test"), {"training": 88, "validation": 12}),  # 70 : 10
+        (("training", "validation"), {"training": 78, "test": 22}),  # 70 : 20
+    ],
+)
+def test_missing_splits_are_drawn_by_patient(listed: tuple[str, ...], expected: dict[str, int]) -> None:
+    given = {split: [f"{split}-{n}" for n in range(5)] for split in listed if split != "training"}
+    entries = _entries(training=[f"p{n}" for n in range(100) for _ in range(2)], **given)
+    drawn = assign_splits(entries, listed, "A")
+    homes = _homes([entry for entry in drawn if entry.patient.startswith("p")])
+    assert {split: len(patients) for split, patients in homes.items() if patients} == expected
+    assert sum(map(len, homes.values())) == 100  # nobody in two places
+    assert drawn == assign_splits(entries, listed, "A")
+    assert drawn != assign_splits(entries, listed, "B")
+    assert drawn != assign_splits(entries, listed, "A", resplit=1)
+
+
+def test_few_patients() -> None:
+    drawn = assign_splits(_entries(training=["a", "b", "c"]), ("training",), "A")
+    assert Counter(entry.split for entry in drawn) == {"training": 1, "validation": 1, "test": 1}
+    with pytest.raises(DataError, match=r"site A: 2 patient\(s\) in 'training' cannot be split in training, validation, test"):
+        assign_splits(_entries(training=["a", "b", "b"]), ("training",), "A")
+
+
+def test_no_training_list() -> None:
+    with pytest.raises(DataError, match=r"site A: datalist.json has no list 'training'"):
+        assign_splits(_entries(validation=["a"], test=["b"]), ("validation", "test"), "A")
+
+
+def test_outside_sites_need_a_test_list_only() -> None:
+    only_test = _entries(test=["a"])
+    assert assign_splits(only_test, ("test",), "A", outside=True) == only_test
+    used = assign_splits(_entries(training=["a", "b"]), ("training",), "A", outside=True)
+    assert {entry.split for entry in used} == {"test"}
+
+
+def test_resplit_keeps_proportions_and_patients_together() -> None:
+    entries = _entries(training=[f"t{n}" for n in range(12) for _ in range(3)], validation=["v0", "v1"], test=["x0", "x1", "x2", "x2"])
+    drawn = [assign_splits(entries, SPLITS, "A", resplit=seed) for seed in (0, 1)]
+    for redrawn in drawn:
+        homes = _homes(redrawn)
+        assert {split: len(patients) for split, patients in homes.items()} == {"training": 12, "validation": 2, "test": 3}
+        assert sum(map(len, homes.values())) == 17
+        assert [entry.image for entry in redrawn] == [entry.image for entry in entries]
+    assert drawn[0] != drawn[1] and drawn[0] != entries
+    assert drawn[1] == assign_splits(entries, SPLITS, "A", resplit=1)
+
+
+def test_every_patient_is_tested_on_once_in_a_while() -> None:
+    entries = _entries(training=[f"t{n}" for n in range(6)], validation=["v"], test=["x"])
+    tested = {entry.patient for seed in range(40) for entry in assign_splits(entries, SPLITS, "A", resplit=seed) if entry.split == "test"}
+    assert len(tested) == 8
+
+
+def test_real_lists_keep_patients_apart(shared_data: Callable[[str], Path]) -> None:
+    for federation, kind in (("brain_lgg", "segmentation"), ("ham10000", "classification"), ("fundus_vessels", "segmentation")):
+        for folder in sorted(shared_data(federation).glob("*/")):
+            entries = read_datalist(folder, kind)
+            assert assign_splits(entries, listed_splits(folder), folder.name) == entries
+            content: dict[str, Any] = json.loads((folder / "datalist.json").read_text())
+            assert len(entries) == sum(len(content[split]) for split in SPLITS)

@@ -1,0 +1,164 @@
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from medflare.core.errors import DataError
+from medflare.data import decoding
+from medflare.data.decoding import Decoded, FileSource, decode, decoded_once
+from medflare.data.splits import load_site_data
+from medflare.tasks.config import TaskConfig
+
+TaskOf = Callable[..., TaskConfig]
+SiteOf = Callable[..., Path]
+
+
+def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
+    """Two LPS volumes; volume v has intensity 100 v + slice, and foreground on slices 1 and 3."""
+    folder.mkdir()
+    listed: dict[str, list[dict[str, str]]] = {"training": [], "validation": [], "test": []}
+    for number, split in enumerate(listed):
+        volume = np.zeros(shape, np.float32) + 100 * number + np.arange(shape[2])
+        mask = np.zeros(shape, np.uint8)
+        mask[4:8, 4:8, [1, 3]] = 1
+        nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), folder / f"v{number}.nii.gz")
+        nibabel.save(nibabel.Nifti1Image(mask, np.diag([-1, -1, 1, 1])), folder / f"m{number}.nii.gz")
+        listed[split].append({"image": f"v{number}.nii.gz", "label": f"m{number}.nii.gz"})
+    (folder / "datalist.json").write_text(json.dumps(listed))
+    return folder
+
+
+def _decoded(folder: Path, task: TaskConfig) -> Decoded:
+    source = FileSource(folder, task)
+    return decode(task, source, source.entries())
+
+
+def test_pictures(make_site: SiteOf, make_task: TaskOf) -> None:
+    decoded = _decoded(make_site(), make_task())
+    assert decoded.images.shape == (10, 1, 16, 16) and decoded.images.dtype == torch.float32
+    assert decoded.targets.shape == (10, 16, 16) and decoded.targets.dtype == torch.int64
+    assert decoded.targets.flatten(1).sum(dim=1).tolist() == [16] * 10
+    assert decoded.names == [f"{number}.png" for number in range(10)]
+    bright = decoded.images[:, 0] > 0.55
+    torch.testing.assert_close(bright.long(), decoded.targets)  # picture and mask belong together
+
+
+def test_target_shapes(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    several = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1], "b": [1]})
+    targets = _decoded(folder, several).targets
+    assert targets.shape == (10, 2, 16, 16) and targets.dtype == torch.float32
+    shades = _decoded(make_site(kind="classification", name="B"), make_task("classification"))
+    assert shades.targets.tolist() == [number % 3 for number in range(10)]
+
+
+@pytest.mark.parametrize(("keep", "slices"), [("all", [0, 1, 2, 3, 4]), ("foreground", [1, 3])])
+def test_volumes_become_slices(tmp_path: Path, make_task: TaskOf, keep: str, slices: list[int]) -> None:
+    raw = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 1, "b_min": 0, "b_max": 1}
+    decoded = _decoded(_volumes(tmp_path / "V"), make_task(slices={"axis": 2, "keep": keep}, intensity=raw))
+    assert decoded.names == [f"v{volume}.nii.gz[{number}]" for volume in range(3) for number in slices]
+    assert decoded.entries == [volume for volume in range(3) for _ in slices]
+    assert decoded.images[:, 0, 0, 0].tolist() == [100 * volume + number for volume in range(3) for number in slices]
+    assert [bool(target.any()) for target in decoded.targets] == [number in (1, 3) for _ in range(3) for number in slices]
+
+
+def test_slices_of_a_volume_stay_in_one_split(tmp_path: Path, make_task: TaskOf) -> None:
+    data = load_site_data("V", make_task(), _volumes(tmp_path / "V"))
+    assert [len(data.split(name)) for name in ("train", "validation", "test")] == [5, 5, 5]
+    assert set(data.train.patients) == {"v0.nii.gz"} and set(data.test.patients) == {"v2.nii.gz"}
+
+
+def test_other_axis(tmp_path: Path, make_task: TaskOf) -> None:
+    decoded = _decoded(_volumes(tmp_path / "V", (12, 14, 5)), make_task(slices={"axis": 1}))
+    assert len(decoded.images) == 3 * 12  # LPS volumes are read as (posterior, left, superior)
+
+
+def test_a_volume_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> None:
+    folder = _volumes(tmp_path / "V")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((16, 16, 5), np.uint8), np.diag([-1, -1, 1, 1])), folder / "m1.nii.gz")
+    with pytest.raises(DataError, match="split 'validation' holds no image"):
+        load_site_data("V", make_task(slices={"keep": "foreground"}), folder)
+
+
+def test_mask_of_another_size(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    other = make_site(name="B", side=20)
+    (folder / "images/3_mask.png").write_bytes((other / "images/3_mask.png").read_bytes())
+    with pytest.raises(DataError, match=r"3_mask.png: the mask is 20 x 20, its image .*3.png is 16 x 16"):
+        _decoded(folder, make_task())
+
+
+def test_masks_of_different_sizes(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
+    folder, other = make_site(), make_site(name="B", side=20)
+    edit(folder, lambda content: content["training"][0].update(label=["images/0_mask.png", f"../{other.name}/images/0_mask.png"]))
+    with pytest.raises(DataError, match=r"0_mask.png is 16 x 16; store masks of one size"):
+        _decoded(folder, make_task(target="multilabel", labels=["a", "b"]))
+
+
+def test_once_per_process(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    load_site_data("A", make_task(), folder)
+    with patch.object(decoding, "decode", side_effect=AssertionError("decoded twice")):
+        load_site_data("A", make_task(batch_size=2, resplit=4), folder)  # neither setting concerns a single image
+    with pytest.raises(AssertionError), patch.object(decoding, "decode", side_effect=AssertionError):
+        load_site_data("A", make_task(size=[8, 8]), folder)
+
+
+def test_memory_is_bounded(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_KEPT_SITES", 2)
+    folder = make_site()
+    for side in (8, 12, 16, 20):
+        load_site_data("A", make_task(size=[side, side]), folder)
+    assert len(decoding._memory) == 2
+
+
+def test_cache_folder_serves_the_next_process(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    folder, cache = make_site(), tmp_path / "cache"
+    first = load_site_data("A", make_task(), folder, cache=cache)
+    decoding._memory.clear()  # what a new process starts with
+    with patch.object(decoding, "decode", side_effect=AssertionError("decoded twice")):
+        again = load_site_data("A", make_task(), folder, cache=cache)
+    for name in ("train", "validation", "test"):
+        torch.testing.assert_close(again.split(name).images, first.split(name).images, rtol=0, atol=0)
+        assert again.split(name).names == first.split(name).names and again.split(name).patients == first.split(name).patients
+        assert again.split(name).targets.dtype == first.split(name).targets.dtype
+
+
+def test_cache_notices_changes_and_damage(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    folder, cache = make_site(), tmp_path / "cache"
+    before = load_site_data("A", make_task(), folder, cache=cache)
+    (folder / "images/0.png").write_bytes((folder / "images/1.png").read_bytes())
+    os.utime(folder / "images/0.png", ns=(1, 1))
+    decoding._memory.clear()
+    after = load_site_data("A", make_task(), folder, cache=cache)
+    assert not torch.equal(after.train.images[0], before.train.images[0])
+    torch.testing.assert_close(after.train.images[0], before.train.images[1])
+    (file,) = cache.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 255
+    file.write_bytes(content)
+    decoding._memory.clear()
+    healed = load_site_data("A", make_task(), folder, cache=cache)
+    torch.testing.assert_close(healed.test.targets, after.test.targets)
+    assert file.read_bytes() != bytes(content)
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert len(load_site_data("A", make_task(), make_site(), cache=tmp_path / "cache").train) == 5
+    assert "cannot be written" in caplog.text
+
+
+def test_phantom_source(make_task: TaskOf) -> None:
+    task = make_task(embedded="phantom", label_values={"square": [1, 2]}, channels=1, size=[32, 32])
+    source = decoding.PhantomSource("site-1", task)
+    decoded = decoded_once("site-1", task, source, source.entries()[:3], None)
+    assert decoded.images.shape == (3, 1, 32, 32) and 0.2 < decoded.images.max() <= 1 and decoded.targets.any()

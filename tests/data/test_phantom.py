@@ -1,0 +1,50 @@
+import time
+from itertools import combinations
+
+import numpy as np
+
+from medflare.data.phantom import SIDE, camera, photographs
+
+
+def test_a_site_is_a_function_of_its_name() -> None:
+    first, again = photographs("site-1"), photographs("site-1")
+    assert all((a.image == b.image).all() and (a.mask == b.mask).all() for a, b in zip(first, again, strict=True))
+    other = photographs("site-2")
+    assert not (first[0].image == other[0].image).all()
+
+
+def test_what_a_photograph_is() -> None:
+    found = photographs("hospital of nowhere")
+    for item in found:
+        assert item.image.shape == (SIDE, SIDE, 3) and item.image.dtype == np.uint8
+        assert item.mask.shape == (SIDE, SIDE) and set(np.unique(item.mask)) == {0, 1, 2}
+        cup, disc = (item.mask == 2).sum(), (item.mask > 0).sum()
+        assert 150 < disc < 1100 and 0 < cup < disc
+        inside, outside = item.image[item.mask > 0].mean(), item.image[item.mask == 0].mean()
+        assert inside > outside  # the disc is the bright thing
+    assert len({item.name for item in found}) == len(found)
+    assert {item.grade for item in found} <= {0, 1, 2}
+
+
+def test_patients_have_two_eyes_and_one_split() -> None:
+    found = photographs("site-3")
+    splits: dict[str, set[str]] = {}
+    for item in found:
+        splits.setdefault(item.patient, set()).add(item.split)
+    assert all(len(homes) == 1 for homes in splits.values())
+    assert len(found) == 2 * len(splits)
+    sizes = {split: sum(item.split == split for item in found) for split in ("training", "validation", "test")}
+    assert sizes["training"] > 35 and sizes["validation"] >= 12 and sizes["test"] >= 18
+
+
+def test_cameras_differ() -> None:
+    cameras = [camera(f"site-{number}") for number in range(1, 7)]
+    for first, second in combinations(cameras, 2):
+        assert np.abs(np.array(first.gains) - second.gains).max() + abs(first.gamma - second.gamma) > 0.05
+
+
+def test_generation_is_fast() -> None:
+    photographs("site-8")  # imports what draws
+    start = time.process_time()
+    photographs("site-9")
+    assert time.process_time() - start < 5  # 1 s on an idle core

@@ -1,0 +1,206 @@
+import warnings
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pydicom
+import pytest
+from PIL import Image
+from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
+
+from medflare.core import packages
+from medflare.core.errors import DataError
+from medflare.data.readers import read_image, read_mask
+
+GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)  # 3 rows, 4 columns: an exchange of axes shows
+COLOUR = np.stack([GREY, GREY + 50, GREY + 100], axis=-1)
+
+
+@pytest.mark.parametrize("ending", [".png", ".bmp", ".tif", ".tiff"])
+def test_pictures(tmp_path: Path, ending: str) -> None:
+    Image.fromarray(GREY).save(tmp_path / f"g{ending}")
+    Image.fromarray(COLOUR).save(tmp_path / f"c{ending}")
+    np.testing.assert_array_equal(read_image(tmp_path / f"g{ending}", 1), GREY[None])
+    np.testing.assert_array_equal(read_image(tmp_path / f"g{ending}", 3), np.stack([GREY] * 3))
+    np.testing.assert_array_equal(read_image(tmp_path / f"c{ending}", 3), COLOUR.transpose(2, 0, 1))
+    np.testing.assert_allclose(read_image(tmp_path / f"c{ending}", 1)[0], COLOUR @ [0.299, 0.587, 0.114], rtol=1e-5)
+    np.testing.assert_array_equal(read_mask(tmp_path / f"g{ending}"), GREY[None])
+
+
+def test_jpeg_and_capital_suffix(tmp_path: Path) -> None:
+    Image.fromarray(np.full((8, 6), 77, np.uint8)).save(tmp_path / "a.JPG", quality=95)
+    picture = read_image(tmp_path / "a.JPG", 1)
+    assert picture.shape == (1, 8, 6) and abs(picture - 77).max() <= 2
+
+
+def test_unusual_modes(tmp_path: Path) -> None:
+    Image.fromarray(GREY.astype(np.uint16) * 1000).save(tmp_path / "deep.png")
+    np.testing.assert_array_equal(read_image(tmp_path / "deep.png", 1)[0], GREY.astype(np.float32) * 1000)
+    Image.fromarray(GREY > 5).save(tmp_path / "bits.png")
+    np.testing.assert_array_equal(read_mask(tmp_path / "bits.png")[0], GREY > 5)
+    transparent = np.dstack([COLOUR, np.full_like(GREY, 200)])
+    Image.fromarray(transparent).save(tmp_path / "rgba.png")
+    np.testing.assert_array_equal(read_image(tmp_path / "rgba.png", 3), COLOUR.transpose(2, 0, 1))
+    palette = Image.fromarray(GREY % 3).convert("P")
+    palette.putpalette([0, 0, 0, 255, 0, 0, 0, 0, 255])
+    palette.putdata((GREY % 3).ravel().tolist())
+    palette.save(tmp_path / "palette.png")
+    np.testing.assert_array_equal(read_mask(tmp_path / "palette.png")[0], GREY % 3)
+    assert read_image(tmp_path / "palette.png", 3)[0].max() == 255
+    Image.fromarray(np.dstack([GREY] * 3)).save(tmp_path / "grey_as_rgb.png")
+    np.testing.assert_array_equal(read_mask(tmp_path / "grey_as_rgb.png"), GREY[None])
+
+
+def test_nifti_volumes_are_turned_to_one_orientation(tmp_path: Path) -> None:
+    volume = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)  # (left, posterior, superior) in LPS
+    nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), tmp_path / "lps.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(volume[::-1, ::-1].copy(), np.diag([1, 1, 1, 1])), tmp_path / "ras.nii")
+    expected = volume.transpose(1, 0, 2)[None]  # rows run to posterior, columns to the left
+    np.testing.assert_array_equal(read_image(tmp_path / "lps.nii.gz", 1), expected)
+    np.testing.assert_array_equal(read_image(tmp_path / "ras.nii", 1), expected)
+    np.testing.assert_array_equal(read_mask(tmp_path / "ras.nii"), expected)
+
+
+def test_nifti_channels_and_flat_images(tmp_path: Path) -> None:
+    several = np.arange(2 * 3 * 4 * 3, dtype=np.float32).reshape(2, 3, 4, 3)
+    nibabel.save(nibabel.Nifti1Image(several, np.diag([-1, -1, 1, 1])), tmp_path / "four.nii.gz")
+    np.testing.assert_array_equal(read_image(tmp_path / "four.nii.gz", 3), several.transpose(3, 1, 0, 2))
+    nibabel.save(nibabel.Nifti1Image(several[:, :, 0, 0], np.diag([-1, -1, 1, 1])), tmp_path / "flat.nii")
+    np.testing.assert_array_equal(read_image(tmp_path / "flat.nii", 1), several[:, :, 0, 0].T[None])
+
+
+def _dicom(path: Path, pixels: np.ndarray, position: int = 0, slope: float = 1, intercept: float = 0) -> None:
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    meta.MediaStorageSOPClassUID = CTImageStorage
+    meta.MediaStorageSOPInstanceUID = generate_uid()
+    file = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
+    file.SOPClassUID, file.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
+    file.SeriesInstanceUID, file.Modality, file.InstanceNumber = "1.2.3", "CT", position + 1
+    file.Rows, file.Columns = pixels.shape[:2]
+    file.SamplesPerPixel = 3 if pixels.ndim == 3 else 1
+    file.PhotometricInterpretation = "RGB" if pixels.ndim == 3 else "MONOCHROME2"
+    if pixels.ndim == 3:
+        file.PlanarConfiguration = 0
+    bits = 8 * pixels.dtype.itemsize
+    file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = bits, bits, bits - 1, 0
+    file.PixelSpacing, file.ImageOrientationPatient = [1, 1], [1, 0, 0, 0, 1, 0]
+    file.ImagePositionPatient = [0, 0, position]
+    file.RescaleSlope, file.RescaleIntercept = slope, intercept
+    file.PixelData = pixels.tobytes()
+    file.save_as(path, enforce_file_format=True)
+
+
+def test_dicom(tmp_path: Path) -> None:
+    _dicom(tmp_path / "g.dcm", GREY.astype(np.uint16) * 100, slope=2, intercept=-1000)
+    np.testing.assert_array_equal(read_image(tmp_path / "g.dcm", 1)[0], GREY.astype(np.float32) * 200 - 1000)
+    _dicom(tmp_path / "c.dcm", COLOUR)
+    np.testing.assert_array_equal(read_image(tmp_path / "c.dcm", 3), COLOUR.transpose(2, 0, 1))
+    assert pydicom.dcmread(tmp_path / "c.dcm").SamplesPerPixel == 3
+
+
+@pytest.mark.parametrize("frames", [3, 5])
+def test_frames_of_one_dicom_file_are_slices(tmp_path: Path, frames: int) -> None:
+    volume = np.random.default_rng(0).integers(0, 255, (frames, 3, 4)).astype(np.uint8)
+    _dicom(tmp_path / "grey.dcm", GREY)
+    _dicom(tmp_path / "colour.dcm", COLOUR)
+    for name, pixels in {"grey": volume, "colour": np.stack([volume, volume // 2, volume // 3], axis=-1)}.items():
+        cine = pydicom.dcmread(tmp_path / f"{name}.dcm")
+        cine.NumberOfFrames, cine.PixelData = frames, pixels.tobytes()
+        cine.save_as(tmp_path / f"{name}.dcm")
+    np.testing.assert_array_equal(read_image(tmp_path / "grey.dcm", 1)[0], volume.transpose(1, 2, 0))
+    np.testing.assert_array_equal(read_image(tmp_path / "colour.dcm", 3)[1], volume.transpose(1, 2, 0) // 2)
+
+
+def test_dicom_segmentations(tmp_path: Path) -> None:
+    frames = np.random.default_rng(0).integers(0, 2, (2, 3, 4)).astype(np.uint8)  # slices, rows, columns
+    _dicom(tmp_path / "seg.dcm", frames[0])
+    seg = pydicom.dcmread(tmp_path / "seg.dcm")
+    seg.NumberOfFrames, seg.PixelData = 2, frames.tobytes()
+    segment, frame, place = pydicom.Dataset(), pydicom.Dataset(), pydicom.Dataset()
+    segment.SegmentNumber, place.ReferencedSegmentNumber = 1, 1
+    frame.SegmentIdentificationSequence = [place]
+    seg.SegmentSequence, seg.PerFrameFunctionalGroupsSequence = [segment], [frame, frame]
+    seg.save_as(tmp_path / "seg.dcm")
+    np.testing.assert_array_equal(read_mask(tmp_path / "seg.dcm")[0], frames.transpose(1, 2, 0))
+
+
+def test_a_dicom_series_in_colour(tmp_path: Path) -> None:
+    (tmp_path / "series").mkdir()
+    for position in range(2):
+        _dicom(tmp_path / f"series/{position}.dcm", COLOUR + np.uint8(position), position=position)
+    volume = read_image(tmp_path / "series", 3)
+    np.testing.assert_array_equal(volume[..., 1], COLOUR.transpose(2, 0, 1) + 1)
+
+
+def test_dicom_without_suffix_or_position(tmp_path: Path) -> None:
+    _dicom(tmp_path / "IM0001", GREY)
+    np.testing.assert_array_equal(read_image(tmp_path / "IM0001", 1)[0], GREY)
+    radiograph = pydicom.dcmread(tmp_path / "IM0001")
+    del radiograph.ImageOrientationPatient, radiograph.ImagePositionPatient
+    radiograph.save_as(tmp_path / "1.2.840.1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing that a user could act on
+        np.testing.assert_array_equal(read_image(tmp_path / "1.2.840.1", 1)[0], GREY)
+
+
+def test_dicom_series_is_sorted_by_position(tmp_path: Path) -> None:
+    (tmp_path / "series").mkdir()
+    for name, position in (("b", 0), ("a", 1), ("c", 2)):
+        _dicom(tmp_path / f"series/{name}.dcm", GREY.astype(np.uint16) + 100 * position, position=position)
+    volume = read_image(tmp_path / "series", 1)
+    assert volume.shape == (1, 3, 4, 3)
+    for position in range(3):
+        np.testing.assert_array_equal(volume[0, :, :, position], GREY + 100.0 * position)
+
+
+def test_nan_and_infinity(tmp_path: Path) -> None:
+    for value in (np.nan, np.inf):
+        volume = np.zeros((2, 2, 2), np.float32)
+        volume[1, 1, 1] = value
+        nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), tmp_path / "bad.nii.gz")
+        with pytest.raises(DataError, match=r"bad.nii.gz: the image holds NaN or infinite values"):
+            read_image(tmp_path / "bad.nii.gz", 1)
+        with pytest.raises(DataError, match="not whole numbers"):
+            read_mask(tmp_path / "bad.nii.gz")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone.png: file not found"):
+        read_image(tmp_path / "gone.png", 1)
+    for name in ("broken.png", "broken.nii.gz", "broken.dcm", "broken.tif"):
+        (tmp_path / name).write_bytes(b"this is not an image")
+        with pytest.raises(DataError, match=rf"{name}: cannot be read as an image"):
+            read_image(tmp_path / name, 1)
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(tmp_path / "whole.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:1500])
+    with pytest.raises(DataError, match=r"cut.png: cannot be read"):
+        read_image(tmp_path / "cut.png", 1)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(DataError, match=r"unknown image format '.txt'"):
+        read_image(tmp_path / "notes.txt", 1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: cannot be read"):
+        read_image(tmp_path / "empty", 1)
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.png", "pillow"), ("a.nii.gz", "nibabel"), ("a.dcm", "pydicom")])
+def test_a_decoder_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    (tmp_path / name).write_bytes(b"anything")
+    with pytest.raises(DataError, match=rf"{name}: .* needs the package {package}, .* pip install {package}$"):
+        read_image(tmp_path / name, 1)
+
+
+def test_pages_are_refused(tmp_path: Path) -> None:
+    page = Image.fromarray(GREY)
+    page.save(tmp_path / "pages.tif", save_all=True, append_images=[page])
+    with pytest.raises(DataError, match="2 pages"):
+        read_image(tmp_path / "pages.tif", 1)
+
+
+def test_fractional_mask(tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.full((2, 2, 2), 0.5, np.float32), np.eye(4)), tmp_path / "soft.nii")
+    with pytest.raises(DataError, match=r"soft.nii: the mask holds values that are not whole numbers"):
+        read_mask(tmp_path / "soft.nii")

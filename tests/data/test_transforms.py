@@ -1,0 +1,140 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from monai.data.meta_obj import get_track_meta
+
+from medflare.core.errors import ConfigError
+from medflare.data.transforms import _PHOTOMETRIC, AUGMENTATIONS, Augmentation, Preprocessing
+from medflare.tasks.config import TaskConfig
+
+TaskOf = Callable[..., TaskConfig]
+
+
+def _disc() -> tuple[torch.Tensor, torch.Tensor]:
+    """A picture that equals its mask, off centre, so that any lack of alignment shows."""
+    rows, columns = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    mask = ((rows - 6) ** 2 + (columns - 9) ** 2 < 12).long()
+    return mask[None, None].float().repeat(3, 1, 1, 1), mask[None].repeat(3, 1, 1)
+
+
+def test_intensity_and_area_averaging(make_task: TaskOf) -> None:
+    picture = np.zeros((1, 32, 32), np.float32)
+    picture[:, ::2] = 255  # every second row: the average of any 2 x 2 block is one half
+    result = Preprocessing(make_task()).image(picture)
+    assert type(result) is torch.Tensor and result.shape == (1, 16, 16) and result.dtype == torch.float32
+    torch.testing.assert_close(result, torch.full((1, 16, 16), 0.5))
+
+
+def test_enlarging_is_smooth_and_equal_sizes_are_untouched(make_task: TaskOf) -> None:
+    ramp = np.linspace(0, 255, 8, dtype=np.float32)[None, None].repeat(8, axis=1)
+    enlarged = Preprocessing(make_task()).image(ramp)
+    assert enlarged.shape == (1, 16, 16) and (enlarged[0, 0].diff() >= 0).all() and len(enlarged[0, 0].unique()) > 8
+    same = np.random.default_rng(0).random((1, 16, 16), dtype=np.float32) * 255
+    torch.testing.assert_close(Preprocessing(make_task()).image(same), torch.tensor(same / 255))
+
+
+def test_masks_keep_their_values(make_task: TaskOf) -> None:
+    mask = np.kron(np.array([[0, 7], [3, 300]]), np.ones((16, 16), np.int64))[None]
+    resized = Preprocessing(make_task()).mask(mask)
+    assert resized.dtype == torch.int64 and resized.shape == (1, 16, 16)
+    torch.testing.assert_close(resized, torch.as_tensor(mask[:, ::2, ::2]))
+
+
+@pytest.mark.parametrize(
+    "intensity",
+    [
+        {"name": "NormalizeIntensity", "channel_wise": True},
+        {"name": "ScaleIntensity", "minv": 0, "maxv": 1},
+        {"name": "ScaleIntensityRangePercentiles", "lower": 1, "upper": 99, "b_min": 0, "b_max": 1, "clip": True},
+    ],
+)
+def test_other_intensity_transforms(make_task: TaskOf, intensity: dict[str, object]) -> None:
+    picture = np.random.default_rng(0).normal(1000, 50, (1, 16, 16)).astype(np.float32)
+    result = Preprocessing(make_task(intensity=intensity)).image(picture)
+    assert result.isfinite().all() and result.abs().max() < 6
+    constant = Preprocessing(make_task(intensity=intensity)).image(np.full((1, 16, 16), 9, np.float32))
+    assert constant.isfinite().all()
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: str) -> None:
+    more = {
+        "Rand2DElastic": {"spacing": [6, 6], "magnitude_range": [1, 2]},
+        "RandAffine": {"rotate_range": 0.5, "translate_range": 3},
+        "RandRotate": {"range_x": 0.5},
+        "RandZoom": {"min_zoom": 0.7, "max_zoom": 1.3},
+        "RandScaleIntensity": {"factors": 0.5},
+        "RandShiftIntensity": {"offsets": 0.5},
+        "RandCoarseDropout": {"holes": 2, "spatial_size": 4},
+    }.get(name, {})
+    augment = Augmentation(make_task(augment=[{"name": name, "prob": 1.0, **more}]))
+    images, masks = _disc()
+    images = 0.2 + 0.6 * images
+    once, twice, other = (augment(images, masks, np.random.RandomState(seed)) for seed in (5, 5, 6))
+    assert once[0].shape == images.shape and once[1].shape == masks.shape
+    assert once[0].dtype == torch.float32 and once[1].dtype == torch.int64 and set(once[1].unique().tolist()) <= {0, 1}
+    torch.testing.assert_close(once[0], twice[0], rtol=0, atol=0)
+    torch.testing.assert_close(once[1], twice[1], rtol=0, atol=0)
+    if name not in ("RandFlip", "RandRotate90"):  # two draws of these may well agree
+        assert not torch.equal(once[0], other[0])
+    if name in _PHOTOMETRIC:
+        torch.testing.assert_close(once[1], masks)
+        assert not torch.equal(once[0], images)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "RandFlip", "spatial_axis": 1},
+        {"name": "RandRotate90"},
+        {"name": "RandAffine", "rotate_range": 1.0, "translate_range": 3, "padding_mode": "zeros"},
+        {"name": "RandZoom", "min_zoom": 0.7, "max_zoom": 1.3},
+        {"name": "Rand2DElastic", "spacing": [6, 6], "magnitude_range": [1, 2]},
+    ],
+)
+def test_image_and_mask_move_together(make_task: TaskOf, settings: dict[str, object]) -> None:
+    images, masks = _disc()
+    moved, target = Augmentation(make_task(augment=[{**settings, "prob": 1.0}]))(images, masks, np.random.RandomState(1))
+    assert not torch.equal(target, masks)
+    disagreement = ((moved[:, 0] > 0.5) != (target == 1)).float().sum() / (target == 1).sum()
+    assert disagreement < 0.25  # linear and nearest interpolation differ along the outline alone
+
+
+def test_multilabel_and_class_targets(make_task: TaskOf) -> None:
+    flip = [{"name": "RandFlip", "prob": 1.0, "spatial_axis": 0}]
+    several = make_task(target="multilabel", labels=["a", "b"], augment=flip)
+    targets = torch.rand(2, 2, 16, 16).round()
+    moved = Augmentation(several)(torch.rand(2, 1, 16, 16), targets, np.random.RandomState(0))[1]
+    torch.testing.assert_close(moved, targets.flip(2))
+    labels = torch.tensor([0, 2])
+    images = torch.rand(2, 1, 16, 16)
+    augmented, same = Augmentation(make_task("classification", augment=flip))(images, labels, np.random.RandomState(0))
+    assert same is labels
+    torch.testing.assert_close(augmented, images.flip(2))
+
+
+def test_draws_differ_between_images_of_a_batch(make_task: TaskOf) -> None:
+    augment = Augmentation(make_task(augment=[{"name": "RandFlip", "prob": 0.5, "spatial_axis": 1}]))
+    images, masks = _disc()
+    images, masks = images[:1].repeat(32, 1, 1, 1), masks[:1].repeat(32, 1, 1)
+    flipped = (augment(images, masks, np.random.RandomState(0))[0] != images).flatten(1).any(dim=1)
+    assert 4 < flipped.sum() < 28
+
+
+def test_monai_metadata_setting_is_left_alone(make_task: TaskOf) -> None:
+    before = get_track_meta()
+    Augmentation(make_task(augment=[{"name": "RandFlip", "prob": 1.0}]))(*_disc(), np.random.RandomState(0))
+    assert get_track_meta() == before
+
+
+def test_bad_transforms(make_task: TaskOf) -> None:
+    with pytest.raises(ConfigError, match="unknown transform 'RandFlp'; did you mean RandFlip"):
+        Augmentation(make_task(augment=[{"name": "RandFlp"}]))
+    with pytest.raises(ConfigError, match="augment RandFlip: unknown argument 'probability'"):
+        Augmentation(make_task(augment=[{"name": "RandFlip", "probability": 1}]))
+    with pytest.raises(ConfigError, match="intensity: unknown transform 'RandFlip'"):
+        Preprocessing(make_task(intensity={"name": "RandFlip"}))
+    with pytest.raises(ConfigError, match=r"intensity ScaleIntensityRange: .*a_max"):
+        Preprocessing(make_task(intensity={"name": "ScaleIntensityRange", "a_min": 0}))

@@ -1,0 +1,172 @@
+"""The plain loop end to end on the phantom: results, what each site keeps, reproducibility, defined failures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import medflare
+from medflare.core.errors import ConfigError
+from medflare.core.store import StateStore
+from medflare.evaluation.contract import validate_results
+from medflare.federation.local import LocalExchange
+from medflare.federation.participant import Participant
+from medflare.inference.deployed import load_model
+from medflare.methods.catalogue import BUILDERS, build_deployed, get_method
+from medflare.sites.site import open_site
+from medflare.tasks.config import load_task
+
+TINY = {
+    **load_task("phantom").to_dict(),
+    "size": [32, 32],
+    "network": {"name": "unet", "channels": [4, 8], "norm": "instance"},
+    "batch_size": 16,
+}
+
+
+def run(method: str = "fedsm", sites: Any = 3, **options: Any) -> dict[str, Any]:
+    return medflare.run_local(method, TINY, sites, **{"rounds": 2, "seed": 3, **options})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every model that a run left."""
+    found = {}
+    for file in sorted(folder.rglob("model.safetensors")):
+        for entry, state in load_model(file.parent).message.states.items():
+            found |= {f"{file.parent.relative_to(folder)}:{entry}:{name}": tensor for name, tensor in state.items()}
+    return found
+
+
+class TestResults:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+        folder = tmp_path_factory.mktemp("run")
+        return run(outside=["site-9"], out=folder), folder
+
+    def test_contract(self, kept: tuple[dict[str, Any], Path]) -> None:
+        results, folder = kept
+        validate_results(results)
+        assert results["status"] == "COMPLETED"
+        assert json.loads((folder / "results.json").read_text()) == results
+        assert {name: site["role"] for name, site in results["sites"].items()}["site-9"] == "outside"
+        assert results["sites"]["site-9"]["metrics"]["deployed"]["dice"] is not None
+        assert results["sites"]["site-9"]["metrics"]["personal"]["dice"] is None
+
+    def test_what_is_left_behind(self, kept: tuple[dict[str, Any], Path]) -> None:
+        _, folder = kept
+        assert {path.name for path in folder.iterdir()} >= {"results.json", "metrics.jsonl", "report.html", "models", "sites"}
+        assert (folder / "models" / "personal" / "site-2" / "card.json").exists()
+        assert not (folder / "sites" / "site-9" / "personal").exists()
+
+    def test_a_delivered_model_answers_as_in_the_run(self, kept: tuple[dict[str, Any], Path]) -> None:
+        results, folder = kept
+        model = load_model(folder / "sites" / "site-1" / "deployed")
+        site = open_site("site-1", model.task, seed=3)
+        again = site.score(build_deployed(model.task, model.message), "test").values["dice"]
+        assert again == results["sites"]["site-1"]["metrics"]["deployed"]["dice"]
+        assert model.kind in BUILDERS
+
+    def test_traffic_is_the_sum_of_all_tensors(self) -> None:
+        results = run("fedavg", 2, rounds=1)
+        size = sum(tensor.numel() * 4 for tensor in open_site("site-1", load_task(TINY)).network().state_dict().values())
+        assert results["traffic"] == {"down_bytes": 2 * 3 * size, "up_bytes": 2 * size}  # down: train, validate, deliver
+
+
+class TestReproducible:
+    @pytest.mark.parametrize("method", ["fedavg", "fedsm"])
+    def test_same_seed_same_bits_whatever_ran_before(self, tmp_path: Path, method: str) -> None:
+        run(method, out=tmp_path / "a")
+        torch.rand(7)  # somebody else's random numbers
+        run(method, out=tmp_path / "b")
+        first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+    def test_another_seed_other_weights(self, tmp_path: Path) -> None:
+        run("fedavg", rounds=1, out=tmp_path / "a")
+        run("fedavg", rounds=1, seed=4, out=tmp_path / "b")
+        first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
+        assert any(not torch.equal(first[name], second[name]) for name in first)
+
+    @pytest.mark.parametrize("hyper", [{}, {"personalization": "apfl"}, {"selector_steps": "minibatch", "sync_moments": False}])
+    def test_every_task_in_a_new_half_gives_the_same_weights(self, tmp_path: Path, monkeypatch: Any, hyper: dict[str, Any]) -> None:
+        """As under FLARE with fewer threads than sites: nothing in memory survives from task to task."""
+        run("fedsm", 2, out=tmp_path / "memory", **hyper)
+        task, method = load_task(TINY), get_method("fedsm")
+
+        class Forgetful(LocalExchange):
+            def __call__(self, step: Any, outgoing: Any) -> Any:
+                self.participants.clear()
+                return super().__call__(step, outgoing)
+
+        def stored(exchange: Any, sites: Any, opened: Any, absent: Any = None) -> None:
+            def fresh(name: str) -> Participant:
+                store = StateStore(tmp_path / "state" / name)
+                keep = opened(name).keep
+                return Participant(name, lambda role: open_site(name, task, seed=3, role=role), method, hyper, store=store, keep=keep)
+
+            LocalExchange.__init__(exchange, sites, fresh, absent)
+
+        Forgetful.__init__ = stored  # type: ignore[method-assign]
+        monkeypatch.setattr("medflare.federation.local.LocalExchange", Forgetful)
+        run("fedsm", 2, out=tmp_path / "disk", **hyper)
+        first, second = weights(tmp_path / "memory"), weights(tmp_path / "disk")
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class TestDefinedBehaviour:
+    def test_one_site_is_a_federation_too(self) -> None:
+        assert run(sites=1)["status"] == "COMPLETED"
+
+    def test_lambda_one_leaves_personal_models_alone(self, tmp_path: Path) -> None:
+        """With λ = 1 a site's personal model does not depend on who else is there."""
+        for name, sites in (("two", ["site-1", "site-2"]), ("three", ["site-1", "site-2", "site-3"])):
+            run(sites=sites, lam=1.0, selection="last", out=tmp_path / name)
+        first, second = (weights(tmp_path / name / "sites" / "site-1" / "personal") for name in ("two", "three"))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+    def test_lambda_one_over_k_gives_one_personal_model(self, tmp_path: Path) -> None:
+        run(lam=1 / 3, selection="last", out=tmp_path)
+        first, second = (weights(tmp_path / "models" / "personal" / site) for site in ("site-1", "site-2"))
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=1e-6, atol=1e-7)
+
+    def test_lambda_below_one_over_k_is_allowed_with_a_warning(self) -> None:
+        events = run(sites=2, rounds=1, lam=0.1)["events"]
+        assert any(event["kind"] == "warning" and "lam = 0.1 is below 1/K" in event["message"] for event in events)
+
+    def test_a_missing_data_root_is_a_failure_with_its_reason(self, tmp_path: Path) -> None:
+        results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
+        assert results["status"] == "FAILED"
+        assert "nowhere" in results["reason"]
+        assert "FAILED" in (tmp_path / "out" / "report.html").read_text()
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"lamb": 0.3}, "did you mean 'lam'"),
+            ({"lam": 2.0}, r"lam = 2.0 is outside \[0, 1\]"),
+            ({"personalization": "ditto"}, "choose one of softpull"),
+            ({"outside": ["site-1"]}, "site-1 is both inside and outside"),
+            ({"sites": []}, "at least one site"),
+        ],
+    )
+    def test_wrong_settings_are_refused_before_anything_starts(self, options: dict[str, Any], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            run(**options)
+
+    def test_unknown_method(self) -> None:
+        with pytest.raises(ConfigError, match="did you mean 'fedsm'"):
+            run("fedsmm")
+
+
+def test_importing_medflare_is_cheap() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, medflare, medflare.cli; assert not {'torch', 'monai', 'nvflare'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(Path(medflare.__file__).parents[1]), "PATH": ""})

@@ -1,0 +1,231 @@
+"""Federations that are odd but allowed, end to end with every method: they complete, with finite models and what was undefined named."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import medflare
+from medflare.data.splits import SiteData, Split
+from medflare.evaluation.contract import validate_results
+from medflare.evaluation.results import read_rounds
+from medflare.inference.deployed import load_model
+from medflare.methods.grace import halves as grace
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig, load_task
+
+METHODS = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")
+# What keeps a run of a second short; nothing that the oddities below depend on.
+QUICK: dict[str, dict[str, Any]] = {
+    "feddag": {"generator_width": 4, "generator_blocks": 1, "pictures": 0},
+    "fedsm": {"selector": "compact_selector"},
+}
+SEED = 5
+
+DISC = {
+    "name": "disc",
+    "kind": "segmentation",
+    "target": "binary",
+    "labels": ["disc"],
+    "channels": 1,
+    "size": [16, 16],
+    "network": {"name": "unet", "channels": [4, 8], "norm": "batch"},
+    "loss": {"name": "dice"},
+    "optimizer": {"name": "adam", "lr": 0.01},
+    "batch_size": 4,
+    "local_epochs": 1,
+    "metric": "dice",
+}
+GRADE = {
+    **DISC,
+    "name": "grade",
+    "kind": "classification",
+    "target": "multiclass",
+    "labels": ["dark", "bright", "glaring"],
+    "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True},
+    "loss": {"name": "ce"},
+    "metric": "accuracy",
+}
+BATCH_NORM = {"segmentation": DISC, "classification": GRADE}
+NO_BATCH_NORM = {
+    "segmentation": {**DISC, "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}},
+    "classification": {**GRADE, "network": {"name": "small_cnn", "channels": [4, 8]}},
+}
+
+
+def split(task: TaskConfig, count: int, seed: int, classes: int) -> Split:
+    """Noise with a bright corner; in classification the brightness of all is the class, of which `classes` occur."""
+    images = 0.2 * torch.randn(count, 1, 16, 16, generator=torch.Generator().manual_seed(seed))
+    names = tuple(f"{seed}-{place}" for place in range(count))
+    if task.kind == "classification":
+        labels = torch.arange(count) % classes
+        return Split(images + labels.view(-1, 1, 1, 1), labels, names, names)
+    masks = torch.zeros(count, 16, 16, dtype=torch.long)
+    masks[:, 4:11, 3:10] = 1
+    return Split(images + masks[:, None], masks, names, names)
+
+
+def federation(
+    method: str,
+    task: Mapping[str, Any],
+    sites: tuple[str, ...] = ("A", "B"),
+    *,
+    counts: tuple[int, int, int] = (8, 4, 4),
+    outside: Mapping[str, tuple[int, int, int]] | None = None,
+    classes: int = 3,
+    twins: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """One run of the plain loop.
+
+    Args:
+        counts: training, validation and test images of every inside site.
+        outside: site -> its images.
+        classes: how many of the task's classes occur.
+        twins: all inside sites have the same images and, but for FedSM, whose sites must tell themselves apart, the same random numbers.
+    """
+    config = load_task(task)
+
+    def opened(name: str, role: str) -> Site:
+        parts = (outside or {}).get(name, counts)
+        twin = twins and role == "inside"
+        seed = 0 if twin else 100 * ord(name)
+        data = SiteData(*(split(config, count, seed + place, classes) for place, count in enumerate(parts)))
+        return Site("twin" if twin and method != "fedsm" else name, config, data, SEED)
+
+    settings = {"rounds": 1, "seed": SEED, "outside": tuple(outside or ()), "opener": opened, **QUICK.get(method, {}), **options}
+    results = medflare.run_local(method, config, sites, **settings)
+    validate_results(results)
+    return results
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have tests of their own, and drawing one takes as long as these runs."""
+    monkeypatch.setattr("medflare.evaluation.report.render_report", lambda *_: "")
+
+
+def completed(results: Mapping[str, Any], folder: Path) -> None:
+    """The run came to its end and every model that it left holds numbers."""
+    assert results["status"] == "COMPLETED", results["reason"]
+    files = sorted(folder.rglob("model.safetensors"))
+    assert files
+    for file in files:
+        for state in load_model(file.parent).message.states.values():
+            assert all(tensor.isfinite().all() for tensor in state.values() if tensor.is_floating_point()), file
+
+
+def measured_outside(results: Mapping[str, Any], folder: Path) -> None:
+    """`completed`, and what X received was measured in its task's metric."""
+    completed(results, folder)
+    assert results["sites"]["X"]["metrics"]["deployed"][results["configuration"]["task"]["metric"]] is not None
+
+
+@pytest.mark.parametrize("kind", BATCH_NORM)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_outside_site_with_one_image(method: str, kind: str, tmp_path: Path) -> None:
+    results = federation(method, BATCH_NORM[kind], outside={"X": (0, 0, 1)}, out=tmp_path)
+    measured_outside(results, tmp_path)
+
+
+@pytest.mark.parametrize("tta", ["dsbn", "tent"])
+@pytest.mark.parametrize("kind", BATCH_NORM)
+def test_one_image_to_adapt_to(kind: str, tta: str, tmp_path: Path) -> None:
+    results = federation("grace", BATCH_NORM[kind], outside={"X": (0, 0, 1)}, tta=tta, out=tmp_path)
+    measured_outside(results, tmp_path)
+
+
+@pytest.mark.parametrize("kind", NO_BATCH_NORM)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_network_without_batch_norm(method: str, kind: str, tmp_path: Path) -> None:
+    """IOP-FL's outside site has no statistics to take from its images, PRR's sites nothing to keep to themselves."""
+    results = federation(method, NO_BATCH_NORM[kind], outside={"X": (0, 0, 3)}, out=tmp_path)
+    measured_outside(results, tmp_path)
+
+
+@pytest.mark.parametrize("tta", ["dsbn", "tent"])
+def test_adaptation_of_batch_norm_that_is_not_there_is_refused(tta: str) -> None:
+    results = federation("grace", NO_BATCH_NORM["segmentation"], tta=tta)
+    assert results["status"] == "FAILED" and "has no BatchNorm, which Tent and DSBN adapt" in results["reason"]
+
+
+@pytest.mark.parametrize("kind", BATCH_NORM)
+@pytest.mark.parametrize("method", METHODS)
+def test_one_site_alone(method: str, kind: str, tmp_path: Path) -> None:
+    completed(federation(method, BATCH_NORM[kind], ("A",), rounds=2, out=tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("kind", BATCH_NORM)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_sites_with_the_same_images(method: str, kind: str, tmp_path: Path) -> None:
+    """Nothing tells them apart, so nothing may treat them differently."""
+    results = federation(method, BATCH_NORM[kind], rounds=2, twins=True, out=tmp_path)
+    completed(results, tmp_path)
+    if method != "fedsm":
+        assert results["sites"]["A"]["metrics"] == results["sites"]["B"]["metrics"]
+    weights = [numbers["weight"] for step in read_rounds(tmp_path) for numbers in step["aggregation"].values()]
+    assert weights == pytest.approx([0.5] * len(weights))
+    assert len(weights) == (4 if method in ("grace", "feddag") else 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_class_that_no_site_has(method: str, tmp_path: Path) -> None:
+    results = federation(method, GRADE, classes=2, counts=(9, 6, 6), out=tmp_path)
+    completed(results, tmp_path)
+    metrics = results["sites"]["A"]["metrics"]["deployed"]
+    assert metrics["accuracy"] is not None
+    undefined = [name for name, value in metrics.items() if value is None]
+    said = [event["message"] for event in results["events"] if event["kind"] == "undefined" and event["site"] == "A"]
+    assert all(any(f"deployed {name}: " in line for line in said) for name in undefined)
+
+
+class TestConsistency:
+    """GRACE's weights where the cosines leave nothing to weigh by."""
+
+    @pytest.mark.parametrize("negative", ["shift", "clip", "none"])
+    def test_updates_that_vanish(self, negative: str, tmp_path: Path) -> None:
+        still = {**DISC, "optimizer": {"name": "sgd", "lr": 1e-30}}  # too little to change a float32
+        completed(federation("grace", still, negative=negative, client="erm", reset_optimizer=True, out=tmp_path), tmp_path)
+        assert weights_of(tmp_path) == pytest.approx([0.5, 0.5])
+
+    @pytest.mark.parametrize("include_self", [True, False])
+    @pytest.mark.parametrize("negative", ["shift", "clip", "none"])
+    def test_updates_that_disagree(self, negative: str, include_self: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The sites' updates are turned round by the way, so that every cosine between them is negative."""
+        seen: list[float] = []
+        aggregate = grace.consistent_aggregate
+
+        def opposed(model: Any, states: Any, p: Any, names: Any, **options: Any) -> Any:
+            turned = {**states, "B": {n: 1.1 * model[n] - 0.1 * states["A"][n] if n in names else t for n, t in states["B"].items()}}
+            flat = [torch.cat([(turned[site][n] - model[n]).flatten() for n in names]) for site in ("A", "B")]
+            seen.append(torch.cosine_similarity(*flat, dim=0).item())
+            return aggregate(model, turned, p, names, **options)
+
+        monkeypatch.setattr(grace, "consistent_aggregate", opposed)
+        completed(federation("grace", DISC, negative=negative, include_self=include_self, out=tmp_path), tmp_path)
+        assert seen == pytest.approx([-1.0], abs=1e-3)
+        assert sum(weights_of(tmp_path)) == pytest.approx(1.0) and min(weights_of(tmp_path)) >= 0
+
+
+class TestScores:
+    """FedDAG's second phase where the scores say nothing."""
+
+    def test_all_equal(self, tmp_path: Path) -> None:
+        completed(federation("feddag", DISC, ("A", "B", "C"), twins=True, out=tmp_path), tmp_path)
+        assert weights_of(tmp_path) == pytest.approx([1 / 3] * 3)
+
+    @pytest.mark.parametrize("balancing", ["power", "softmax"])
+    def test_none_at_all(self, balancing: str, tmp_path: Path) -> None:
+        """No site has validation images: nobody can score, which is named, and the models count equally."""
+        results = federation("feddag", DISC, ("A", "B", "C"), counts=(8, 0, 4), balancing=balancing, out=tmp_path)
+        completed(results, tmp_path)
+        assert weights_of(tmp_path) == pytest.approx([1 / 3] * 3)
+        said = {event["site"] for event in results["events"] if "no other site could score this model" in event["message"]}
+        assert said == {"A", "B", "C"}
+
+
+def weights_of(folder: Path) -> list[float]:
+    (noted,) = [step["aggregation"] for step in read_rounds(folder) if step["aggregation"]]
+    return [noted[site]["weight"] for site in sorted(noted)]

@@ -1,0 +1,177 @@
+"""Interrupted runs and damaged states in the plain loop: what is taken up, what is refused, and with which words."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import medflare
+from medflare.core.errors import StateError
+from medflare.core.message import Message
+from medflare.core.store import MemoryStore, StateStore
+from medflare.federation.local import resume_local
+from medflare.federation.memory import HalfMemory
+from medflare.federation.run import CHECKPOINT
+from medflare.tasks.config import load_task
+
+TINY = {
+    **load_task("phantom").to_dict(),
+    "size": [32, 32],
+    "network": {"name": "unet", "channels": [4, 8], "norm": "instance"},
+    "batch_size": 32,
+}
+ROUNDS = 3
+
+KILLED = """
+import json, os, signal, sys
+import medflare
+from medflare.federation import run
+method, folder, task, moment, count = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+seen = 0
+
+def die(*_):
+    global seen
+    seen += 1
+    if seen == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if moment == "writing":  # between the temporary file and its final name
+    replace = os.replace
+    os.replace = lambda source, target: (str(target).endswith("checkpoint.safetensors") and die(), replace(source, target))[1]
+medflare.run_local(method, task, 2, rounds=3, seed=1, out=folder, say=die if moment == "step" else lambda line: None)
+"""
+
+
+def run(folder: Path, method: str = "fedsm", **options: Any) -> dict[str, Any]:
+    return medflare.run_local(method, TINY, 2, **{"rounds": ROUNDS, "seed": 1, "out": folder, **options})
+
+
+def killed(folder: Path, method: str, moment: str, count: int) -> None:
+    """A run in a process of its own that kills itself."""
+    import json
+
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, method, folder, json.dumps(TINY), moment, str(count)], env={**os.environ, **SOURCES}
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+SOURCES = {"PYTHONPATH": str(Path(medflare.__file__).parents[1])}
+
+
+def same_models(one: Path, other: Path) -> bool:
+    names = sorted(path.relative_to(one) for path in one.rglob("model.safetensors"))
+    assert names and names == sorted(path.relative_to(other) for path in other.rglob("model.safetensors"))
+    pairs = [(load_file(one / name), load_file(other / name)) for name in names]
+    return all(a[key].equal(b[key]) for a, b in pairs for key in a)
+
+
+class TestResume:
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("method", "moment", "count"),
+        [("fedsm", "step", 2), ("fedsm", "writing", 2), ("prr", "step", 2), ("moon", "step", 2), ("grace", "step", 3)],
+    )
+    def test_kill_9_loses_nothing(self, tmp_path: Path, method: str, moment: str, count: int) -> None:
+        """The sites have the killed step behind them; they answer it again from the state before it."""
+        killed(tmp_path / "killed", method, moment, count)
+        results = resume_local(tmp_path / "killed")
+        assert results["status"] == "COMPLETED"
+        assert results["sites"] == run(tmp_path / "whole", method)["sites"]
+        assert same_models(tmp_path / "whole", tmp_path / "killed")
+        assert [event["kind"] for event in results["events"]].count("resumed") == 1
+
+    def test_another_run_is_refused(self, tmp_path: Path) -> None:
+        run(tmp_path, "fedavg", rounds=1)
+        results = run(tmp_path, "fedavg", rounds=1, seed=2, resume=True)
+        assert results["status"] == "FAILED"
+        assert "has seed = 1, this run 2; resume with what it began with" in results["reason"]
+
+    def test_nothing_to_resume(self, tmp_path: Path) -> None:
+        with pytest.raises(StateError, match="no checkpoint in"):
+            resume_local(tmp_path)
+
+
+class TestDamagedStates:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("finished")
+        run(folder, "fedavg", rounds=1)
+        return folder
+
+    @pytest.fixture
+    def folder(self, finished: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(finished, tmp_path / "run"))
+
+    def test_a_corrupted_checkpoint_is_named(self, folder: Path) -> None:
+        path = folder / f"{CHECKPOINT}.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(StateError, match=f"{path}.*checksum"):
+            resume_local(folder)
+
+    @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:40]), lambda path: path.write_bytes(b"")])
+    def test_a_site_with_a_damaged_state_is_named(self, folder: Path, damage: Any) -> None:
+        for path in (folder / "sites" / "site-2" / "state").glob("half-*"):
+            damage(path)
+        results = resume_local(folder)
+        assert results["status"] == "FAILED"
+        assert "site-2" in results["reason"] and "not a readable state file" in results["reason"]
+
+    def test_swapped_states_are_told_apart(self, folder: Path) -> None:
+        first, second = (folder / "sites" / site / "state" for site in ("site-1", "site-2"))
+        first.rename(folder / "aside")
+        second.rename(first)
+        (folder / "aside").rename(second)
+        results = resume_local(folder)
+        assert results["status"] == "FAILED"
+        assert "the state that site site-1 finds belongs to site site-2; put each site's state back in its place" in results["reason"]
+
+    def test_a_lost_state_is_not_replaced_by_a_fresh_one(self, folder: Path) -> None:
+        shutil.rmtree(folder / "sites" / "site-2" / "state")
+        results = resume_local(folder)
+        assert results["status"] == "FAILED" and "its state is gone" in results["reason"]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """Writing beyond a file-size limit fails as on a full disk: the run fails with the reason, the checkpoint before it is whole."""
+    store = StateStore(tmp_path)
+    store.save(CHECKPOINT, Message({}, {"finished": 1}))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            store.save(CHECKPOINT, Message({}, {"finished": 2, "history": ["long"] * 100}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert store.load(CHECKPOINT) == Message({}, {"finished": 1})
+    assert [path.name for path in tmp_path.iterdir()] == [f"{CHECKPOINT}.safetensors"], "no part of the failed file stays behind"
+
+
+class TestHalfMemory:
+    def test_a_step_can_be_done_again(self) -> None:
+        memory = HalfMemory(MemoryStore())
+        for step in range(4):
+            memory.save(step, Message({}, {"after": step}))
+        assert memory.before(3) == (3, Message({}, {"after": 3}))
+        assert memory.before(2) == (2, Message({}, {"after": 2}))
+        assert memory.before(1) is None, "older states are not kept"
+        memory.save(3, Message({}, {"after": "again"}))
+        assert memory.before(9) == (3, Message({}, {"after": "again"}))
+
+    def test_going_back_forgets_what_came_after(self) -> None:
+        memory = HalfMemory(MemoryStore())
+        for step in (4, 5, 3):
+            memory.save(step, Message({}, {"step": step}))
+        assert memory.before(9) == (3, Message({}, {"step": 3}))

@@ -1,0 +1,42 @@
+"""What a run keeps of every step, beside what the sites said."""
+
+from pathlib import Path
+
+import pytest
+
+from medflare.evaluation.results import read_rounds
+from medflare.federation.local import run_local
+from medflare.tasks.config import load_task
+
+TINY = {
+    **load_task("phantom").to_dict(),
+    "size": [32, 32],
+    "network": {"name": "unet", "channels": [4, 8], "norm": "instance"},
+    "batch_size": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "phase", "numbers"),
+    [("grace", "train", {"weight"}), ("feddag", "score", {"score", "weight"}), ("sha", "score", {"score", "weight"})],
+)
+def test_what_the_aggregation_made_of_each_site_is_kept(method: str, phase: str, numbers: set[str], tmp_path: Path) -> None:
+    said: list[str] = []
+    assert run_local(method, TINY, 3, rounds=2, seed=3, out=tmp_path, say=said.append)["status"] == "COMPLETED"
+    steps = read_rounds(tmp_path)
+    noted = {(step["phase"], step["round"]): step["aggregation"] for step in steps if step["aggregation"]}
+    assert list(noted) == [(phase, 0), (phase, 1)]  # and nothing that is left over stands beside another step
+    for by_site in noted.values():
+        assert set(by_site) == {"site-1", "site-2", "site-3"}
+        assert all(set(found) == numbers for found in by_site.values())
+        assert sum(found["weight"] for found in by_site.values()) == pytest.approx(1.0)
+    shown = next(line for line in said if f"(2/2) {phase}:" in line)
+    assert f"weight {noted[phase, 1]['site-3']['weight']:.3f}" in shown
+    assert "Aggregation weight" in (tmp_path / "report.html").read_text()
+
+
+def test_every_step_is_a_line_and_has_its_number(tmp_path: Path) -> None:
+    run_local("fedsm", TINY, 2, rounds=1, seed=3, out=tmp_path)
+    steps = read_rounds(tmp_path)
+    assert [step["step"] for step in steps] == list(range(len(steps))) and len(steps) > 2  # the selector has steps of its own
+    assert all(not step["aggregation"] for step in steps)

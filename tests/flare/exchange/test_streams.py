@@ -1,0 +1,75 @@
+"""One thread serves all clean-ups of received streams."""
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+
+from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+
+from medflare.flare.exchange.streams import DelayedCalls, share_cleanup_thread
+
+
+def waited_for(condition: threading.Event) -> bool:
+    return condition.wait(60)
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    """Whether it becomes true within a minute."""
+    end = time.monotonic() + 60
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return true()
+
+
+def test_calls_come_in_the_order_of_their_time() -> None:
+    calls, order, done = DelayedCalls(), [], threading.Event()
+    calls.after(0.2, lambda: (order.append("late"), done.set()))
+    calls.after(0.05, lambda: order.append("early"))
+    assert waited_for(done)
+    assert order == ["early", "late"]
+
+
+def test_a_cancelled_call_does_not_come() -> None:
+    calls, order, done = DelayedCalls(), [], threading.Event()
+    calls.after(0.05, lambda: order.append("cancelled")).cancel()
+    calls.after(0.1, done.set)
+    assert waited_for(done)
+    assert order == []
+
+
+def test_a_failing_call_does_not_stop_the_others() -> None:
+    calls, done = DelayedCalls(), threading.Event()
+    calls.after(0.0, lambda: 1 / 0)
+    calls.after(0.05, done.set)
+    assert waited_for(done)
+
+
+def test_hundreds_of_streams_share_one_thread_that_ends_with_them() -> None:
+    before = threading.active_count()
+    calls, done = DelayedCalls(), threading.Event()
+    for number in range(300):
+        calls.after(0.2 + number * 1e-4, lambda: None)
+    calls.after(0.3, done.set)
+    assert threading.active_count() == before + 1
+    assert waited_for(done)
+    assert eventually(lambda: threading.active_count() == before)
+    again = threading.Event()
+    calls.after(0.01, again.set)
+    assert waited_for(again)
+
+
+def test_flare_still_has_what_is_replaced() -> None:
+    """Fails when a new FLARE forgets its streams in another way: then `streams` has to follow, or can go."""
+    source = inspect.getsource(inspect.getmodule(RxTask))  # type: ignore[arg-type]
+    assert "threading.Timer" in source
+    assert "self.cleanup_timer.cancel()" in source
+    share_cleanup_thread()
+    task = RxTask(1, "somebody", cell=None)  # type: ignore[arg-type]
+    before = threading.active_count()
+    tasks = [task, *(RxTask(number, "somebody", cell=None) for number in range(2, 50))]  # type: ignore[arg-type]
+    for one in tasks:
+        RxTask.rx_task_map[(one.origin, one.sid)] = one
+        one._schedule_remove_task(0.2)
+    assert threading.active_count() <= before + 1
+    assert eventually(lambda: not any(key[0] == "somebody" for key in RxTask.rx_task_map))

@@ -1,0 +1,216 @@
+"""One step under FLARE: whatever the sites do, the wait ends, and every missing answer has a reason."""
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nvflare.apis.controller_spec import TaskCompletionStatus
+from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+from nvflare.app_common.app_constant import AppConstants
+
+from medflare.core.errors import Aborted, ConfigError
+from medflare.core.message import Message
+from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
+from medflare.methods.base import Step
+
+STEP = Step("train", 3)
+LONG = 60.0  # seconds that nothing takes, also on a busy machine
+Behaviour = Callable[[Any], Shareable | None]
+
+
+class FakeController:
+    """Hands every task to the behaviour of its site, in a thread, as FLARE's own threads would."""
+
+    def __init__(self, **behaviours: Behaviour):
+        self.behaviours = behaviours
+        self.sent: dict[str, Any] = {}
+        self.cancelled: dict[str, TaskCompletionStatus] = {}
+        self.disconnected: set[str] = set()
+
+    def send(self, task: Any, fl_ctx: FLContext, targets: list[str]) -> None:
+        (site,) = targets
+        self.sent[site] = task
+        threading.Thread(target=self._play, args=(site, task), daemon=True).start()
+
+    def _play(self, site: str, task: Any) -> None:
+        client_task = SimpleNamespace(client=SimpleNamespace(name=site), task=task, result=None)
+        behaviour = self.behaviours[site]
+        if behaviour is never_fetches:
+            return
+        task.after_task_sent_cb(client_task=client_task, fl_ctx=None)
+        client_task.result = behaviour(task)
+        if client_task.result is not None:
+            task.result_received_cb(client_task=client_task, fl_ctx=None)
+
+    def cancel_task(self, task: Any, status: TaskCompletionStatus, fl_ctx: FLContext) -> None:
+        self.cancelled[next(site for site, sent in self.sent.items() if sent is task)] = status
+
+    def get_client_disconnect_time(self, site: str) -> float | None:
+        return 1.0 if site in self.disconnected else None
+
+
+def answers(**facts: Any) -> Behaviour:
+    def behave(task: Any) -> Shareable:
+        model = to_message(task.data).states["model"]
+        return to_shareable(Message({"model": model}, facts))
+
+    return behave
+
+
+def never_fetches(task: Any) -> None: ...
+
+
+def never_answers(task: Any) -> None: ...
+
+
+def exchange(controller: FakeController, **settings: Any) -> TaskExchange:
+    options = {"step_timeout": 0.0, "silence": 60.0, "outside": (), "stop_reason": lambda: "asked to"}
+    options |= settings
+    return TaskExchange(controller, FLContext(), Signal(), members=lambda: list(controller.behaviours), **options)  # type: ignore[arg-type]
+
+
+def asked(controller: FakeController) -> dict[str, Message]:
+    return {site: Message({"model": {"w": torch.tensor([float(number)])}}) for number, site in enumerate(sorted(controller.behaviours))}
+
+
+def test_every_site_gets_its_own_message_and_its_answer_comes_back() -> None:
+    controller = FakeController(CS=answers(n_samples=3), DU=answers(n_samples=4))
+    replies = exchange(controller)(STEP, asked(controller))
+    assert {site: reply.message.facts["n_samples"] for site, reply in replies.items()} == {"CS": 3, "DU": 4}
+    assert {site: reply.message.states["model"]["w"].item() for site, reply in replies.items()} == {"CS": 0.0, "DU": 1.0}
+    assert {task.name for task in controller.sent.values()} == {"train"}
+    assert {task.data.get_header(AppConstants.CURRENT_ROUND) for task in controller.sent.values()} == {3}
+    assert not controller.cancelled
+
+
+def test_failed_and_strange_answers_say_what_they_are() -> None:
+    strange = DXO(DataKind.WEIGHTS, {"w": torch.ones(1)}).to_shareable()
+    controller = FakeController(
+        CS=lambda task: error_reply("mask 3.png has another size"),
+        DU=lambda task: make_reply(ReturnCode.TASK_ABORTED),
+        FG=lambda task: strange,
+    )
+    replies = exchange(controller)(STEP, asked(controller))
+    assert (replies["CS"].kind, replies["CS"].problem) == ("failed", "mask 3.png has another size")
+    assert (replies["DU"].kind, replies["DU"].problem) == ("failed", "the task ended with FLARE's return code TASK_ABORTED")
+    assert replies["FG"].kind == "rejected"
+
+
+def test_a_step_is_closed_in_time() -> None:
+    controller = FakeController(CS=answers(), DU=never_answers, FG=never_fetches)
+    replies = exchange(controller, step_timeout=1.5)(STEP, asked(controller))
+    assert replies["CS"].message is not None
+    assert (replies["DU"].kind, replies["DU"].problem) == ("late", "'train' of round 3 was closed after 1.5 s; the site was still at work")
+    assert replies["FG"].problem.endswith("the site had not fetched its task")
+    assert set(controller.cancelled) == {"DU", "FG"}
+
+
+def test_enrolment_is_not_closed_in_time() -> None:
+    controller = FakeController(CS=lambda task: (time.sleep(0.5), answers()(task))[1])
+    assert exchange(controller, step_timeout=0.1)(Step("enrol", 0), asked(controller))["CS"].message is not None
+
+
+def test_a_silent_site_is_given_up_until_it_is_heard_of() -> None:
+    controller = FakeController(CS=answers(), DU=never_answers)
+    carrier = exchange(controller, silence=1.5)
+    replies = carrier(STEP, asked(controller))
+    assert replies["DU"].kind == "missing"
+    assert "no sign of life" in replies["DU"].problem
+    assert carrier.present(4) == ["CS"]
+    carrier.watch.sign_of_life("DU")
+    assert carrier.present(5) == ["CS", "DU"]
+
+
+def test_a_pulse_keeps_a_site_in_the_step() -> None:
+    def slow(task: Any) -> Shareable:
+        for _ in range(20):
+            time.sleep(0.1)
+            carrier.watch.sign_of_life("CS")
+        return answers()(task)
+
+    controller = FakeController(CS=slow)
+    carrier = exchange(controller, silence=1.5)
+    assert carrier(STEP, asked(controller))["CS"].message is not None
+
+
+def test_a_site_may_wait_for_its_turn_while_another_one_works() -> None:
+    """FLARE's simulator with one thread: the second site's process starts when the first one's is done."""
+
+    def first(task: Any) -> Shareable:
+        for _ in range(20):
+            time.sleep(0.1)
+            carrier.watch.sign_of_life("CS")
+        return answers()(task)
+
+    def second(task: Any) -> Shareable:
+        return answers()(task)
+
+    controller = FakeController(CS=first, DU=never_fetches)
+    carrier = exchange(controller, silence=1.5)
+    threading.Timer(2.2, lambda: controller.behaviours.update(DU=second) or controller._play("DU", controller.sent["DU"])).start()
+    replies = carrier(STEP, asked(controller))
+    assert replies["DU"].message is not None
+
+
+def test_a_site_that_flare_has_lost_is_not_waited_for() -> None:
+    controller = FakeController(CS=answers(), DU=never_fetches)
+    controller.disconnected.add("DU")
+    assert exchange(controller)(STEP, asked(controller))["DU"].kind == "missing"
+
+
+def test_abort_ends_the_wait() -> None:
+    controller = FakeController(CS=never_answers)
+    carrier = exchange(controller)
+    threading.Timer(0.2, carrier.abort_signal.trigger, args=(True,)).start()
+    with pytest.raises(Aborted, match="asked to"):
+        carrier(STEP, asked(controller))
+    assert set(controller.cancelled) == {"CS"}
+
+
+def test_an_answer_to_an_earlier_step_is_not_taken_for_a_later_one() -> None:
+    controller = FakeController(CS=never_answers)
+    carrier = exchange(controller, step_timeout=0.2)
+    carrier(STEP, asked(controller))
+    old = controller.sent["CS"]
+    controller.behaviours["CS"] = lambda task: (time.sleep(0.3), answers(step=4)(task))[1]
+    late = SimpleNamespace(client=SimpleNamespace(name="CS"), task=old, result=answers(step=3)(old))
+    threading.Timer(0.1, lambda: old.result_received_cb(client_task=late, fl_ctx=None)).start()
+    carrier.step_timeout = 0.0
+    reply = carrier(Step("train", 4), asked(controller))["CS"]
+    assert reply.message is not None
+    assert reply.message.facts == {"step": 4}
+
+
+def test_a_question_for_work_is_answered_when_there_is_some() -> None:
+    controller = FakeController(CS=never_fetches)
+    carrier = exchange(controller, step_timeout=1.0)
+    started = time.monotonic()
+    carrier.wait_for_task("CS", 0.2)
+    assert time.monotonic() - started > 0.15
+    threading.Timer(0.1, carrier, args=(STEP, asked(controller))).start()
+    started = time.monotonic()
+    carrier.wait_for_task("CS", LONG)
+    assert time.monotonic() - started < LONG / 2
+
+
+def test_nobody_waits_for_work_after_the_end() -> None:
+    carrier = exchange(FakeController(CS=never_fetches))
+    threading.Timer(0.1, carrier.close).start()
+    started = time.monotonic()
+    carrier.wait_for_task("CS", LONG)
+    assert time.monotonic() - started < LONG / 2
+
+
+def test_an_unknown_outside_site_is_named() -> None:
+    controller = FakeController(CS=answers(), DU=answers())
+    with pytest.raises(ConfigError, match="unknown outside site 'HT'; this job runs at CS, DU"):
+        exchange(controller, outside=("HT",)).present(0)

@@ -1,0 +1,100 @@
+"""Messages survive FLARE's serialisation bit by bit, tensors as tensors."""
+
+import math
+
+import pytest
+import torch
+from nvflare.apis.dxo import DXO, DataKind, get_leaf_dxos
+from nvflare.apis.dxo import from_shareable as dxo_of
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.utils.decomposers import flare_decomposers
+from nvflare.fuel.utils import fobs
+
+from medflare.core.errors import UpdateError
+from medflare.core.message import Message
+from medflare.flare.exchange.wire import FACTS, error_of, error_reply, register_tensors, to_message, to_shareable
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _flare_serialisation() -> None:
+    flare_decomposers.register()
+    register_tensors()
+
+
+def sent(message: Message) -> Message:
+    """The message after FLARE has turned it into bytes and back, as between two processes."""
+    return to_message(fobs.loads(fobs.dumps(to_shareable(message))))
+
+
+TENSORS = {
+    "float32": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+    "float64": torch.tensor([1 / 3], dtype=torch.float64),
+    "bfloat16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "float16": torch.tensor([0.1], dtype=torch.float16),
+    "int64": torch.tensor([2**62, -1]),
+    "uint8": torch.arange(5, dtype=torch.uint8),
+    "bool": torch.tensor([True, False]),
+    "empty": torch.zeros(0, 3),
+    "zero_dim": torch.tensor(7),
+    "special": torch.tensor([math.nan, math.inf, -math.inf, -0.0]),
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor_survives(name: str) -> None:
+    before = TENSORS[name]
+    after = sent(Message({"model": {name: before}})).states["model"][name]
+    assert after.dtype == before.dtype
+    assert after.shape == before.shape
+    assert torch.equal(torch.signbit(after.double()), torch.signbit(before.double()))
+    assert torch.equal(after.nan_to_num(12345.0), before.nan_to_num(12345.0)) if before.is_floating_point() else torch.equal(after, before)
+
+
+def test_facts_survive() -> None:
+    facts = {"n": {"train": 3}, "loss": 0.1, "none": None, "list": [1, "two", [3.5]], "flag": True, "text": "Zürich"}
+    assert sent(Message({}, facts)).facts == facts
+
+
+def test_many_states_keep_their_names_and_order() -> None:
+    message = Message({entry: {"b.weight": torch.ones(2), "a.bias": torch.zeros(1)} for entry in ("model", "personal", "selector")})
+    after = sent(message)
+    assert list(after.states) == ["model", "personal", "selector"]
+    assert list(after.states["personal"]) == ["b.weight", "a.bias"]
+
+
+def test_everything_lies_in_dxos_that_filters_see() -> None:
+    shareable = to_shareable(Message({"model": {"w": torch.ones(2)}, "personal": {"w": torch.ones(2)}}, {"n_samples": 4}))
+    leaves, errors = get_leaf_dxos(dxo_of(shareable), "result")
+    assert not errors
+    assert {name: leaf.data_kind for name, leaf in leaves.items()} == {
+        "result.model": DataKind.WEIGHTS,
+        "result.personal": DataKind.WEIGHTS,
+        "result.facts": DataKind.METRICS,
+    }
+
+
+def test_sent_tensors_are_free_of_the_graph() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert not to_message(to_shareable(Message({"model": {"w": weight}}))).states["model"]["w"].requires_grad
+
+
+def test_reserved_name_and_foreign_content_are_refused() -> None:
+    with pytest.raises(ValueError, match="must not be named 'facts'"):
+        to_shareable(Message({FACTS: {"w": torch.ones(1)}}))
+    with pytest.raises(ValueError, match="model/w is float"):
+        to_shareable(Message({"model": {"w": 1.0}}))  # type: ignore[dict-item]
+    with pytest.raises(UpdateError, match="not a medflare message"):
+        to_message(Shareable())
+    with pytest.raises(UpdateError, match="not a medflare message"):
+        to_message(DXO(DataKind.WEIGHTS, {"w": torch.ones(1)}).to_shareable())
+    parts = {FACTS: DXO(DataKind.METRICS, {}), "model": DXO(DataKind.METRICS, {})}
+    with pytest.raises(UpdateError, match="'model' is not a state"):
+        to_message(DXO(DataKind.COLLECTION, parts).to_shareable())
+
+
+def test_errors_travel_as_one_line() -> None:
+    assert error_of(to_shareable(Message())) is None
+    assert error_of(error_reply("mask 3.png\nis too small")) == "mask 3.png is too small"
+    assert error_of(make_reply(ReturnCode.TASK_ABORTED)) == "the task ended with FLARE's return code TASK_ABORTED"

@@ -1,0 +1,111 @@
+"""Job folders: the committed ones are what the builder writes, and what it writes is what FLARE reads."""
+
+import filecmp
+import json
+from pathlib import Path
+
+import pytest
+
+from medflare.core.errors import ConfigError
+from medflare.flare.jobs.building import build_job
+from medflare.tasks.config import load_task
+
+JOBS = Path(__file__).resolve().parents[3] / "jobs"
+COMMITTED = sorted(folder.name for folder in JOBS.iterdir() if folder.is_dir())
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def config(folder: Path, side: str) -> dict:
+    return json.loads((folder / "app" / "config" / f"config_fed_{side}.json").read_text())
+
+
+def component(folder: Path, name: str) -> dict:
+    return next(part for part in config(folder, "server")["components"] if part["id"] == name)
+
+
+def test_the_main_jobs_are_committed() -> None:
+    assert {"fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag"} <= set(COMMITTED)
+
+
+@pytest.mark.parametrize("method", COMMITTED)
+def test_committed_job_is_not_stale(method: str, tmp_path: Path) -> None:
+    task = load_task(JOBS / method / "app" / "config" / "task.json").name
+    built = build_job(method, task, out=tmp_path / method)
+    remedy = f"write it anew: medflare job {method} --task {task} --out jobs/{method}"
+    assert files(built) == files(JOBS / method), remedy
+    different = filecmp.cmpfiles(built, JOBS / method, files(built), shallow=False)[1]
+    assert not different, remedy
+
+
+def test_settings_reach_the_components(tmp_path: Path) -> None:
+    settings = {"rounds": 20, "seed": 7, "hyper": {"lam": 0.3}, "outside": ["HT"], "min_sites": 2, "step_timeout": 600.0}
+    folder = build_job("fedsm", "brain_lgg", out=tmp_path / "job", **settings)
+    workflow = config(folder, "server")["workflows"][0]
+    assert workflow["path"] == "medflare.flare.controller.MedflareController"
+    assert workflow["args"] == {"rounds": 20, "seed": 7, "outside": ["HT"], "min_sites": 2, "step_timeout": 600.0}
+    assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.SoftPullAggregator"
+    hyper = component(folder, "aggregator")["args"]["hyper"]
+    assert hyper["lam"] == 0.3 and hyper["gamma"] == "tune"  # what is not set is there with its default
+    executor = config(folder, "client")["executors"][0]["executor"]
+    assert executor == {"path": "medflare.flare.executors.FedSMExecutor", "args": {"seed": 7, "hyper": hyper}}
+    assert json.loads((folder / "meta.json").read_text())["min_clients"] == 2
+    assert load_task(folder / "app" / "config" / "task.json") == load_task("brain_lgg")
+
+
+def test_jobs_differ_in_their_components_only(tmp_path: Path) -> None:
+    one, other = (build_job(method, "phantom", out=tmp_path / method) for method in ("fedavg", "fedsm"))
+    for folder in (one, other):
+        assert config(folder, "server")["server"]["task_request_interval"] <= 0.2
+    servers = [config(folder, "server") for folder in (one, other)]
+    for server in servers:
+        server["components"] = [part for part in server["components"] if part["id"] != "aggregator"]
+    assert servers[0] == servers[1]
+
+
+def test_halves_of_two_methods(tmp_path: Path) -> None:
+    folder = build_job("grace", "phantom", out=tmp_path / "job", site_half="moon")
+    assert config(folder, "client")["executors"][0]["executor"]["args"]["method"] == "moon"
+    assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.ConsistencyAggregator"
+    assert config(folder, "server")["workflows"][0]["args"]["site_half"] == "moon"
+
+
+def test_a_method_without_components_of_its_own_uses_those_it_extends(tmp_path: Path) -> None:
+    folder = build_job("fedsm_extra", "phantom", out=tmp_path / "job")
+    assert component(folder, "aggregator")["args"]["method"] == "fedsm_extra"
+    assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.SoftPullAggregator"
+
+
+def test_byoc_is_a_folder_in_the_job(tmp_path: Path) -> None:
+    assert (build_job("fedavg", "phantom", out=tmp_path / "with") / "app" / "custom" / "README.md").exists()
+    assert not (build_job("fedavg", "phantom", out=tmp_path / "without", byoc=False) / "app" / "custom").exists()
+
+
+def test_large_updates_are_fetched_in_chunks(tmp_path: Path) -> None:
+    small = build_job("fedsm", "phantom", out=tmp_path / "small")
+    large = build_job("fedsm", "phantom", out=tmp_path / "large", hyper={"selector": "vgg11"})
+    for side in ("server", "client"):
+        assert config(small, side)["tensor_download_chunk_size"] == 0
+        assert config(large, side)["tensor_download_chunk_size"] > 2**20
+
+
+def test_an_older_job_is_replaced_and_anything_else_is_not(tmp_path: Path) -> None:
+    folder = build_job("fedavg", "phantom", out=tmp_path / "job")
+    (folder / "leftover.txt").write_text("old")
+    assert not (build_job("fedsm", "phantom", out=folder) / "leftover.txt").exists()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "data.txt").write_text("not a job")
+    with pytest.raises(ConfigError, match="is no job folder"):
+        build_job("fedavg", "phantom", out=tmp_path / "precious")
+
+
+def test_wrong_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'fedsm'"):
+        build_job("fedms", "phantom", out=tmp_path / "job")
+    with pytest.raises(ConfigError, match="no hyper-parameter 'lambda_'"):
+        build_job("fedsm", "phantom", out=tmp_path / "job", hyper={"lambda_": 0.3})
+    with pytest.raises(ConfigError, match="rounds = 0"):
+        build_job("fedsm", "phantom", out=tmp_path / "job", rounds=0)
+    assert not (tmp_path / "job").exists()

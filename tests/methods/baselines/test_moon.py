@@ -1,0 +1,94 @@
+"""MOON's loss by hand, and its place between FedAvg and GRACE."""
+
+import math
+
+import pytest
+import torch
+
+from medflare.core.message import Message
+from medflare.core.states import copy_state
+from medflare.methods.baselines.moon import MoonServer, MoonSite, contrastive_loss
+from medflare.methods.fedavg import FedAvgServer
+from medflare.methods.grace.halves import GraceServer, GraceSite
+from medflare.methods.grace.local_model import LocalModelSite
+
+
+def test_loss_by_hand():
+    z, same, orthogonal = torch.tensor([[3.0, 0.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])
+    assert contrastive_loss(z, same, orthogonal, 0.5).item() == pytest.approx(math.log(1 + math.exp(-2)))
+    assert contrastive_loss(z, orthogonal, same, 0.5).item() == pytest.approx(math.log(1 + math.exp(2)))
+    both = torch.cat([z, z]), torch.cat([same, orthogonal]), torch.cat([orthogonal, same])
+    assert contrastive_loss(*both, 1.0).item() == pytest.approx((math.log(1 + math.exp(-1)) + math.log(1 + math.exp(1))) / 2)
+
+
+def test_feature_maps_count_as_one_vector():
+    generator = torch.Generator().manual_seed(0)
+    z, z_global, z_previous = (torch.randn(2, 3, 4, 4, generator=generator) for _ in range(3))
+    flat = (each.reshape(2, -1) for each in (z, z_global, z_previous))
+    torch.testing.assert_close(contrastive_loss(z, z_global, z_previous), contrastive_loss(*flat))
+
+
+def test_agreeing_models_give_log_two_without_a_gradient():
+    z = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    other = torch.ones(4, 5)
+    loss = contrastive_loss(z, other, other)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2))
+    torch.testing.assert_close(z.grad, torch.zeros(4, 5))
+
+
+@pytest.mark.parametrize("task", ["segmentation", "classification"])
+def test_contrast_sets_in_with_the_second_round(squares, task):
+    task = squares.task(task)
+    assert squares.equal(squares.trained(MoonSite, task)[0], squares.trained(LocalModelSite, task)[0])
+    second = squares.trained(MoonSite, task, rounds=2)[0]
+    assert not squares.equal(second, squares.trained(LocalModelSite, task, rounds=2)[0])
+    assert not squares.equal(second, squares.trained(MoonSite, task, rounds=2, temperature=2.0)[0])
+    # without weight only rounding is left of the contrast
+    plain, weightless = squares.trained(LocalModelSite, task, rounds=2)[0], squares.trained(MoonSite, task, rounds=2, mu=0.0)[0]
+    assert squares.equal(plain, weightless)
+
+
+def test_it_draws_features_from_the_previous_to_the_global_model(squares):
+    """Five rounds of contrast alone, from the same global model: nearer to it than without."""
+    half, start = squares.half(MoonSite, mu=5.0), squares.start()
+    free = squares.half(LocalModelSite)
+    images = squares.site().data.train.images
+
+    def similarity(state):
+        features = [squares.site().network() for _ in range(2)]
+        features[0].load_state_dict(state)
+        features[1].load_state_dict(start)
+        maps = [network.eval().features_and_output(images)[0].flatten(1) for network in features]
+        return torch.nn.functional.cosine_similarity(*maps).mean().item()
+
+    for round in range(5):
+        drawn, own = (each.perform("train", round, Message({"model": copy_state(start)})).states["model"] for each in (half, free))
+    assert similarity(drawn) > similarity(own)
+
+
+def test_server_is_fedavgs_unless_graces_is_asked_for(squares):
+    models = {}
+    for name, server in [
+        ("moon", squares.server(MoonServer)),
+        ("fedavg", squares.server(FedAvgServer)),
+        ("moon+grace", squares.server(MoonServer, server="grace")),
+        ("grace", squares.server(GraceServer)),
+    ]:
+        models[name] = squares.play(server, squares.halves(MoonSite)).model
+    assert squares.equal(models["moon"], models["fedavg"])
+    assert squares.equal(models["moon+grace"], models["grace"])
+    assert not squares.equal(models["moon"], models["grace"])
+
+
+def test_two_steps_are_graces_with_another_alignment(squares):
+    assert squares.equal(squares.trained(MoonSite, two_step=True)[0], squares.trained(GraceSite, client="meta")[0])
+    second = squares.trained(MoonSite, rounds=2, two_step=True)[0]
+    assert not squares.equal(second, squares.trained(GraceSite, rounds=2, client="meta")[0])
+    assert not squares.equal(second, squares.trained(MoonSite, rounds=2)[0])
+
+
+@pytest.mark.parametrize("hyper", [{}, {"two_step": True, "batch_norm": "local"}], ids=["moon", "two steps"])
+def test_new_process_for_every_task(squares, hyper, tmp_path):
+    kept, renewed = (squares.play(squares.server(MoonServer), squares.halves(MoonSite, **hyper), store=store) for store in (None, tmp_path))
+    assert squares.equal(kept.model, renewed.model)

@@ -1,0 +1,336 @@
+"""FedDAG's halves on small generated images: both stages, every setting, what is shared and kept, parity of engines."""
+
+import io
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import build_hyper
+from medflare.core.message import Message
+from medflare.core.states import copy_state
+from medflare.federation.local import run_local
+from medflare.methods.base import Plan
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.feddag.formulas import discrepancy, instance_discrepancy
+from medflare.methods.feddag.halves import (
+    AdversarialGeneration,
+    FedDAGServer,
+    FedDAGSite,
+    initial_generator,
+    sharpness_aware_step,
+    still_statistics,
+)
+from medflare.networks.features import pooled
+from medflare.tasks.config import load_task
+
+VARIANTS = [
+    {},
+    {"alpha": 0.1},
+    {"alpha": 1.0, "clamp": (-0.5, 1.0)},
+    {"m": 0.001},
+    {"classifier": "teacher"},
+    {"classifier": "both"},
+    {"train_on": "generated"},
+    {"train_on": "perturbation"},
+    {"discrepancy_weight": 5.0},
+    {"similarity_weight": 0.0},
+    {"ema": 0.99},
+    {"ema_ramp": True},
+    {"chain": "teacher_from_global"},
+    {"sam_rho": 0.1},
+    {"generator_width": 8},
+    {"generator_blocks": 1},
+    {"generator_scale": 1},
+    {"generator_lr": 0.001},
+    {"ndag": False},
+]
+
+
+@pytest.fixture
+def generation(squares):
+    """Makes student, teacher and generator of a fresh site with some settings."""
+
+    def make(task=squares.SEGMENTATION, **hyper):
+        site, settings = squares.site(task=task), build_hyper(FedDAGSite.Hyper, hyper)
+        networks = site.network(), site.network()
+        return AdversarialGeneration(site, settings, *networks, initial_generator(site.task, site.seed, settings))
+
+    return make
+
+
+def weights(module):
+    return copy_state(module.state_dict())
+
+
+def first_batch(generation):
+    return next(generation.site.batches("train", 0, "model", 0))
+
+
+class TestStages:
+    def test_generator_moves_away_from_the_teacher_within_the_task(self, squares, generation):
+        """Stage 1 lowers its own objective, and moves nothing but the generator."""
+        dag = generation(m=2.0)
+        images, targets, _ = first_batch(dag)
+        reference = dag.reference(images)
+
+        def objective():
+            dag.student.eval()
+            with torch.no_grad():
+                features, logits = dag.student.features_and_output(images + 0.3 * dag.generator(images))
+            return (dag.site.loss(logits, targets) - discrepancy(reference, pooled(features), 2.0)).item()
+
+        before, frozen = objective(), (weights(dag.student), weights(dag.teacher))
+        for _ in range(20):
+            dag._generator_step(images, targets, reference)
+        assert objective() < before
+        assert squares.equal(weights(dag.student), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
+        assert all(parameter.grad is None for network in (dag.student, dag.teacher) for parameter in network.parameters())
+
+    def test_capped_images_stop_pulling_one_by_one_or_all_at_once(self, squares, generation):
+        """With the cap between the images' discrepancies the two readings of Eq. 1 train the generator differently."""
+        batch = first_batch(generation(alpha=1.0))
+        probe = generation(alpha=1.0)
+        probe.student.eval()
+        with torch.no_grad():
+            features = pooled(probe.student.features_and_output(probe.student_images(batch.images))[0])
+        m = instance_discrepancy(probe.reference(batch.images), features).median().item()
+        moved = {}
+        for cap in ("instance", "batch"):
+            dag = generation(alpha=1.0, cap=cap, m=m)
+            losses = dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
+            assert losses["discrepancy"].item() <= m + 1e-9
+            moved[cap] = weights(dag.generator)
+        assert not squares.equal(moved["instance"], moved["batch"])
+
+    def test_student_comes_closer_on_fixed_generated_images(self, squares, generation):
+        """Stage 2 lowers L_S, and moves nothing but the student."""
+        dag = generation(alpha=1.0)
+        images, targets, _ = first_batch(dag)
+        reference, frozen = dag.reference(images), (weights(dag.generator), weights(dag.teacher))
+        losses = [dag._student_step(images, targets, reference)["student"].item() for _ in range(20)]
+        assert losses[-1] < losses[0]
+        assert squares.equal(weights(dag.generator), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
+        assert not squares.equal(weights(dag.student), weights(dag.teacher))
+
+    def test_frozen_passes_move_no_running_statistics(self, generation):
+        dag = generation()
+        images, targets, _ = first_batch(dag)
+        dag._generator_step(images, targets, dag.reference(images))
+        for network in (dag.student, dag.teacher):
+            assert all(int(tensor) == 0 for name, tensor in network.state_dict().items() if name.endswith("num_batches_tracked"))
+        dag._student_step(images, targets, dag.reference(images))
+        counts = [int(tensor) for name, tensor in dag.student.state_dict().items() if name.endswith("num_batches_tracked")]
+        assert set(counts) == {2}  # generated and original images
+
+    def test_teacher_follows_the_student(self, squares, generation):
+        dag = generation()
+        start = weights(dag.teacher)
+        dag.step(first_batch(dag), 0.75)
+        for name, tensor in weights(dag.teacher).items():
+            if tensor.is_floating_point():
+                torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * dag.student.state_dict()[name])
+
+    def test_no_strength_leaves_images_and_generator_alone(self, squares, generation):
+        dag = generation(alpha=0.0)
+        images = first_batch(dag).images
+        assert torch.equal(dag.student_images(images), images)
+        before = weights(dag.generator)
+        assert "discrepancy" not in dag.step(first_batch(dag), 0.9)
+        assert squares.equal(weights(dag.generator), before)
+
+    def test_bare_perturbations_replace_the_images(self, generation):
+        dag = generation(train_on="perturbation", alpha=0.5)
+        images = first_batch(dag).images
+        torch.testing.assert_close(dag.student_images(images), 0.5 * dag.generator(images).detach())
+
+    def test_clamped_images_stay_in_range(self, generation):
+        images = generation(alpha=1.0, clamp=(0.0, 0.4))
+        found = images.student_images(first_batch(images).images)
+        assert found.min() >= 0 and found.max() <= 0.4
+
+
+class TestSharpnessAwareStep:
+    def test_gradient_is_taken_uphill(self):
+        """L = w^2 / 2 at w = 1: ε = ρ, so the gradient is 1 + ρ and a step of 0.1 ends at 1 - 0.1 (1 + ρ)."""
+        model = torch.nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharpness_aware_step(model, optimizer, lambda: model.weight.square().sum() / 2, 0.5)
+        assert model.weight.item() == pytest.approx(0.85)
+
+    def test_second_pass_leaves_running_statistics(self):
+        model = torch.nn.BatchNorm1d(2)
+        images = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        sharpness_aware_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: model(images).square().mean(), 0.1)
+        assert model.num_batches_tracked == 1
+        with still_statistics(model):
+            model(images)
+        assert model.num_batches_tracked == 1 and model.track_running_stats
+
+
+class TestSite:
+    @pytest.mark.parametrize("kind", ["segmentation", "classification"])
+    def test_every_setting_changes_the_model(self, squares, kind):
+        task = squares.task(kind)
+        results = [squares.trained(FedDAGSite, task, **variant) for variant in VARIANTS]
+        for model, facts in results:
+            assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
+        for i in range(len(VARIANTS)):
+            for j in range(i):
+                assert not squares.equal(results[i][0], results[j][0]), (VARIANTS[i], VARIANTS[j])
+
+    def test_reply_is_what_the_site_declares(self, squares):
+        for hyper in ({}, {"distribution": "type2"}, {"ndag": False}, {"sha": False}, {"rho": 0.0}):
+            half = squares.half(FedDAGSite, **hyper)
+            reply = half.perform("train", 0, Message({"model": squares.start()}))
+            plan = Plan(half.site.task, squares.SITES, half.hyper)
+            assert reply.states.keys() == half.outbound("train", plan).keys()
+        assert half.outbound("warm_up", plan).keys() == {"model"} and half.outbound("score", plan) == {}
+
+    def test_teacher_stays_and_is_sent_in_type_3(self, squares):
+        half, start = squares.half(FedDAGSite), squares.start()
+        teacher = half.perform("train", 0, Message({"model": start})).states["model"]
+        assert squares.equal(half.kept, teacher)
+        other = copy_state({name: tensor + 1 if tensor.is_floating_point() else tensor for name, tensor in start.items()})
+        begun = half._begin(Message({"model": other}))
+        assert squares.equal(weights(begun.teacher), teacher) and squares.equal(weights(begun.student), other)
+
+    @pytest.mark.parametrize(
+        ("hyper", "student", "teacher"),
+        [
+            ({"distribution": "type1"}, "global", "global"),
+            ({"distribution": "type2"}, "student", "global"),
+            ({"distribution": "type3"}, "global", "kept"),
+            ({"distribution": "type3", "chain": "teacher_from_global"}, "kept", "global"),
+        ],
+    )
+    def test_who_starts_from_what(self, squares, hyper, student, teacher):
+        half = squares.half(FedDAGSite, **hyper)
+        networks = {name: weights(half.site.network(name)) for name in ("global", "student", "kept")}
+        half.kept = networks["kept"]
+        begun = half._begin(Message({"model": networks["global"], "student": networks["student"]}))
+        assert squares.equal(weights(begun.student), networks[student]) and squares.equal(weights(begun.teacher), networks[teacher])
+
+    def test_nothing_kept_in_types_1_and_2(self, squares):
+        for distribution in ("type1", "type2"):
+            half = squares.half(FedDAGSite, distribution=distribution)
+            half.perform("train", 0, Message({"model": squares.start()}))
+            assert half.kept is None and not half.state().states
+
+    def test_perturbed_model_lies_rho_away(self, squares):
+        for loss in ("task", "full"):
+            half = squares.half(FedDAGSite, rho=0.2, perturbation_loss=loss)
+            states = half.perform("train", 0, Message({"model": squares.start()})).states
+            far = sum(
+                (states["perturbed"][name] - tensor).square().sum()
+                for name, tensor in states["model"].items()
+                if tensor.is_floating_point()
+            )
+            assert math.sqrt(far) == pytest.approx(0.2, rel=1e-4)
+
+    def test_pictures_are_made_of_own_images_and_stay(self, squares):
+        half = squares.half(FedDAGSite, pictures=3)
+        generator = initial_generator(half.site.task, half.site.seed, half.hyper).state_dict()
+        content = half.pictures(Message({"model": squares.start(), "generator": generator}))["generated"]
+        assert Image.open(io.BytesIO(content)).size == (3 * 96, 3 * 96)  # three images; original, perturbation, sum
+        assert half.pictures(Message({"model": squares.start()})) == {}
+        assert squares.half(FedDAGSite, pictures=0).pictures(Message({"generator": generator})) == {}
+
+    def test_site_with_one_image(self, squares):
+        model, facts = squares.trained(FedDAGSite, counts=(1, 1, 1))
+        assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
+
+    def test_network_without_batch_norm(self, squares):
+        task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
+        squares.play(squares.server(FedDAGServer, task), squares.halves(FedDAGSite, task))
+
+    @pytest.mark.parametrize("clamp", [(1.0, 0.0), (0.0, 1.0, 2.0)])
+    def test_range_to_clamp_to_must_be_one(self, clamp):
+        with pytest.raises(ConfigError, match="clamp"):
+            build_hyper(FedDAGSite.Hyper, {"clamp": clamp})
+
+
+class TestFederation:
+    def test_warm_up_is_fedavg(self, squares):
+        server = squares.server(FedDAGServer, rounds=8, warmup=2)
+        steps = server.steps()
+        assert [(step.phase, step.round) for step in steps[:4]] == [("warm_up", 0), ("warm_up", 1), ("train", 2), ("score", 2)]
+        server.steps = lambda: steps[:2]
+        after = squares.play(server, squares.halves(FedDAGSite)).model
+        plain = squares.server(FedAvgServer, rounds=2)
+        plain_steps = plain.steps()[:2]
+        plain.steps = lambda: plain_steps
+        assert squares.equal(after, squares.play(plain, squares.halves(FedAvgSite)).model)
+        assert not server.aggregation.history
+
+    def test_warm_up_is_cut_for_short_runs_and_says_so(self, squares):
+        server = squares.server(FedDAGServer, rounds=8)
+        assert server.warmup == 2 and "2 instead of 5" in server.context.events.of("warning")[0]["message"]
+        assert not squares.server(FedDAGServer, rounds=20).context.events.of("warning")
+
+    def test_without_both_parts_it_is_fedavg(self, squares):
+        """w/o NDAG and w/o SHA, the teacher no slower than its student: Table V's last row."""
+        settings = {"ndag": False, "sha": False, "ema": 0.0}
+        both = squares.play(squares.server(FedDAGServer, **settings), squares.halves(FedDAGSite, **settings)).model
+        assert squares.equal(both, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"chain": "teacher_from_global", "ema_ramp": True, "reset_optimizer": False},
+            {"distribution": "type1"},
+            {"distribution": "type2", "warmup": 1},
+            {"sha": False},
+            {"evaluators": 1, "window": "passing"},
+        ],
+    )
+    def test_state_survives_new_processes(self, squares, settings, tmp_path):
+        once, again = (
+            squares.play(squares.server(FedDAGServer, rounds=4, **settings), squares.halves(FedDAGSite, **settings), store=store)
+            for store in (None, tmp_path)
+        )
+        assert squares.equal(once.model, again.model)
+        assert all(squares.equal(state, again.server.companions[name]) for name, state in once.server.companions.items())
+
+    def test_generators_are_averaged_with_the_models_weights(self, squares):
+        settings = {"beta": 4.0, "score_metric": "exp_loss"}
+        server, halves = squares.server(FedDAGServer, rounds=1, **settings), squares.halves(FedDAGSite, **settings)
+        step = server.steps()[0]
+        replies = {name: half.perform(step.phase, 0, server.outgoing(step, name)) for name, half in halves.items()}
+        server.accept(step, replies)
+        score = server.steps()[1]
+        server.accept(score, {name: half.perform("score", 0, server.outgoing(score, name)) for name, half in halves.items()})
+        shares = server.aggregation.weights
+        assert sum(shares.values()) == pytest.approx(1) and len(set(shares.values())) > 1
+        for name, tensor in server.companions["generator"].items():
+            expected = sum(shares[site] * reply.states["generator"][name] for site, reply in replies.items())
+            torch.testing.assert_close(tensor, expected)
+
+    def test_students_of_type_2_are_a_second_global_model(self, squares):
+        server = squares.server(FedDAGServer, rounds=4, distribution="type2", warmup=1)
+        steps = server.steps()
+        halves = squares.halves(FedDAGSite, distribution="type2")
+        server.steps = lambda: steps[:1]
+        squares.play(server, halves)
+        assert squares.equal(server.companions["student"], server.model)
+        server.steps = lambda: steps[1:3]
+        squares.play(server, halves)
+        assert not squares.equal(server.companions["student"], server.model)
+
+    def test_only_inside_sites_get_the_generator(self, squares):
+        server = squares.server(FedDAGServer)
+        assert server.delivery("A").states.keys() == {"model", "generator"}
+        assert server.delivery("O").states.keys() == {"model"}
+        assert squares.server(FedDAGServer, pictures=0).delivery("A").states.keys() == {"model"}
+
+    def test_site_that_misses_rounds_goes_on_from_its_own_teacher(self, squares):
+        phantom = load_task("phantom").to_dict()
+        task = {**phantom, "size": [32, 32], "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
+        results = run_local("feddag", task, 3, rounds=3, seed=1, absent={1: ["site-2"]}, generator_width=4, generator_blocks=1)
+        assert results["status"] == "COMPLETED"
+        assert [event["site"] for event in results["events"] if event["kind"] == "missing"] == ["site-2", "site-2"]  # train and score

@@ -1,0 +1,255 @@
+"""SHA's two halves on small generated images: perturbation, scores, aggregation, memory, pairings."""
+
+import math
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import build_hyper
+from medflare.core.message import Message
+from medflare.core.store import StateStore
+from medflare.methods.base import Step, extended
+from medflare.methods.baselines.moon import MoonSite
+from medflare.methods.catalogue import get_method
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.feddag.formulas import soft_balancing_weights
+from medflare.methods.feddag.sha import HierarchicalAggregation, ScoredSite, SHAHyper, SHAServer, perturbed
+
+SHASite = extended(FedAvgSite, ScoredSite)
+
+
+def state(value):
+    return {"weight": torch.tensor([float(value)])}
+
+
+def replies_to_train(values, **entries):
+    """Sites A, B, ... with models of one number, and further entries by name."""
+    messages = {}
+    for name, value in zip("ABC", values, strict=False):
+        states = {"model": state(value), **{entry: state(numbers[name]) for entry, numbers in entries.items()}}
+        messages[name] = Message(states, {"n_samples": 1, "loss": 0.0, "validation": {"global": 0.5}})
+    return messages
+
+
+def replies_to_score(table):
+    """table[evaluator][model] -> score."""
+    return {site: Message({}, {"scores": scores}) for site, scores in table.items()}
+
+
+def aggregation(**hyper):
+    return HierarchicalAggregation(build_hyper(SHAHyper, hyper))
+
+
+class TestPerturbation:
+    def test_perturbed_model_lies_rho_uphill_and_keeps_its_buffers(self, squares):
+        half = squares.half(SHASite, rho=0.3)
+        reply = half.perform("train", 0, Message({"model": squares.start()}))
+        model, moved = reply.states["model"], reply.states["perturbed"]
+        names = [name for name, _ in squares.site().network().named_parameters()]
+        assert math.sqrt(sum((moved[name] - model[name]).square().sum() for name in names)) == pytest.approx(0.3, rel=1e-4)
+        assert all(torch.equal(moved[name], model[name]) for name in model.keys() - set(names))
+
+        def loss(weights):
+            network = squares.site().network().eval()
+            network.load_state_dict(weights)
+            images, targets, _ = half.last_batch(0)
+            return half.site.loss(network(images), targets).item()
+
+        assert loss(moved) > loss(model)
+
+    def test_last_batch_is_the_one_that_training_ended_with(self, squares):
+        half = squares.half(SHASite, task=squares.task(local_epochs=2))
+        used = [batch.index.tolist() for epoch in range(2) for batch in half.site.batches("train", 3, "model", epoch)]
+        assert half.last_batch(3).index.tolist() == used[-1] != used[0]
+
+    def test_training_itself_is_that_of_the_site(self, squares):
+        plain, _ = squares.trained(FedAvgSite)
+        assert squares.equal(squares.trained(SHASite)[0], plain)
+        assert squares.equal(squares.trained(extended(MoonSite, ScoredSite))[0], squares.trained(MoonSite)[0])
+
+    def test_without_rho_nothing_more_is_sent(self, squares):
+        for hyper in ({"rho": 0.0}, {"sha": False}):
+            assert squares.half(SHASite, **hyper).perform("train", 0, Message({"model": squares.start()})).states.keys() == {"model"}
+
+    def test_weights_without_a_gradient_stay(self):
+        weights = {"used": torch.ones(2), "frozen": torch.ones(1), "count": torch.tensor(3)}
+        moved = perturbed(weights, {"used": torch.tensor([3.0, 4.0])}, 0.5)
+        torch.testing.assert_close(moved["used"], torch.tensor([1.3, 1.4]))
+        assert moved["frozen"] is weights["frozen"] and moved["count"] == 3
+        assert torch.equal(perturbed(weights, {"used": torch.zeros(2)}, 0.5)["used"], weights["used"])
+
+
+class TestScoring:
+    def test_scores_are_the_validation_metric_of_each_model(self, squares):
+        half = squares.half(SHASite)
+        trained, _ = squares.trained(FedAvgSite, rounds=1)
+        scores = half.perform("score", 0, Message({"B": squares.start(), "C": trained})).facts["scores"]
+        networks = {"B": half.site.network(), "C": half.site.network()}
+        networks["C"].load_state_dict(trained)
+        assert scores == {name: half.validation(network) for name, network in networks.items()}
+        assert half.perform("score", 0, Message()).facts["scores"] == {}
+
+    def test_score_may_be_another_metric_or_the_loss(self, squares):
+        start = Message({"B": squares.start()})
+        dice, iou, likelihood = (
+            squares.half(SHASite, score_metric=name).perform("score", 0, start).facts["scores"]["B"] for name in ("dice", "iou", "exp_loss")
+        )
+        site = squares.site()
+        network = site.network().eval()
+        expected = math.exp(-site.loss(network(site.data.validation.images), site.data.validation.targets).item())
+        assert dice > iou and likelihood == pytest.approx(expected, rel=1e-5)
+
+    def test_site_without_validation_images_gives_no_score(self, squares):
+        for name in ("task", "exp_loss"):
+            half = squares.half(SHASite, counts=(12, 0, 1), score_metric=name)
+            assert half.perform("score", 0, Message({"B": squares.start()})).facts["scores"] == {"B": None}
+
+    def test_metric_of_another_kind_of_task_is_refused(self, squares):
+        with pytest.raises(ConfigError, match="auc_macro"):
+            squares.server(SHAServer, score_metric="auc_macro")
+
+
+class TestAggregation:
+    def test_equal_scores_without_history_give_the_mean(self):
+        mean = aggregation(kappa=0)({name: state(value) for name, value in zip("ABC", (1, 2, 6), strict=True)}, dict.fromkeys("ABC", 0.7))
+        assert mean["weight"].item() == pytest.approx(3)
+
+    def test_identical_sites_are_a_fixed_point(self):
+        average = aggregation(beta=4.0)
+        for score in (0.2, 0.9, 0.5):
+            assert average({"A": state(5), "B": state(5)}, {"A": score, "B": 0.4})["weight"].item() == pytest.approx(5)
+
+    def test_higher_scores_weigh_more_and_earlier_models_come_back(self):
+        average = aggregation(kappa=1)
+        assert average({"A": state(0), "B": state(1)}, {"A": 0.9, "B": 0.1})["weight"].item() == pytest.approx(0.1)
+        assert average({"A": state(8), "B": state(1)}, {"A": 0.3, "B": 0.2})["weight"].item() == pytest.approx(0.75 * 4 + 0.25)
+        assert average.scores == pytest.approx({"A": 0.6, "B": 0.2}) and average.weights == pytest.approx({"A": 0.75, "B": 0.25})
+        assert [score for _, score in average.history["A"]] == [0.3]  # what is remembered is the model as it came
+
+    def test_softmax_and_missing_scores(self):
+        models = {"A": state(0), "B": state(1), "C": state(2)}
+        average = aggregation(kappa=0, balancing="softmax", temperature=0.1)
+        average(models, {"A": 0.0, "B": math.log(3) / 10, "C": math.log(4) / 10})
+        assert average.weights == pytest.approx({"A": 1 / 8, "B": 3 / 8, "C": 4 / 8})
+        unknown = aggregation()
+        unknown(models, {"A": 0.4, "B": math.nan, "C": 0.8})
+        assert unknown.weights == pytest.approx({"A": 0.4 / 1.8, "B": 0.6 / 1.8, "C": 0.8 / 1.8})
+
+    def test_one_site_keeps_its_model(self):
+        assert aggregation()({"A": state(3)}, {"A": math.nan})["weight"].item() == 3
+
+    def test_history_is_bounded_by_kappa(self):
+        average = aggregation(kappa=2)
+        for round in range(5):
+            average({"A": state(round)}, {"A": 0.5})
+        assert [model["weight"].item() for model, _ in average.history["A"]] == [3, 4]
+
+
+class TestServer:
+    def test_a_round_has_two_phases_unless_sha_is_off(self, squares):
+        phases = [(step.phase, step.round) for step in squares.server(SHAServer, rounds=2).steps()]
+        assert phases == [("train", 0), ("score", 0), ("train", 1), ("score", 1), ("validate", 2)]
+        assert [step.phase for step in squares.server(SHAServer, rounds=2, sha=False).steps()] == ["train", "train", "validate"]
+
+    def test_everybody_gets_the_perturbed_models_of_the_others(self, squares):
+        server = squares.server(SHAServer)
+        server.accept(Step("train", 0), replies_to_train((1, 2, 3), perturbed={"A": 10, "B": 20, "C": 30}))
+        sent = server.outgoing(Step("score", 0), "B").states
+        assert {name: tensors["weight"].item() for name, tensors in sent.items()} == {"A": 10, "C": 30}
+
+    def test_a_sampled_number_of_evaluators(self, squares):
+        server = squares.server(SHAServer, evaluators=1)
+        asked = []
+        for round in range(8):
+            server.accept(Step("train", round), replies_to_train((1, 2, 3)))
+            sent = {site: set(server.outgoing(Step("score", round), site).states) for site in "ABC"}
+            assert sorted(model for models in sent.values() for model in models) == ["A", "B", "C"]  # each is scored once
+            assert all(site not in models for site, models in sent.items())
+            asked.append(sent)
+        assert any(sent != asked[0] for sent in asked)
+
+    def test_scores_become_weights(self, squares):
+        server = squares.server(SHAServer, kappa=0)
+        server.accept(Step("train", 0), replies_to_train((1, 2, 3)))
+        table = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
+        server.accept(Step("score", 0), replies_to_score(table))
+        expected = soft_balancing_weights([0.7, 0.3, 0.5])
+        assert server.model["weight"].item() == pytest.approx(float((expected * torch.tensor([1.0, 2.0, 3.0])).sum()))
+
+    def test_evaluators_count_by_their_validation_images_if_wanted(self, squares):
+        server = squares.server(SHAServer, kappa=0, score_weighting="samples")
+        server.context.site_counts.update({site: {"n": {"validation": n}} for site, n in {"A": 1, "B": 3, "C": 1}.items()})
+        server.accept(Step("train", 0), replies_to_train((1, 2, 3)))
+        table = {"A": {"B": 0.5, "C": 0.9}, "B": {"A": 0.4, "C": 0.1}, "C": {"A": 0.8, "B": 0.5}}
+        server.accept(Step("score", 0), replies_to_score(table))
+        assert server.aggregation.scores == pytest.approx({"A": 0.5, "B": 0.5, "C": 0.3})
+
+    @pytest.mark.parametrize("bad", [1.5, -0.1, math.nan, "high", None])
+    def test_impossible_scores_are_left_out_by_name(self, squares, bad):
+        server = squares.server(SHAServer, kappa=0)
+        server.accept(Step("train", 0), replies_to_train((1, 2, 3)))
+        table = {"A": {"B": 0.5, "C": 0.5}, "B": {"A": bad, "C": 0.5}, "C": {"A": 0.5, "B": 0.5}}
+        server.accept(Step("score", 0), replies_to_score(table))
+        assert server.model["weight"].item() == pytest.approx(2)
+        rejected = server.context.events.of("rejected")
+        assert ([event["site"] for event in rejected] == ["B"]) == (bad is not None)
+
+    def test_sites_that_do_not_answer_are_left_out(self, squares):
+        server = squares.server(SHAServer, kappa=0)
+        server.accept(Step("train", 0), replies_to_train((1, 2, 6)))
+        server.accept(Step("score", 0), replies_to_score({"A": {"B": 0.5, "C": 0.5}}))
+        assert server.model["weight"].item() == pytest.approx(3)  # A's own model has no score and counts as an average one
+        assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
+
+    def test_half_a_round_survives_a_restart(self, squares, tmp_path):
+        server, restored = squares.server(SHAServer), squares.server(SHAServer)
+        server.accept(Step("train", 0), replies_to_train((1, 2, 3)))
+        server.accept(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
+        server.accept(Step("train", 1), replies_to_train((5, 4, 9), perturbed={"A": 10, "B": 20, "C": 30}))
+        StateStore(tmp_path).save("server", server.state())
+        restored.restore(StateStore(tmp_path).load("server"))
+        score = Step("score", 1)
+        assert restored.outgoing(score, "A").states["B"]["weight"].item() == 20
+        for half in (server, restored):
+            half.accept(score, replies_to_score({"A": {"B": 0.1, "C": 0.1}, "B": {"A": 0.1}, "C": {"B": 0.1}}))
+        assert squares.equal(server.model, restored.model)
+        assert server.aggregation.scores == restored.aggregation.scores
+        assert server.aggregation.scores == pytest.approx({"A": 0.35, "B": 0.2, "C": 0.25})  # all of round 0 scored higher
+
+
+class TestFederation:
+    def test_without_sha_it_is_fedavg(self, squares):
+        sha = squares.play(squares.server(SHAServer, sha=False), squares.halves(SHASite, sha=False))
+        assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
+
+    def test_cea_with_equal_weights_is_the_uniform_mean(self, squares):
+        """rho = 0 and kappa = 0 leave the plain cross-client evaluation; beta = 0 makes all scores equal."""
+        settings = {"rho": 0.0, "kappa": 0, "beta": 0.0}
+        cea = squares.play(squares.server(SHAServer, **settings), squares.halves(SHASite, **settings)).model
+        uniform = squares.play(squares.server(FedAvgServer, weighting="uniform"), squares.halves(FedAvgSite)).model
+        for name, tensor in uniform.items():
+            torch.testing.assert_close(cea[name], tensor)
+
+    def test_state_survives_new_processes(self, squares, tmp_path):
+        once = squares.play(squares.server(SHAServer), squares.halves(SHASite))
+        again = squares.play(squares.server(SHAServer), squares.halves(SHASite), store=tmp_path)
+        assert squares.equal(once.model, again.model)
+
+    def test_pairings(self, squares):
+        sha, moon = get_method("sha"), get_method("moon", server="sha")
+        assert issubclass(moon.site_class, MoonSite) and issubclass(moon.site_class, ScoredSite)
+        assert get_method("fedavg", server="sha").site_class.__mro__[1:] == sha.site_class.__mro__[1:]
+        assert "score" in moon.site_class.phases and moon.name == "moon+sha"
+        for method in (sha, moon):
+            method.check({"rho": 0.1, "kappa": 2, "reset_optimizer": True})
+        with pytest.raises(ConfigError, match="rho"):
+            sha.check({"rhoo": 0.1})
+
+    def test_best_round_is_chosen_by_validation_not_by_scores(self, squares):
+        server = squares.server(SHAServer)
+        halves = squares.halves(SHASite)
+        final = squares.play(server, halves).model
+        assert server.best.round in (1, 2, 3) and server.best.value is not None
+        if server.best.round == 3:
+            assert squares.equal(server.best.state, final)

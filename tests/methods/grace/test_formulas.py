@@ -1,0 +1,313 @@
+"""The formulas of GRACE against reference numbers, hand-computed values and their degenerate cases."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from medflare.core.errors import UpdateError
+from medflare.methods.grace import formulas as grace
+
+P = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+PARAMETERS = ["conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias", "fc.weight", "fc.bias"]
+
+
+def assert_close(found, expected, rtol=1e-5, atol=1e-6):
+    np.testing.assert_allclose(torch.as_tensor(found).detach().numpy(), np.asarray(expected), rtol=rtol, atol=atol)
+
+
+def flatten(state, names):
+    """The named entries as one float64 vector."""
+    return torch.cat([state[name].double().flatten() for name in names])
+
+
+def matrix(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.fixture
+def server(golden):
+    """(global state, site -> state, weight by site, the reference numbers)"""
+    numbers = golden("grace_server")
+
+    def state(folder):
+        prefix = f"pos/{folder}/"
+        return {key.removeprefix(prefix): torch.from_numpy(value) for key, value in numbers.items() if key.startswith(prefix)}
+
+    sites = {f"c{place}": state(f"c{place}") for place in range(4)}
+    return (
+        state("global_in"),
+        sites,
+        dict(zip(sites, numbers["pos/p"], strict=True)),
+        {k.removeprefix("pos/"): v for k, v in numbers.items()},
+    )
+
+
+class TestConsistencyWeights:
+    @pytest.mark.parametrize(("include_self", "key"), [(True, "ref64_paper_incl_self"), (False, "ref64_official_excl_self")])
+    def test_reference(self, server, include_self, key):
+        model, states, p, numbers = server
+        deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(model, PARAMETERS)
+        gram = (deltas @ deltas.T)[None]
+        assert_close(grace.similarity(gram), numbers[f"{key}_sim"])
+        assert_close(grace.average_consistency(grace.similarity(gram), include_self), numbers[f"{key}_avgcos"])
+        weights = grace.consistency_weights(deltas, torch.tensor(list(p.values())), include_self=include_self)
+        assert_close(weights, numbers[f"{key}_weights"])
+        assert_close(weights @ deltas, numbers[f"{key}_agg_delta_flat"])
+        moved, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=include_self)
+        assert_close(flatten(moved, PARAMETERS), numbers[f"{key}_global_out_flat"])
+
+    @pytest.mark.parametrize("granularity", grace.GRANULARITIES)
+    def test_published_granularities(self, server, granularity):
+        model, states, p, numbers = server
+        deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(model, PARAMETERS)
+        sizes = [model[name].numel() for name in PARAMETERS]
+        options = {"include_self": False, "granularity": granularity}
+        expected = numbers[f"official_{granularity}_weights"]
+        assert_close(grace.consistency_weights(deltas, torch.tensor(list(p.values())), sizes=sizes, **options), expected)
+        moved, weights = grace.consistent_aggregate(model, states, p, PARAMETERS, **options)
+        assert_close(list(weights.values()), expected)
+        for name in [*PARAMETERS, "bn1.running_mean", "bn1.running_var"]:
+            assert_close(moved[name], numbers[f"official_{granularity}_global_out_slr1.0/{name}"])
+        assert moved["bn1.num_batches_tracked"] == 13  # the largest; the published code truncates a mean
+
+    def test_published_server_rate(self, server):
+        model, states, p, numbers = server
+        moved, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=False, server_rate=0.5)
+        for name in ("conv1.weight", "conv1.bias", "fc.weight", "fc.bias", "bn1.running_mean", "bn1.running_var"):
+            assert_close(moved[name], numbers[f"official_total_global_out_slr0.5/{name}"])
+        # BatchNorm's affine weights are trained, so they step by the server rate too; the published code overwrites them
+        whole, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=False)
+        assert_close(moved["bn1.weight"], (model["bn1.weight"] + whole["bn1.weight"]) / 2)
+
+    def test_by_hand(self):
+        deltas = matrix([1, 0], [1, 0], [0, 2])  # cosines: 1 between the first two, 0 with the third
+        p = torch.tensor([1.0, 2.0, 1.0])
+        assert_close(grace.consistency_weights(deltas, p), np.array([2, 4, 1]) / 7)  # c = (2, 2, 1) / 3
+        # others only: c = (.5, .5, 0); the zero shifts all by .001
+        assert_close(grace.consistency_weights(deltas, p, include_self=False), np.array([0.501, 1.002, 0.001]) / 1.504)
+        clipped = grace.consistency_weights(deltas, p, include_self=False, negative="clip")
+        assert_close(clipped, np.array([0.5, 1.0, 0.001]) / 1.501)
+        assert_close(grace.consistency_weights(deltas, p, include_self=False, negative="none"), [0.25, 0.5, 0.25])
+
+    def test_negative_consistencies_by_hand(self):
+        deltas = matrix([1, 0], [1, 0], [-1, 0])  # c = (1/3, 1/3, -1/3)
+        p = torch.ones(3)
+        assert_close(grace.consistency_weights(deltas, p), np.array([0.667667, 0.667667, 0.001]) / 1.336333)
+        assert_close(grace.consistency_weights(deltas, p, negative="clip"), np.array([1 / 3, 1 / 3, 0.001]) / 0.667667)
+
+    @pytest.mark.parametrize("negative", grace.NEGATIVE_RULES)
+    @pytest.mark.parametrize("include_self", [True, False])
+    @pytest.mark.parametrize("granularity", grace.GRANULARITIES)
+    @pytest.mark.parametrize(
+        "deltas",
+        [
+            pytest.param(torch.full((4, 8), 0.25), id="identical"),
+            pytest.param(torch.eye(4).repeat(1, 2), id="orthogonal"),
+            pytest.param(torch.zeros(4, 8), id="no update"),
+            pytest.param(torch.tensor([1.0, 1, -1, -1])[:, None].repeat(1, 8), id="opposite pairs"),
+        ],
+    )
+    def test_equal_cosines_give_p(self, deltas, granularity, include_self, negative):
+        options = {"include_self": include_self, "negative": negative, "granularity": granularity}
+        assert_close(grace.consistency_weights(deltas, P, sizes=[4, 4], **options), P, rtol=1e-12)
+
+    def test_two_opposite_sites_give_p(self):
+        deltas = torch.randn(1, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        assert_close(grace.consistency_weights(torch.cat([deltas, -3 * deltas]), matrix([3, 1])[0]), [0.75, 0.25], rtol=1e-12)
+
+    @pytest.mark.parametrize("include_self", [True, False])
+    def test_single_site(self, include_self):
+        assert grace.consistency_weights(torch.ones(1, 3), torch.ones(1), include_self=include_self).tolist() == [1.0]
+        assert grace.consistency_weights(torch.zeros(1, 3), torch.ones(1), include_self=include_self).tolist() == [1.0]
+
+    def test_zero_update_of_one_site_agrees_with_nobody(self):
+        weights = grace.consistency_weights(matrix([1, 1], [1, 1], [0, 0]), torch.ones(3))  # c = (2/3, 2/3, 0), shifted by .001
+        assert_close(weights, np.array([2 / 3 + 1e-3, 2 / 3 + 1e-3, 1e-3]) / (4 / 3 + 3e-3))
+
+    @pytest.mark.parametrize("negative", grace.NEGATIVE_RULES)
+    def test_always_a_distribution_that_ignores_length(self, negative):
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(20):
+            deltas = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+            p = torch.rand(5, generator=generator, dtype=torch.float64)
+            weights = grace.consistency_weights(deltas, p, negative=negative)
+            assert weights.sum() == pytest.approx(1) and (weights >= 0).all()
+            lengths = torch.rand(5, 1, generator=generator, dtype=torch.float64) * 1e6 + 1e-6
+            assert_close(grace.consistency_weights(deltas * lengths, p * 7, negative=negative), weights, rtol=1e-9)
+
+    def test_consistency_never_decreases(self):
+        """Eq. 4: sum p' c >= sum p c wherever all c are positive, whatever p."""
+        generator = torch.Generator().manual_seed(4)
+        for _ in range(20):
+            c = torch.rand(4, generator=generator, dtype=torch.float64) + 1e-3
+            p = torch.rand(4, generator=generator, dtype=torch.float64)
+            p = p / p.sum()
+            assert grace.reweighted(c, p) @ c >= p @ c - 1e-12
+
+    def test_float32_extremes_do_not_overflow(self):
+        deltas = torch.tensor([[1e38, 1e38], [1e38, 0.0], [1e-38, 0.0]])
+        weights = grace.consistency_weights(deltas, torch.ones(3))
+        c = np.array([1 + 2 / math.sqrt(2), 2 + 1 / math.sqrt(2), 2 + 1 / math.sqrt(2)])
+        assert_close(weights, c / c.sum())
+
+    def test_errors_name_the_offender(self):
+        deltas = torch.ones(3, 2)
+        deltas[1, 0] = math.nan
+        with pytest.raises(UpdateError, match=r"rows \[1\]"):
+            grace.consistency_weights(deltas, torch.ones(3))
+        states = {"A": {"w": torch.ones(2)}, "B": {"w": torch.tensor([1.0, math.inf])}}
+        with pytest.raises(UpdateError, match="update of B "):
+            grace.consistent_aggregate({"w": torch.zeros(2)}, states, {"A": 1.0, "B": 1.0}, ["w"])
+        for options, text in [({"negative": "odd"}, "shift, clip"), ({"granularity": "odd"}, "total, split")]:
+            with pytest.raises(ValueError, match=text):
+                grace.consistency_weights(torch.ones(2, 2), torch.ones(2), **options)
+        with pytest.raises(ValueError, match=r"\(2, 2\) and \(3,\)"):
+            grace.consistency_weights(torch.ones(2, 2), torch.ones(3))
+        with pytest.raises(ValueError, match="not all zero"):
+            grace.consistency_weights(torch.ones(2, 2), torch.zeros(2))
+
+    def test_identical_sites_are_a_fixed_point(self):
+        state = {"w": torch.tensor([1.5, -2.0]), "running_var": torch.tensor([3.0]), "count": torch.tensor(5)}
+        moved, weights = grace.consistent_aggregate(state, {"A": state, "B": state}, {"A": 1.0, "B": 3.0}, ["w"])
+        assert weights == {"A": 0.25, "B": 0.75}
+        assert all(torch.equal(moved[name], state[name]) for name in state)
+
+
+class TestAlignment:
+    @pytest.fixture
+    def features(self, golden):
+        numbers = golden("grace_align")
+        return torch.from_numpy(numbers["x"]), torch.from_numpy(numbers["y"]).requires_grad_(), numbers
+
+    def test_reference(self, features):
+        x, y, numbers = features
+        assert_close(grace.coral(x, y), numbers["coral_domainbed"])
+        assert_close(grace.coral(x, y, form="deep_coral"), numbers["coral_deep"])
+        assert_close(grace.mmd(x, y), numbers["mmd_domainbed_gaussian"])
+
+    def test_adversarial_reference(self, features):
+        x, y, numbers = features
+        discriminator = nn.Linear(5, 1).double()
+        discriminator.load_state_dict(
+            {"weight": torch.from_numpy(numbers["adv_w"])[None], "bias": torch.from_numpy(numbers["adv_b"]).reshape(1)}
+        )
+        loss = grace.adversarial(discriminator, x, y)
+        loss.backward()
+        assert_close(loss, numbers["adv_bce_global1_local0"])
+        assert_close(y.grad, numbers["adv_grad_on_local_features_reversed"])
+        # the discriminator's own gradient is not reversed: a step along it lowers the loss
+        with torch.no_grad():
+            for parameter in discriminator.parameters():
+                parameter -= 0.01 * parameter.grad
+        assert grace.adversarial(discriminator, x, y) < loss
+
+    def test_reversal_scales(self):
+        features = torch.ones(3, requires_grad=True)
+        grace.reverse_gradient(features, 0.25).sum().backward()
+        assert features.grad.tolist() == [-0.25] * 3
+        assert grace.reversal_ramp(0) == 0
+        assert grace.reversal_ramp(1) == pytest.approx(math.tanh(5))
+
+    @pytest.mark.parametrize(
+        "distance", [grace.coral, lambda x, y: grace.coral(x, y, "deep_coral"), grace.mmd, lambda x, y: grace.mmd(x, y, "dan")]
+    )
+    def test_zero_only_without_a_gap(self, distance):
+        x = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert float(distance(x, x.flip(0))) == pytest.approx(0, abs=1e-12)
+        assert float(distance(x, 2 * x)) > 0.01
+
+    def test_coral_by_hand(self):
+        x, y = matrix([0, 0], [2, 2]), matrix([1, 0], [1, 4])  # covariances [[2, 2], [2, 2]] and [[0, 0], [0, 8]], means (1, 1), (1, 2)
+        assert_close(grace.coral(x, y), (4 + 4 + 4 + 36) / 4 + 1 / 2)
+        assert_close(grace.coral(x, y, "deep_coral"), 48 / 16)
+
+    def test_dan_kernels_by_hand(self):
+        x, y = matrix([0.0]), matrix([2.0])  # mean squared distance of the two ordered pairs: 4
+        kernels = sum(math.exp(-4 * 2.0**power / 4) for power in range(-2, 3))
+        assert_close(grace.mmd(x, y, "dan"), 2 * 5 - 2 * kernels)
+
+    def test_half_batch_of_one(self):
+        x, y = torch.ones(1, 3), torch.zeros(1, 3, requires_grad=True)
+        for form in grace.CORAL_FORMS:
+            loss = grace.coral(x, y, form)
+            assert loss.item() == 0
+            assert torch.autograd.grad(loss, y)[0].tolist() == [[0, 0, 0]]
+        assert grace.mmd(x, x, "dan").item() == 0 and 0 < grace.mmd(x, y).item() < 14
+
+    def test_gradients(self):
+        generator = torch.Generator().manual_seed(2)
+        x, y = (torch.randn(n, 3, generator=generator, dtype=torch.float64, requires_grad=True) for n in (4, 5))
+        for form in grace.CORAL_FORMS:
+            assert torch.autograd.gradcheck(lambda a, b, form=form: grace.coral(a, b, form), (x, y))
+        assert torch.autograd.gradcheck(grace.mmd, (x, y))
+
+    def test_unknown_options(self):
+        x = torch.ones(2, 2)
+        with pytest.raises(ValueError, match="domainbed, deep_coral"):
+            grace.coral(x, x, "odd")
+        with pytest.raises(ValueError, match="mixture, dan"):
+            grace.mmd(x, x, "odd")
+
+
+class TestMetaTrained:
+    def test_reference(self, golden):
+        numbers = {key: torch.from_numpy(value) for key, value in golden("grace_client").items()}
+        network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        state = {name: numbers[f"init/{name}"] for name in network.state_dict()}
+        frozen = {name: numbers[f"global/{name}"] for name in state}
+        network.load_state_dict(state)
+        parameters = dict(network.named_parameters())
+        optimizer = torch.optim.SGD(parameters.values(), lr=0.05)
+
+        def features(weights, images):
+            return torch.tanh(F.linear(images, weights["0.weight"], weights["0.bias"]))
+
+        def task_loss(weights, half):
+            return F.cross_entropy(functional_call(network, weights, (numbers[f"x_{half}"],)), numbers[f"y_{half}"])
+
+        for step in range(2):
+            adapted = grace.meta_trained(parameters, lambda weights: task_loss(weights, "tr"), 0.05)
+            if step == 0:
+                for name in state:
+                    assert_close(adapted[name], numbers[f"sgd/theta_prime/{name}"])
+            loss = task_loss(adapted, "te") + grace.coral(features(frozen, numbers["x_te"]), features(adapted, numbers["x_te"]))
+            assert_close(loss, numbers[f"sgd/meta_loss_iter{step}"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            for name in state:
+                assert_close(parameters[name], numbers[f"sgd/after_iter{step}/{name}"])
+
+    def test_second_order_by_hand(self):
+        # L = w^4 on both halves, eta = .01, w = 1: w' = 1 - .04; first order 4 w'^3, second order times 1 - .01 * 12 w^2
+        theta = {"w": torch.tensor(1.0, dtype=torch.float64, requires_grad=True)}
+        for second_order, factor in [(False, 1.0), (True, 0.88)]:
+            adapted = grace.meta_trained(theta, lambda weights: weights["w"] ** 4, 0.01, second_order)
+            (gradient,) = torch.autograd.grad(adapted["w"] ** 4, theta["w"])
+            assert_close(gradient, 4 * 0.96**3 * factor)
+
+    def test_unused_parameter_stays(self):
+        theta = {name: torch.tensor(2.0, requires_grad=True) for name in ("used", "unused")}
+        adapted = grace.meta_trained(theta, lambda weights: weights["used"] ** 2, 0.5)
+        assert {name: value.item() for name, value in adapted.items()} == {"used": 0.0, "unused": 2.0}
+
+
+class TestADistance:
+    def test_same_and_separable_features(self):
+        x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+        assert grace.a_distance(x, x.clone()) == pytest.approx(0, abs=1e-9)
+        assert grace.a_distance(x, x + 20) == pytest.approx(2)
+        near = grace.a_distance(x, x + 0.5)
+        assert 0 < near < grace.a_distance(x, x + 1.5) < 2
+
+    def test_is_seeded_and_undefined_for_one_image(self):
+        x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+        assert grace.a_distance(x, x * 2, seed=1) == grace.a_distance(x, x * 2, seed=1)
+        assert math.isnan(grace.a_distance(x[:1], x[:1]))
+        with pytest.raises(ValueError, match="same images"):
+            grace.a_distance(x, x[:3])

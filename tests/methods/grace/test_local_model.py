@@ -1,0 +1,89 @@
+"""Inside the site's own local model, outside the global one; what a site remembers."""
+
+import pytest
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.states import batch_norm_entries, copy_state
+from medflare.methods.fedavg import FedAvgSite
+from medflare.methods.grace.local_model import LocalModelSite
+
+
+def incoming(state):
+    return Message({"model": copy_state(state)})
+
+
+def test_trains_as_fedavg_does(squares):
+    assert squares.equal(squares.trained(LocalModelSite, reset_optimizer=True)[0], squares.trained(FedAvgSite)[0])
+    assert not squares.equal(squares.trained(LocalModelSite, rounds=2)[0], squares.trained(FedAvgSite, rounds=2)[0])  # kept moments
+
+
+def test_inside_the_best_local_model_outside_the_global_one(squares):
+    half, start = squares.half(LocalModelSite), squares.start()
+    values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
+    half.validation = lambda model: next(values)  # global, personal, ... of three rounds
+    states = [half.perform("train", round, incoming(start)).states["model"] for round in range(3)]
+    delivered = half.deliver(incoming(start))
+    assert squares.equal(delivered["global"].states["model"], start)
+    assert squares.equal(delivered["personal"].states["model"], states[1])
+    assert delivered["deployed"] is delivered["personal"]
+    outside = squares.half(LocalModelSite, "O").deliver(incoming(start))
+    assert outside.keys() == {"global", "deployed"} and squares.equal(outside["deployed"].states["model"], start)
+
+
+@pytest.mark.parametrize(("hyper", "counts"), [({"selection": "last"}, (12, 4, 5)), ({}, (12, 0, 5))], ids=["last", "no validation images"])
+def test_the_last_local_model(squares, hyper, counts):
+    half, start = squares.half(LocalModelSite, counts=counts, **hyper), squares.start()
+    states = [half.perform("train", round, incoming(start)).states["model"] for round in range(2)]
+    assert squares.equal(half.deliver(incoming(start))["personal"].states["model"], states[1])
+
+
+def test_site_that_never_trained_uses_the_global_model(squares):
+    start = squares.start()
+    assert squares.equal(squares.half(LocalModelSite).deliver(incoming(start))["deployed"].states["model"], start)
+
+
+def test_outside_adaptation_only_outside(squares):
+    start = squares.start()
+    kinds = {name: squares.half(LocalModelSite, name, tta="tent").deliver(incoming(start))["deployed"].facts["kind"] for name in "AO"}
+    assert kinds == {"A": "plain", "O": "tent"}
+
+
+def test_adaptation_without_batch_norm_is_refused_before_training(squares):
+    task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
+    with pytest.raises(ConfigError, match="no BatchNorm"):
+        squares.half(LocalModelSite, "A", task, tta="dsbn")
+    squares.half(LocalModelSite, "A", task)
+
+
+def test_facts_and_probe(squares):
+    _, facts = squares.trained(LocalModelSite, probe=True)
+    assert 0 <= facts["validation"]["personal"] <= 1 and -2 <= facts["a_distance"] <= 2
+    assert "a_distance" not in squares.trained(LocalModelSite)[1]
+    assert squares.trained(LocalModelSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split
+
+
+def test_local_batch_norm_stays_at_the_site(squares, monkeypatch):
+    half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
+    own = batch_norm_entries(squares.site().network())
+    first = half.perform("train", 0, incoming(start)).states["model"]
+    assert squares.equal(half.batch_norm, {name: first[name] for name in own})
+    seen = {}
+
+    def fit(model, _optimizer, _round):
+        seen.update(copy_state(model.state_dict()))
+        return 0.0
+
+    monkeypatch.setattr(half, "fit", fit)
+    half.perform("train", 1, incoming(start))
+    assert squares.equal(seen, {**start, **{name: first[name] for name in own}})
+
+
+def test_memory_survives_a_new_process(squares):
+    half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
+    half.perform("train", 0, incoming(start))
+    renewed = squares.half(LocalModelSite, batch_norm="local")
+    renewed.restore(half.state())
+    assert squares.equal(renewed.personal.state, half.personal.state) and renewed.personal.value == half.personal.value
+    first, second = (each.perform("train", 1, incoming(start)).states["model"] for each in (half, renewed))
+    assert squares.equal(first, second)

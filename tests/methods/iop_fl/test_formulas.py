@@ -1,0 +1,184 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from medflare.methods.iop_fl import formulas as iop_math
+from medflare.methods.iop_fl.formulas import (
+    consistency_loss,
+    entropy_loss,
+    entropy_loss_official,
+    local_adapted,
+    local_adapted_explicit,
+    local_adapted_incremental,
+    neighbourhood_range,
+    shape_loss,
+    shape_loss_official,
+    total_loss,
+    total_loss_official,
+    turned,
+    turned_back,
+)
+
+ENTRIES = ("conv.weight", "bn.weight", "bn.running_mean", "bn.num_batches_tracked")
+
+
+@pytest.fixture
+def iop(golden):
+    return {key: torch.as_tensor(value) for key, value in golden("iop").items()}
+
+
+@pytest.fixture
+def probabilities(iop):
+    return iop["tta/logits"].double().softmax(dim=1), iop["tta/logits_noisy"].double().softmax(dim=1)
+
+
+def close(value, expected, rtol=1e-5, atol=1e-6):
+    torch.testing.assert_close(torch.as_tensor(value).double(), torch.as_tensor(expected).double(), rtol=rtol, atol=atol)
+
+
+# -- local adapted model -------------------------------------------------------------------------------------------------------
+
+
+def test_trajectory_equals_the_published_code(iop):
+    local = [{name: iop[f"traj/w_local_round{t}/{name}"] for name in ENTRIES} for t in range(4)]
+    adapted = local[0]  # the published code starts from the first local model
+    for t in range(1, 4):
+        adapted = local_adapted(adapted, local[t], 0.9)
+        for name in ENTRIES[:-1]:
+            close(adapted[name], iop[f"traj/official_alpha0.1_tau0.9/round{t}/{name}"])
+        assert adapted["bn.num_batches_tracked"].dtype == torch.int64 and adapted["bn.num_batches_tracked"] == 7  # theirs: 6.9999995
+
+
+def test_readings_of_equation_4(iop):
+    weights, previous, tau = {"w": iop["eq4/w_g_t"]}, {"w": iop["eq4/P_t"]}, float(iop["eq4/tau"])
+    local_step = {"w": -iop["eq4/eta_l"] * iop["eq4/sum_local_grad"]}
+    global_step = {"w": -iop["eq4/eta_g"] * iop["eq4/global_grad"]}
+    local = {"w": weights["w"] + local_step["w"]}
+    next_global = {"w": weights["w"] + global_step["w"]}
+    close(local_adapted(previous, local, tau)["w"], iop["eq4/sound_official_ema_of_local_model"], rtol=1e-12)
+    close(local_adapted_explicit(previous, next_global, local_step, tau)["w"], iop["eq4/sound_explicit_global_step_first"], rtol=1e-12)
+    close(local_adapted_incremental(previous, local_step, global_step, tau)["w"], iop["eq4/incremental_P_minus_tau_grads"], rtol=1e-12)
+
+
+def test_tau_one_is_the_local_model_and_tau_zero_the_previous_one():
+    previous, local = ({"w": torch.randn(5), "n": torch.tensor(k)} for k in (3, 8))
+    assert torch.equal(local_adapted(previous, local, 1.0)["w"], local["w"])
+    assert torch.equal(local_adapted(previous, local, 0.0)["w"], previous["w"])
+    assert local_adapted(previous, local, 0.0)["n"] == 8
+
+
+def test_result_shares_no_memory_with_the_live_model():
+    previous, local = {"w": torch.zeros(2), "n": torch.tensor(1)}, {"w": torch.ones(2), "n": torch.tensor(2)}
+    adapted = local_adapted(previous, local, 1.0)
+    local["w"].zero_(), local["n"].zero_()
+    assert torch.equal(adapted["w"], torch.ones(2)) and adapted["n"] == 2
+
+
+def test_explicit_and_incremental_by_hand():
+    step, way = {"w": torch.tensor([-1.0])}, {"w": torch.tensor([2.0])}
+    close(local_adapted_explicit({"w": torch.tensor([10.0])}, {"w": torch.tensor([4.0])}, step, 0.5)["w"], [6.5])
+    close(local_adapted_incremental({"w": torch.tensor([10.0])}, step, way, 0.5)["w"], [10.5])
+
+
+# -- test-time losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_consistency(iop, probabilities):
+    close(consistency_loss(*probabilities), iop["tta/ref64_paper_consistency_mean_pixel_prob"], rtol=1e-6)
+    close(consistency_loss(*probabilities) / 2, iop["tta/official_consistency_mean"])
+    logits, noisy = iop["tta/logits"].double(), iop["tta/logits_noisy"].double()
+    close(consistency_loss(logits, noisy), iop["tta/ref64_paper_consistency_mean_pixel_logit"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("d", [1, 10])
+def test_shape(iop, probabilities, d):
+    p, _ = probabilities
+    close(neighbourhood_range(p, d), iop[f"tta/ref64_range_map_per_class_d{d}"])
+    close(shape_loss(p, d), iop[f"tta/ref64_shape_mean_per_pixel_d{d}"])
+    close(neighbourhood_range(p, d).sum(), iop[f"tta/ref64_paper_shape_sum_all_classes_d{d}"])
+    close(shape_loss_official(p[:, 1:], d), iop[f"tta/official_smooth_L2norm_d{d}"], atol=1e-10)
+    close(neighbourhood_range(p[:, 1:], d) * 1e-6, iop[f"tta/official_smooth_map_x1e-6_d{d}"], atol=1e-12)
+
+
+def test_entropy(iop, probabilities):
+    p, _ = probabilities
+    close(entropy_loss(p), iop["tta/ref64_paper_entropy_mean_pixel"])
+    close(entropy_loss(p) * p[:, 0].numel(), iop["tta/ref64_paper_entropy_sum"])
+    close(entropy_loss_official(p), iop["tta/ref64_official_entropy"])
+    close(entropy_loss_official(p), iop["tta/official_entropy"])
+    close(entropy_loss_official(p), entropy_loss(p) * p.shape[0] / (p.shape[1] * math.log(p.shape[1])))
+
+
+def test_totals(iop, probabilities):
+    p, noisy = probabilities
+    close(
+        total_loss(consistency_loss(p, noisy), shape_loss(p, 10), entropy_loss(p), 0.01),
+        iop["tta/paper_total_mean_normalised_beta0.01_d10"],
+    )
+    official = total_loss_official(consistency_loss(p, noisy), shape_loss_official(p[:, 1:], 10), entropy_loss_official(p), 2)
+    close(official, iop["tta/official_total_d10"])
+
+
+def test_shape_by_hand_at_the_border():
+    p = torch.tensor([[[[0.0, 1.0, 0.25, 0.25, 0.25]]]])  # one row: windows are clipped on all sides
+    expected = [1.0, 1.0, 0.75, 0.0, 0.0]
+    close(neighbourhood_range(p, 1)[0, 0, 0], expected)
+    close(shape_loss(torch.cat([1 - p, p], dim=1), 1), 2 * np.mean(expected))
+
+
+def test_square_window_equals_a_full_two_dimensional_search():
+    p = torch.rand(2, 3, 9, 7)
+    largest = torch.nn.functional.max_pool2d(p, 5, stride=1, padding=2)
+    smallest = -torch.nn.functional.max_pool2d(-p, 5, stride=1, padding=2)
+    assert torch.equal(neighbourhood_range(p, 2), largest - smallest)
+
+
+def test_degenerate_predictions():
+    constant = torch.full((1, 2, 6, 6), 0.5)
+    assert shape_loss(constant, 3) == 0 and consistency_loss(constant, constant) == 0
+    close(entropy_loss(constant), math.log(2))
+    assert shape_loss(torch.rand(1, 2, 4, 4), 0) == 0
+    assert shape_loss(torch.rand(1, 2, 4, 4), 50) > 0  # a window larger than the image
+    certain = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    loss = entropy_loss(certain)
+    loss.backward()
+    assert loss == 0 and torch.isfinite(certain.grad).all()
+
+
+def test_classification_and_image_shapes_agree():
+    p = torch.rand(4, 3).softmax(dim=1)
+    close(entropy_loss(p), entropy_loss(p[:, :, None, None]))
+    close(consistency_loss(p, p.flip(0)), consistency_loss(p[:, :, None, None], p.flip(0)[:, :, None, None]))
+
+
+def test_losses_are_means_over_pixels_not_sums():
+    p, q = torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4, 4)
+    for loss in (entropy_loss, lambda x: consistency_loss(x, q.repeat(len(x), 1, 1, 1))):
+        close(loss(p.repeat(3, 1, 1, 1)), loss(p))
+
+
+# -- classes and turned images -------------------------------------------------------------------------------------------------
+
+
+def test_every_class_of_a_sigmoid_output():
+    p = torch.tensor([[0.2, 0.9]])
+    close(iop_math.all_classes(p, "multilabel"), [[0.8, 0.1, 0.2, 0.9]])
+    assert iop_math.all_classes(p, "multiclass") is p
+    close(iop_math.foreground(p, "multiclass"), [[0.9]])
+    assert iop_math.foreground(p, "binary") is p
+
+
+def test_turned_images_equal_the_published_augmentation(iop):
+    images, turns, flips = iop["tta/rot_in"], iop["tta/rot_k"], iop["tta/flip"]
+    assert torch.equal(turned(images, turns, flips), iop["tta/rot_out"])
+    assert torch.equal(turned_back(iop["tta/rot_out"], turns, flips), images)
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("flip", [0, 1])
+def test_turning_back_undoes_turning(turns, flip):
+    images = torch.rand(1, 2, 5, 5)
+    places = torch.tensor([turns]), torch.tensor([flip])
+    assert torch.equal(turned_back(turned(images, *places), *places), images)

@@ -1,0 +1,157 @@
+"""IOP-FL's halves: the personal model inside, routing outside, on small generated images."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError, StateError
+from medflare.core.hyper import build_hyper
+from medflare.core.manifest import violation
+from medflare.core.states import blend, copy_state, difference, moved
+from medflare.methods.base import Plan, Step
+from medflare.methods.catalogue import get_method
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.iop_fl import formulas as iop_math
+from medflare.methods.iop_fl import halves as iop_fl
+from medflare.methods.iop_fl.halves import IOPHyper, IOPServer, IOPSite
+from methods import squares
+from methods.squares import SEGMENTATION, SITES, equal, play
+
+
+def test_contract_names():
+    for name in ("local_adapted", "consistency_loss", "shape_loss", "entropy_loss"):
+        assert getattr(iop_fl, name) is getattr(iop_math, name)
+
+
+@pytest.mark.parametrize("reading", ["ema_local", "explicit", "incremental"])
+def test_the_global_model_is_fedavgs(reading):
+    ours, theirs = squares.server(IOPServer, outside=()), squares.server(FedAvgServer, outside=())
+    play(ours, squares.halves(IOPSite, reading=reading))
+    play(theirs, squares.halves(FedAvgSite))
+    assert equal(ours.model, theirs.model)
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
+def test_ema_reading_accumulates_local_models(tau):
+    server, halves = squares.server(IOPServer), squares.halves(IOPSite, tau=tau)
+    expected = copy_state(server.model)
+    for step, _, replies in play(server, halves).log:
+        if step.phase == "train":
+            expected = blend(expected, replies["B"].states["model"], tau)
+    assert equal(halves["B"].adapted, expected)
+
+
+def test_tau_one_is_the_last_local_model():
+    server, halves = squares.server(IOPServer, rounds=2), squares.halves(IOPSite, tau=1.0)
+    log = play(server, halves).log
+    assert equal(halves["A"].adapted, log[1][2]["A"].states["model"])
+
+
+def test_explicit_reading_takes_the_global_step_of_the_same_round():
+    server, halves, tau = squares.server(IOPServer), squares.halves(IOPSite, reading="explicit", tau=0.6), 0.6
+    expected = copy_state(server.model)
+    log = play(server, halves).log
+    for (step, before, replies), (_, after, _) in pairwise(log):
+        if step.phase == "train":
+            local_step = difference(replies["B"].states["model"], before["B"].states["model"])
+            expected = blend(expected, moved(after["B"].states["model"], local_step), tau)
+    squares.assert_close(halves["B"].adapted, expected)
+    assert halves["B"].local_step is None  # the step of the last round found its global model in the final look
+
+
+def test_incremental_reading_adds_both_steps():
+    server, halves, tau = squares.server(IOPServer), squares.halves(IOPSite, reading="incremental", tau=0.5), 0.5
+    first = copy_state(server.model)
+    expected, previous = copy_state(first), first
+    for step, before, replies in play(server, halves).log:
+        if step.phase == "train":
+            both = {name: replies["B"].states["model"][name] - previous[name] for name in expected if expected[name].is_floating_point()}
+            expected = {name: tensor + tau * both[name] if name in both else tensor for name, tensor in expected.items()}
+            previous = before["B"].states["model"]
+    squares.assert_close(expected_floats(halves["B"].adapted), expected_floats(expected))
+
+
+def expected_floats(state):
+    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+
+
+def test_start_local_takes_the_first_local_model():
+    server, halves = squares.server(IOPServer, rounds=1), squares.halves(IOPSite, start="local", tau=0.5)
+    log = play(server, halves).log
+    assert equal(halves["A"].adapted, log[0][2]["A"].states["model"])
+    assert log[0][2]["A"].facts["validation"]["personal"] is None
+
+
+def test_delivered_personal_model_is_the_best_by_the_sites_own_validation():
+    server, halves = squares.server(IOPServer, rounds=4), squares.halves(IOPSite)
+    log = play(server, halves).log
+    for name, half in halves.items():
+        values = [replies[name].facts["validation"]["personal"] for step, _, replies in log if step.phase != "submit"]
+        assert half.best.round == 1 + values[1:].index(max(values[1:])) and half.best.value == max(values[1:])
+        models = half.deliver(server.delivery(name))
+        assert equal(models["personal"].states["model"], half.best.state) and models["deployed"] is models["personal"]
+        assert equal(models["global"].states["model"], server.selected)
+
+
+def test_selection_last_delivers_the_last_personal_model():
+    server, halves = squares.server(IOPServer, rounds=2), squares.halves(IOPSite, selection="last")
+    play(server, halves)
+    assert equal(halves["A"].deliver(server.delivery("A"))["personal"].states["model"], halves["A"].adapted)
+
+
+@pytest.mark.parametrize("reading", ["ema_local", "explicit", "incremental"])
+def test_a_new_process_for_every_task_changes_nothing(reading, tmp_path):
+    def absent(step, name):
+        return name == "B" and step.round == 1
+
+    task = squares.task(optimizer={"name": "adam", "lr": 0.01, "amsgrad": True})  # remembers more than any other
+    plain, anew = (squares.halves(IOPSite, task, reading=reading, reset_optimizer=False) for _ in range(2))
+    first, second = (play(squares.server(IOPServer, task), halves, absent, store) for halves, store in ((plain, None), (anew, tmp_path)))
+    assert equal(first.model, second.model)
+    for name in SITES:
+        assert equal(plain[name].adapted, anew[name].adapted) and equal(first.server.experts[name], second.server.experts[name])
+
+
+def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared():
+    assert [step.phase for step in squares.server(IOPServer, rounds=1, outside=()).steps()] == ["train", "validate"]
+    server, halves = squares.server(IOPServer, rounds=1), squares.halves(IOPSite)
+    log = play(server, halves).log
+    assert [step.phase for step, _, _ in log] == ["train", "validate", "submit"]
+    plan = Plan(SEGMENTATION, SITES, build_hyper(IOPHyper, {}))
+    for step, _, replies in log:
+        for reply in replies.values():
+            assert violation(reply, IOPSite.outbound(step.phase, plan)) is None
+    assert not any(entry.startswith("expert/") for entry in server.delivery("A").states)
+    assert sorted(entry for entry in server.delivery("O").states if entry.startswith("expert/")) == ["expert/A", "expert/B", "expert/C"]
+    assert server.models().keys() == {"global", "personal/A", "personal/B", "personal/C"}
+
+
+def test_a_site_without_a_round_has_nothing_to_submit():
+    half = squares.halves(IOPSite)["A"]
+    with pytest.raises(StateError, match="site A took part in no round"):
+        half.perform("submit", 3, squares.server(IOPServer).outgoing(Step("submit", 3), "A"))
+
+
+def test_server_state_survives():
+    server = squares.server(IOPServer, rounds=2)
+    play(server, squares.halves(IOPSite))
+    again = squares.server(IOPServer, rounds=2)
+    again.restore(server.state())
+    first, second = server.delivery("O"), again.delivery("O")
+    assert first.states.keys() == second.states.keys() and all(equal(first.states[entry], second.states[entry]) for entry in first.states)
+
+
+def test_uniform_weighting_is_the_plain_mean():
+    server = squares.server(IOPServer, rounds=1, weighting="uniform")
+    log = play(server, squares.halves(IOPSite)).log
+    states = [reply.states["model"] for reply in log[0][2].values()]
+    squares.assert_close(
+        expected_floats(server.model), {name: torch.stack([s[name] for s in states]).mean(dim=0) for name in expected_floats(server.model)}
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("tau", 1.5), ("tau", "much"), ("reading", "literal"), ("radius", -1), ("router", "softmax")])
+def test_bad_settings_are_named(name, value):
+    with pytest.raises(ConfigError, match=name):
+        get_method("iop_fl").check({name: value})

@@ -1,0 +1,243 @@
+"""IOP-FL outside: routing, its objective and choice, comparisons, and the whole federation."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from medflare.core.hyper import build_hyper
+from medflare.core.states import copy_state
+from medflare.evaluation.contract import validate_results
+from medflare.federation.local import run_local
+from medflare.inference.deployed import load_model, save_model
+from medflare.methods.catalogue import build_deployed
+from medflare.methods.fedavg import FedAvgServer
+from medflare.methods.iop_fl import formulas as iop_math
+from medflare.methods.iop_fl.halves import IOPHyper, IOPServer, IOPSite
+from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
+from medflare.sites.site import open_site
+from medflare.tasks.config import load_task
+from methods import squares
+from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, play, site
+
+QUICK = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
+
+
+def delivered(task=SEGMENTATION, counts=(0, 0, 5), outside=None, **hyper):
+    server = squares.server(IOPServer, task, rounds=1)
+    play(server, squares.halves(IOPSite, task))
+    half = IOPSite(outside or site("O", task, counts), build_hyper(IOPHyper, {**QUICK, **hyper}), SITES)
+    return half, half.deliver(server.delivery("O"))
+
+
+@pytest.mark.parametrize("network", [SEGMENTATION, WITHOUT_BATCH_NORM, CLASSIFICATION])
+@pytest.mark.parametrize("images", [1, 5])
+def test_outside_site_gets_a_routed_model(network, images):
+    half, models = delivered(network, (0, 0, images))
+    assert models.keys() == {"global", "deployed"} and models["deployed"].facts["kind"] == "routed"
+    model = build_deployed(network, models["deployed"])
+    with torch.no_grad():
+        p = model(half.site.data.test.images)
+    assert p.shape[0] == images and torch.isfinite(p).all() and p.min() >= 0 and p.max() <= 1
+    coefficients = model.report()["coefficients"]
+    assert all(len(r) == len(SITES) + 1 for r in coefficients.values())
+    assert any(abs(value - 1 / 4) > 1e-4 for r in coefficients.values() for value in r) or model.report()["chosen"] == 0
+
+
+def test_the_state_with_the_lowest_loss_is_kept():
+    half, models = delivered(counts=(0, 0, 8), route_epochs=5)
+    report = models["deployed"].facts["adaptation"]
+    losses, chosen = report["losses"], report["chosen"]
+    assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    assert model.measure(half.site.data.test.images.tensor_split(2)) == pytest.approx(losses[chosen], rel=1e-5)
+
+
+def test_the_last_state_on_request():
+    _, models = delivered(choose="last", route_lr=5.0)
+    assert models["deployed"].facts["adaptation"]["chosen"] == 3
+
+
+def test_labels_decide_nothing():
+    honest, spoilt = site("O", counts=(0, 0, 5)), site("O", counts=(0, 0, 5))
+    spoilt.data = dataclasses.replace(spoilt.data, test=dataclasses.replace(spoilt.data.test, targets=1 - spoilt.data.test.targets))
+    first, second = (delivered(outside=where)[1]["deployed"].states["router"] for where in (honest, spoilt))
+    assert equal(first, second)
+
+
+def test_predictions_do_not_depend_on_how_many_images_are_handed_over():
+    """Eight images at once are answered in the two batches of four that they were adapted in."""
+    half, models = delivered(counts=(0, 0, 8))
+    model, images = build_deployed(SEGMENTATION, models["deployed"]), half.site.data.test.images
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
+
+
+def test_no_epoch_leaves_the_uniform_router():
+    _, models = delivered(route_epochs=0)
+    values = [value for r in models["deployed"].facts["adaptation"]["coefficients"].values() for value in r]
+    torch.testing.assert_close(torch.tensor(values), torch.full((len(values),), 0.25))
+
+
+def test_adaptation_changes_nothing_but_the_routers():
+    server = squares.server(IOPServer, rounds=1)
+    play(server, squares.halves(IOPSite))
+    incoming = server.delivery("O")
+    before = {entry: copy_state(state) for entry, state in incoming.states.items()}
+    half = IOPSite(site("O", counts=(0, 0, 5)), build_hyper(IOPHyper, QUICK), SITES)
+    models = half.deliver(incoming)
+    assert all(equal(incoming.states[entry], before[entry]) for entry in before) and incoming.states.keys() == before.keys()
+    assert all("router" in name for name in models["deployed"].states["router"])
+
+
+def test_stored_outside_model_predicts_the_same(tmp_path):
+    half, models = delivered()
+    save_model(tmp_path, SEGMENTATION, models["deployed"], {"method": "iop_fl"})
+    images = half.site.data.test.images
+    with torch.no_grad():
+        torch.testing.assert_close(
+            load_model(tmp_path).build(build_deployed)(images), build_deployed(SEGMENTATION, models["deployed"])(images)
+        )
+
+
+OPTIONS = [
+    {"router": "free"},
+    {"routing": "global"},
+    {"routing": "global", "router": "free"},
+    {"router_start": "random"},
+    {"bn_statistics": "instance"},
+    {"bn_statistics": "running"},
+    {"train_bn_affine": True},
+    {"perturbation": "noise+turns"},
+    {"fresh_noise": False},
+    {"stop_gradient": True},
+    {"use_consistency": False},
+    {"use_shape": False},
+    {"use_entropy": False},
+    {"shape_classes": "foreground"},
+    {"shape_sum": "sum"},
+    {"objective": "official"},
+    {"router_dropout": 0.0},
+    {"fixed_layers": "head, body.0.model.0.conv"},
+    {"noise": 0.1},
+    {"radius": 0},
+    {"beta": 1.0},
+    {"predict_dropout": True},
+    {"online": True},
+]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    half, models = delivered(choose="last")
+    with torch.no_grad():
+        return build_deployed(SEGMENTATION, models["deployed"])(half.site.data.test.images)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_every_option_matters(option, reference):
+    half, models = delivered(choose="last", **option)
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    with torch.no_grad():
+        p = model(half.site.data.test.images)
+    assert torch.isfinite(p).all() and not torch.equal(p, reference)
+
+
+def test_online_works_where_gradients_are_switched_off():
+    half, models = delivered(online=True)
+    images = half.site.data.test.images
+    for switched_off in (torch.no_grad, torch.inference_mode):
+        model = build_deployed(SEGMENTATION, models["deployed"])
+        before = copy_state(model.network.adapted_state())
+        with switched_off():
+            model(images.clone())
+        assert not equal(model.network.adapted_state(), before)
+
+
+def test_oblong_images_can_be_turned():
+    _, models = delivered(perturbation="noise+turns")
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    model.adapt([torch.rand(3, 1, 16, 24)])
+    assert len(model.report()["losses"]) == 4
+
+
+def test_classification_has_no_shape_term():
+    p, noisy = torch.rand(4, 2).softmax(dim=1), torch.rand(4, 2).softmax(dim=1)
+    hyper = build_hyper(IOPHyper, {"beta": 0.5})
+    expected = iop_math.consistency_loss(p, noisy) + 0.5 * iop_math.entropy_loss(p)
+    torch.testing.assert_close(test_time_loss(p, noisy, CLASSIFICATION, hyper), expected)
+
+
+@pytest.mark.parametrize(
+    ("objective", "number"), [("paper", "tta/paper_total_mean_normalised_beta0.01_d10"), ("official", "tta/official_total_d10")]
+)
+def test_whole_objective_equals_the_reference(golden, objective, number):
+    numbers = golden("iop")
+    task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
+    p, noisy = (torch.as_tensor(numbers[f"tta/{name}"]).double().softmax(dim=1) for name in ("logits", "logits_noisy"))
+    loss = test_time_loss(p, noisy, task, build_hyper(IOPHyper, {"objective": objective}))
+    assert loss.item() == pytest.approx(float(numbers[number]), rel=1e-5)
+
+
+def test_a_binary_output_counts_as_two_classes():
+    """Sigmoid and softmax networks that predict the same pay the same loss."""
+    p, noisy = torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8)
+    softmax = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
+    for objective in ("paper", "official"):
+        hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
+        both = [torch.cat([1 - q, q], dim=1) for q in (p, noisy)]
+        torch.testing.assert_close(test_time_loss(p, noisy, SEGMENTATION, hyper), test_time_loss(*both, softmax, hyper))
+
+
+def test_comparisons_of_table_two():
+    half, models = delivered(comparisons=True)
+    assert models.keys() == {"global", "deployed", "ensemble", "tent", "personal/A", "personal/B", "personal/C"}
+    assert "tent" not in delivered(WITHOUT_BATCH_NORM, comparisons=True)[1]
+    images = half.site.data.test.images
+    with torch.no_grad():
+        single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
+        together = build_deployed(SEGMENTATION, models["ensemble"])(images)
+        torch.testing.assert_close(together, torch.stack(single).mean(dim=0).sigmoid(), rtol=1e-4, atol=1e-5)
+    _, with_global = delivered(comparisons=True, ensemble_global=True)
+    assert with_global["ensemble"].states.keys() == {"A", "B", "C", "global"}
+
+
+def test_without_personal_models_the_outside_site_gets_the_global_one():
+    server = squares.server(FedAvgServer, rounds=1)
+    play(server, squares.halves(IOPSite))
+    models = IOPSite(site("O"), build_hyper(IOPHyper, {}), SITES).deliver(server.delivery("O"))
+    assert models["deployed"] is models["global"]
+
+
+def test_a_routed_model_can_be_fitted_again_to_other_images():
+    _, models = delivered()
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    assert isinstance(model, RoutedModel)
+    before = copy_state(model.network.adapted_state())
+    model.adapt([torch.rand(2, 1, 16, 16) * 3])
+    assert not equal(before, model.network.adapted_state())
+
+
+def test_fitting_again_forgets_the_fit_before():
+    half, models = delivered()
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    model.adapt([torch.rand(2, 1, 16, 16) * 3])
+    model.adapt([half.site.data.test.images])
+    assert equal(model.network.adapted_state(), models["deployed"].states["router"])
+
+
+def test_whole_federation_with_an_outside_site(tmp_path):
+    """In the plain loop: results in order, the global model that of FedAvg, the stored outside model that which was measured."""
+    task = load_task("phantom").to_dict() | {"size": [32, 32], "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
+    settings = {"rounds": 2, "seed": 3, "outside": ["site-9"]}
+    ours = run_local("iop_fl", task, ["site-1", "site-2"], out=tmp_path, comparisons=True, route_epochs=1, **settings)
+    theirs = run_local("fedavg", task, ["site-1", "site-2"], **settings)
+    validate_results(ours)
+    assert ours["status"] == theirs["status"] == "COMPLETED"
+    metrics = {name: site["metrics"] for name, site in ours["sites"].items()}
+    assert all(metrics[name]["global"] == site["metrics"]["global"] for name, site in theirs["sites"].items())
+    assert metrics["site-1"]["deployed"] == metrics["site-1"]["personal"] and metrics["site-9"]["personal"]["dice"] is None
+    assert {"ensemble", "tent", "personal/site-1", "personal/site-2"} <= metrics["site-9"].keys()
+    stored = load_model(tmp_path / "sites" / "site-9" / "deployed")
+    outside = open_site("site-9", stored.task, seed=3, role="outside")
+    assert outside.score(stored.build(build_deployed), "test").values == pytest.approx(metrics["site-9"]["deployed"])

@@ -1,0 +1,235 @@
+"""Progressive Fourier Aggregation: reference numbers, a transcription of the equations, degenerate cases, whole models."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.rng import torch_generator
+from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+VARIANTS = {
+    "official_both": {"window": "official"},
+    "official_miccai21_amp": {"window": "official", "components": "amplitude"},
+    "ref64_official_both": {"window": "official"},
+    "ref64_official_amp": {"window": "official", "components": "amplitude"},
+    "ref64_official_phase": {"window": "official", "components": "phase"},
+    "ref64_closed_both": {},
+    "ref64_closed_amp": {"components": "amplitude"},
+    "ref64_closed_phase": {"components": "phase"},
+    "ref64_closed_both_circular": {"phase_mean": "circular"},
+}
+
+
+def normal(*shape, key="weights", dtype=torch.float64):
+    return torch.randn(*shape, generator=torch_generator(7, key), dtype=dtype)
+
+
+# ---- Fourier aggregation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layer", ["conv_8x3x3x3", "fc_10x12", "last_3x64"])
+def test_fourier_aggregation_matches_the_reference(golden, layer, dtype):
+    reference = golden("pfa")
+    keys = [key for key in reference if key.startswith(layer) and key.split("/")[-1] in VARIANTS]
+    assert len(keys) == (4 * 3 if layer.startswith("last") else 4 * 9)
+    weights = torch.from_numpy(reference[f"{layer}/in"]).to(dtype)
+    for key in keys:
+        _, ratio, variant = key.split("/")
+        found = fourier_aggregate(weights, float(ratio[1:]), classifier=layer.startswith("last"), **VARIANTS[variant])
+        assert found.dtype == dtype and found.shape == weights.shape
+        np.testing.assert_allclose(found.numpy(), reference[key], **CLOSE, err_msg=key)
+
+
+def transcribed(matrices, r, window, components, phase_mean):
+    """Eq. 1-4 word by word for (K, R, C): full complex FFT, centred spectrum, real part of the inverse."""
+    spectra = torch.fft.fftshift(torch.fft.fft2(matrices), dim=(-2, -1))
+    amplitude, phase = spectra.abs(), spectra.angle()
+    rows, columns = matrices.shape[-2:]
+    inside = torch.zeros(rows, columns, dtype=torch.bool)
+    for i in range(rows):
+        for j in range(columns):
+            m, n, a, b = i - rows // 2, j - columns // 2, math.floor(rows * r), math.floor(columns * r)
+            inside[i, j] = (-a <= m <= a and -b <= n <= b) if window == "closed" else (-a <= m < a and -b <= n < b)
+    mean_phase = phase.mean(0) if phase_mean == "arithmetic" else torch.polar(torch.ones(()).double(), phase).mean(0).angle()
+    mixed_amplitude = torch.where(inside, amplitude.mean(0), amplitude) if components != "phase" else amplitude
+    mixed_phase = torch.where(inside, mean_phase, phase) if components != "amplitude" else phase
+    return torch.fft.ifft2(torch.fft.ifftshift(torch.polar(mixed_amplitude, mixed_phase), dim=(-2, -1))).real
+
+
+@pytest.mark.parametrize("phase_mean", ["arithmetic", "circular"])
+@pytest.mark.parametrize("components", ["both", "amplitude", "phase"])
+@pytest.mark.parametrize("window", ["closed", "official"])
+@pytest.mark.parametrize(("sites", "size"), [(2, (7, 6)), (3, (8, 8)), (5, (5, 9)), (3, (1, 4)), (3, (4, 1)), (3, (2, 2)), (3, (1, 1))])
+def test_half_a_spectrum_gives_what_the_whole_one_gives(sites, size, window, components, phase_mean):
+    matrices = normal(sites, *size, key=f"{sites}{size}") + 0.3
+    for r in (0.0, 0.2, 0.35, 0.43, 0.5):
+        found = fourier_aggregate(matrices, r, window=window, components=components, phase_mean=phase_mean)
+        torch.testing.assert_close(found, transcribed(matrices, r, window, components, phase_mean), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["in_major", "out_major"])
+def test_layouts_are_the_matrices_they_say(layout):
+    weights = normal(3, 4, 5, 3, 2)  # (K, O, I, kh, kw)
+    if layout == "in_major":
+        matrices = torch.stack([torch.cat([torch.cat([w[:, i, :, x].T for x in range(2)], 1) for i in range(5)]) for w in weights])
+    else:
+        matrices = torch.stack([torch.cat([torch.cat([w[o, i] for i in range(5)], 1) for o in range(4)]) for w in weights])
+    expected = transcribed(matrices, 0.4, "closed", "both", "arithmetic")
+    found = fourier_aggregate(weights, 0.4, layout=layout)
+    if layout == "in_major":
+        torch.testing.assert_close(found[1, 3, 2, :, 1], expected[1, 6:9, 4 + 3])
+    else:
+        torch.testing.assert_close(found[1, 3, 2], expected[1, 9:12, 4:6])
+
+
+def test_a_classifier_is_aggregated_class_by_class():
+    weights = normal(3, 4, 10)
+    whole = fourier_aggregate(weights, 0.4, classifier=True)
+    for c in range(4):
+        alone = fourier_aggregate(weights[:, c : c + 1], 0.4, classifier=True)
+        torch.testing.assert_close(whole[:, c : c + 1], alone)
+    convolution = fourier_aggregate(weights.reshape(3, 4, 10, 1, 1), 0.4, classifier=True)
+    torch.testing.assert_close(convolution.flatten(2), whole)
+
+
+@pytest.mark.parametrize("options", VARIANTS.values())
+def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options):
+    weights = normal(1, 6, 5, 3, 3)
+    found = fourier_aggregate(weights.expand(4, -1, -1, -1, -1), 0.4, **options)
+    torch.testing.assert_close(found, weights.expand(4, -1, -1, -1, -1))
+    assert torch.equal(fourier_aggregate(weights, 0.4, **options), weights)
+
+
+def test_zero_weights_stay_zero():
+    for options in VARIANTS.values():
+        assert torch.equal(fourier_aggregate(torch.zeros(3, 4, 6), 0.4, **options), torch.zeros(3, 4, 6))
+    one_silent = torch.stack([torch.zeros(4, 6), torch.ones(4, 6)])
+    for options in VARIANTS.values():
+        assert torch.isfinite(fourier_aggregate(one_silent, 0.4, **options)).all()
+
+
+def test_the_band_is_shared_and_the_rest_is_not():
+    weights = normal(3, 12, 10)
+    spectra = torch.fft.fft2(fourier_aggregate(weights, 0.25, phase_mean="circular"))
+    own = torch.fft.fft2(weights)
+    for k in (1, 2):
+        torch.testing.assert_close(spectra[k, 1:4, 1:3], spectra[0, 1:4, 1:3])
+        torch.testing.assert_close(spectra[k, 4:9], own[k, 4:9])
+        torch.testing.assert_close(spectra[k, :, 3:8], own[k, :, 3:8])
+    assert not torch.allclose(spectra[0, 1:4, 1:3], own[0, 1:4, 1:3])
+
+
+def test_opposite_numbers_average_to_nothing_in_the_circular_mean_and_to_a_right_angle_in_the_arithmetic_one():
+    weights = torch.tensor([1.0, -1.0]).reshape(2, 1, 1)  # one real bin, phases 0 and pi
+    assert fourier_aggregate(weights, 0.5, phase_mean="circular").abs().max() == 0
+    torch.testing.assert_close(fourier_aggregate(weights, 0.5), torch.zeros(2, 1, 1), rtol=0, atol=1e-7)
+    mostly_positive = torch.tensor([2.0, 2.0, 2.0, -2.0]).reshape(4, 1, 1)  # mean angle pi/4
+    torch.testing.assert_close(fourier_aggregate(mostly_positive, 0.5), torch.full((4, 1, 1), 2 / math.sqrt(2)))
+
+
+def test_half_precision_comes_back_as_half_precision():
+    weights = normal(3, 8, 6, dtype=torch.float32)
+    found = fourier_aggregate(weights.half(), 0.4)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), fourier_aggregate(weights, 0.4), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 0.6}, "r = 0.6"),
+        ({"r": math.nan}, "r = nan"),
+        ({"layout": "paper"}, "layout = 'paper'"),
+        ({"window": "open"}, "window = 'open'"),
+        ({"components": "amp"}, "components = 'amp'"),
+        ({"phase_mean": "median"}, "phase_mean = 'median'"),
+        ({"weights": torch.zeros(3, 8)}, r"\(3, 8\)"),
+    ],
+)
+def test_fourier_aggregation_refuses_what_it_cannot_do(change, message):
+    arguments = {"weights": torch.zeros(3, 4, 5), "r": 0.4} | change
+    with pytest.raises(ValueError, match=message):
+        fourier_aggregate(arguments.pop("weights"), arguments.pop("r"), **arguments)
+
+
+def test_frequency_ratio_follows_both_schedules(golden):
+    reference = golden("pfa")
+    paper = [frequency_ratio(t, 50) for t in range(50)]
+    official = [frequency_ratio(t, 50, r1=0.475) for t in range(50)]
+    np.testing.assert_allclose(paper, reference["schedule/paper_r_by_round_T50"], rtol=1e-12)
+    np.testing.assert_allclose(official, reference["schedule/official_r_by_round_T50"], rtol=1e-12)
+
+
+# ---- whole models -----------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Every kind of layer, with names that say the wrong thing."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn_conv = nn.Conv2d(3, 4, 3)
+        self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
+        self.norm = nn.GroupNorm(2, 4)
+        self.up = nn.ConvTranspose2d(4, 6, 3)
+        self.head = nn.Linear(6, 2)
+
+
+def test_entries_are_told_apart_by_the_type_of_their_layer():
+    found = treatments(Mixed())
+    assert found.keys() == Mixed().state_dict().keys()
+    assert found["bn_conv.weight"] == Treatment("kernel") and found["bn_conv.bias"] == Treatment("mean")
+    assert found["downsample.0.weight"] == Treatment("kernel")
+    assert {name for name, treatment in found.items() if treatment.kind == "local"} == {
+        f"downsample.1.{entry}" for entry in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    }
+    assert found["norm.weight"] == Treatment("mean")
+    assert found["up.weight"] == Treatment("kernel", inputs_first=True)
+    assert found["head.weight"] == Treatment("classifier")
+
+
+def models(count):
+    found = {}
+    for k in range(count):
+        torch.manual_seed(0)
+        state = Mixed().state_dict()
+        noise = {name: normal(*tensor.shape, key=f"{k}{name}", dtype=torch.float32) for name, tensor in state.items() if tensor.dim()}
+        found[f"site-{k}"] = {name: tensor for name, tensor in noise.items() if "downsample.1" not in name}
+    return found
+
+
+def test_every_site_gets_its_own_model():
+    states, plan = models(3), treatments(Mixed())
+    aggregated = aggregate_models(states, plan, 0.4)
+    assert aggregated.keys() == states.keys()
+    for name in states["site-0"]:
+        stacked = torch.stack([states[site][name] for site in states])
+        found = torch.stack([aggregated[site][name] for site in states])
+        if plan[name].kind == "mean":
+            expected = stacked.mean(0).expand_as(stacked)
+        elif name == "up.weight":
+            expected = fourier_aggregate(stacked.transpose(1, 2), 0.4).transpose(1, 2)
+        else:
+            expected = fourier_aggregate(stacked, 0.4, classifier=name == "head.weight")
+        torch.testing.assert_close(found, expected)
+    assert not torch.equal(aggregated["site-0"]["head.weight"], aggregated["site-1"]["head.weight"])
+
+
+def test_without_fourier_everybody_gets_the_mean():
+    states = models(3)
+    aggregated = aggregate_models(states, treatments(Mixed()), 0.4, fourier=False)
+    for name in states["site-0"]:
+        mean = torch.stack([state[name] for state in states.values()]).mean(0)
+        for site in states:
+            torch.testing.assert_close(aggregated[site][name], mean)
+
+
+def test_equal_models_are_a_fixed_point():
+    state = models(1)["site-0"]
+    for found in aggregate_models({"a": state, "b": state, "c": state}, treatments(Mixed()), 0.4).values():
+        torch.testing.assert_close(found, state)

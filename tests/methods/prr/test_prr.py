@@ -1,0 +1,239 @@
+"""PRR's halves on small generated images: the three parts and their ablations, memory, absent sites, what is delivered."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from medflare.core.hyper import build_hyper
+from medflare.core.manifest import violation
+from medflare.core.states import batch_norm_entries, split_state, weighted_mean
+from medflare.methods.base import Plan, ServerContext, Step
+from medflare.methods.catalogue import build_deployed, get_method
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.prr import halves as prr
+from medflare.methods.prr.halves import PRRHyper, PRRServer, PRRSite
+from methods import squares
+from methods.squares import (
+    BINARY_CLASSIFICATION,
+    CLASSIFICATION,
+    MULTICLASS,
+    MULTILABEL,
+    SEGMENTATION,
+    SITES,
+    VGG,
+    WITHOUT_BATCH_NORM,
+    enrolled,
+    equal,
+    play,
+    site,
+)
+
+FEDBN = {"pfa": False, "det": False, "cpa": "off"}
+federation = partial(squares.federation, PRRSite, PRRServer)
+
+
+def server_of(halves, rounds=2, **hyper):
+    return squares.server(PRRServer, rounds=rounds, outside=(), halves=halves, **hyper)
+
+
+# ---- what leaves a site ---------------------------------------------------------------------------------------------------------
+
+
+def test_batch_normalisation_and_the_personal_model_never_leave_the_site():
+    log, server, halves = federation()
+    local = batch_norm_entries(halves["A"].site.network())
+    assert local and {step.phase for step, _, _ in log} == {"train", "validate"}
+    for _, outgoing, replies in log:
+        for message in [*outgoing.values(), *replies.values()]:
+            assert not any(local & state.keys() for state in message.states.values())
+            assert message.states.keys() <= {"model", "prototypes"}
+    assert not equal(halves["A"].normalisation, halves["B"].normalisation)
+    assert server.models() == {}  # no whole model is known to the server
+
+
+def test_replies_are_what_the_manifest_says():
+    half = squares.halves(PRRSite)["A"]
+    server = server_of({"A": half})
+    plan = Plan(SEGMENTATION, SITES, half.hyper)
+    reply = half.perform("train", 0, server.outgoing(Step("train", 0), "A"))
+    assert violation(reply, PRRSite.outbound("train", plan)) is None
+    assert reply.states["prototypes"]["prototypes"].shape == (2, 4) and not reply.states["prototypes"]["counts"].is_floating_point()
+    without = build_hyper(PRRHyper, {"cpa": "global"})
+    assert PRRSite.outbound("train", Plan(SEGMENTATION, SITES, without)).keys() == {"model"}
+
+
+# ---- aggregation --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_its_parts_and_batch_normalisation_it_is_fedavg():
+    halves = squares.halves(PRRSite, WITHOUT_BATCH_NORM, **FEDBN)
+    _, server, _ = play(server_of(halves, **FEDBN), halves)
+    plain = squares.halves(FedAvgSite, WITHOUT_BATCH_NORM)
+    fedavg = play(squares.server(FedAvgServer, halves=plain, rounds=2, weighting="uniform"), plain)
+    assert equal(server.mean, fedavg.model)
+    assert equal(server.aggregated["B"], fedavg.model)
+
+
+def test_fedbn_is_the_plain_mean_with_local_batch_normalisation():
+    log, _, halves = federation(**FEDBN)
+    local = batch_norm_entries(halves["A"].site.network())
+    first_replies, second_outgoing = log[0][2], log[1][1]
+    mean = weighted_mean({name: reply.states["model"] for name, reply in first_replies.items()}, dict.fromkeys(SITES, 1.0))
+    for message in second_outgoing.values():
+        assert equal(message.states["model"], mean)
+    models = halves["A"].deliver(log[-1][1]["A"])
+    assert equal(models["personal"].states["model"], models["global"].states["model"])
+    assert local <= models["personal"].states["model"].keys()
+
+
+def test_every_site_gets_a_model_of_its_own_and_the_band_grows():
+    log, server, _ = federation(rounds=3)
+    sent = [outgoing["A"].states["model"] for _, outgoing, _ in log]
+    assert not equal(server.aggregated["A"], server.aggregated["B"])
+    ratios = [prr.frequency_ratio(round, 3) for round in range(3)]
+    for round, ratio in enumerate(ratios):
+        replies = log[round][2]
+        stacked = torch.stack([replies[name].states["model"]["head.weight"] for name in SITES])
+        torch.testing.assert_close(sent[round + 1]["head.weight"], prr.fourier_aggregate(stacked, ratio, classifier=True)[0])
+        bias = torch.stack([replies[name].states["model"]["head.bias"] for name in SITES])
+        torch.testing.assert_close(sent[round + 1]["head.bias"], bias.mean(0))
+
+
+@pytest.mark.parametrize("cls_task", [SEGMENTATION, CLASSIFICATION])
+def test_one_site_alone_gets_its_own_deputy_back(cls_task):
+    log, server, _ = federation(cls_task, sites=("A",))
+    assert equal(server.aggregated["A"], log[1][2]["A"].states["model"])
+
+
+def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_from_the_mean():
+    def absent(step, name):
+        return step.phase == "train" and ((name == "B" and step.round == 1) or (name == "C" and step.round < 2))
+
+    log, server, halves = federation(rounds=3, absent=absent)
+    after_first = server_of(halves, 3)
+    after_first.accept(log[0][0], log[0][2])
+    assert equal(log[2][1]["B"].states["model"], after_first.aggregated["B"])  # two rounds later, still that of round 0
+    assert equal(log[2][1]["C"].states["model"], log[1][2]["A"].states["model"])  # only A trained in round 1
+    assert set(log[1][2]) == {"A"} and set(server.aggregated) == set(SITES)
+
+
+# ---- all kinds of tasks, and what data may lack -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [MULTILABEL, MULTICLASS, VGG, BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM])
+def test_it_trains_on_every_kind_of_task(task):
+    log, server, halves = federation(task, outside=("O",))
+    losses = [replies["A"].facts["loss"] for step, _, replies in log if step.phase == "train"]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert server.prototypes["prototypes"].abs().sum() > 0
+    for model in halves["A"].deliver(server.delivery("A")).values():
+        assert torch.isfinite(build_deployed(task, model)(halves["A"].site.data.test.images)).all()
+    assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM))
+
+
+def test_a_class_that_no_site_has_is_named_and_does_no_harm():
+    halves = squares.halves(PRRSite, CLASSIFICATION, missing=1)
+    log, server, _ = play(server_of(halves), halves)
+    warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
+    assert len(warnings) == 1 and "class grey" in warnings[0]
+    assert log[0][2]["A"].states["prototypes"]["counts"][1] == 0
+    assert torch.equal(server.prototypes["prototypes"][1], torch.zeros(8))
+    assert all(math.isfinite(replies["A"].facts["loss"]) for step, _, replies in log if step.phase == "train")
+
+
+def test_a_class_that_one_site_lacks_is_aligned_with_the_others():
+    halves = squares.halves(PRRSite, CLASSIFICATION)
+    halves["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), halves["B"].hyper, SITES)
+    log, server, _ = play(server_of(halves, rounds=2, prototypes="mean"), halves)
+    sent = [replies.states["prototypes"]["prototypes"] for replies in log[1][2].values()]
+    torch.testing.assert_close(server.prototypes["prototypes"][2], (sent[0][2] + sent[2][2]) / 2)
+
+
+def test_a_site_with_one_image():
+    halves = squares.halves(PRRSite)
+    halves["C"] = PRRSite(site("C", counts=(1, 1, 1)), halves["C"].hyper, SITES)
+    log, _, _ = play(server_of(halves), halves)
+    assert math.isfinite(log[1][2]["C"].facts["loss"])
+
+
+# ---- delivery -----------------------------------------------------------------------------------------------------------------
+
+
+def test_inside_a_site_uses_its_personal_model_of_its_best_round():
+    log, server, halves = federation(rounds=3, selection="best")
+    models = halves["A"].deliver(server.delivery("A"))
+    assert models["deployed"] is models["personal"]
+    validations = [replies["A"].facts["validation"] for _, _, replies in log[1:]]
+    for role in ("global", "personal"):
+        best = max(range(3), key=lambda i: (validations[i][role], -i)) + 1
+        assert halves["A"].best[role].round == best
+        measured = halves["A"].validation(halves["A"].network(role, models[role].states["model"]))
+        assert measured == pytest.approx(validations[best - 1][role])
+
+
+def test_the_last_round_is_delivered_on_request():
+    _, server, halves = federation(rounds=3, selection="last")
+    models = halves["A"].deliver(server.delivery("A"))
+    assert equal(models["personal"].states["model"], halves["A"].personal)
+    assert equal(models["global"].states["model"], {**halves["A"].normalisation, **server.aggregated["A"]})
+
+
+def outsider():
+    return PRRSite(site("O"), build_hyper(PRRHyper, {}), SITES)
+
+
+def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation():
+    log, server, halves = federation(outside=("O",))
+    assert [step.phase for step, _, _ in log] == ["train", "train", "validate", "share"]
+    models = outsider().deliver(server.delivery("O"))
+    assert models.keys() == {"global", "deployed"} and models["global"] is models["deployed"]
+    own, shared = split_state(models["global"].states["model"], batch_norm_entries(halves["A"].site.network()))
+    even = dict.fromkeys(SITES, 1.0)
+    squares.assert_close(shared, weighted_mean({name: reply.states["model"] for name, reply in log[1][2].items()}, even))
+    squares.assert_close(own, weighted_mean({name: half.normalisation for name, half in halves.items()}, even))
+    assert equal(server.models()["global"].states["model"], models["global"].states["model"])
+
+
+def test_an_outside_site_may_get_the_most_representative_personal_model():
+    options = {"counts": (8, 4, 5), "outside": "personal", "selection": "last"}
+    halves = {
+        name: squares.half(PRRSite, name, CLASSIFICATION, missing=missing, **options)
+        for name, missing in zip(SITES, (1, None, 2), strict=True)
+    }
+    counts = {name: enrolled(half.site) for name, half in halves.items()}
+    context = ServerContext(CLASSIFICATION, 11, 2, SITES, ("O",), counts)
+    _, server, _ = play(PRRServer(context, halves["A"].hyper), halves)
+    # shares of the classes: everybody (14, 6, 4) / 24, A (6, 0, 2) / 8, B (3, 3, 2) / 8, C (5, 3, 0) / 8; C is nearest
+    assert equal(server.delivery("O").states["model"], halves["C"].personal)
+
+
+def test_a_member_that_never_trained_is_treated_as_an_outsider():
+    _, server, halves = federation(absent=lambda step, name: name == "C")
+    models = halves["C"].deliver(server.delivery("C"))
+    assert models.keys() == {"global", "deployed"}
+    assert equal(split_state(models["global"].states["model"], halves["C"].local)[1], server.mean)
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------------------
+
+
+def test_new_processes_change_nothing(tmp_path):
+    _, server, halves = federation(rounds=3, outside=("O",))
+    _, again, rebuilt = federation(rounds=3, outside=("O",), store=tmp_path)
+    for name in SITES:
+        assert equal(again.aggregated[name], server.aggregated[name])
+        assert equal(rebuilt[name].personal, halves[name].personal)
+        first, second = (half.deliver(server.delivery(name)) for half in (halves[name], rebuilt[name]))
+        for role in first:
+            assert equal(first[role].states["model"], second[role].states["model"])
+    assert equal(again.delivery("O").states["model"], server.delivery("O").states["model"])
+    assert again.complete and server.complete
+
+
+def test_it_is_registered_with_its_contract_names():
+    method = get_method("prr")
+    assert (method.site_class, method.server_class) == (PRRSite, PRRServer)
+    names = ("fourier_aggregate", "frequency_ratio", "next_stage", "conjoint_mask", "prototype_gamma", "cpa_loss")
+    assert all(callable(getattr(prr, name)) for name in names)

@@ -1,0 +1,173 @@
+"""Deputy-Enhanced Transfer at a site: stages, who teaches whom; every option of PRR has its effect."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import build_hyper
+from medflare.methods.base import Step
+from medflare.methods.prr.halves import PRRHyper, PRRServer, PRRSite
+from medflare.sites.site import Site
+from methods import squares
+from methods.squares import equal
+
+federation = partial(squares.federation, PRRSite, PRRServer)
+
+
+def server_of(halves, rounds=2, **hyper):
+    return squares.server(PRRServer, rounds=rounds, outside=(), halves=halves, **hyper)
+
+
+# ---- DET ----------------------------------------------------------------------------------------------------------------------
+
+
+def stages_of(epochs, **hyper):
+    log, _, _ = federation(squares.task(local_epochs=epochs), sites=("A",), rounds=2, **hyper)
+    return [replies["A"].facts["stages"] for step, _, replies in log if step.phase == "train"]
+
+
+def test_stages_of_a_round():
+    assert stages_of(1) == [[2], [2]]  # nothing but mutual learning fits in one epoch
+    assert stages_of(3, lam1=0.0, lam2=0.0) == [[1, 2, 3], [1, 2, 3]]
+    assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="RE") == [[1, 2, 2], [1, 2, 2]]
+    assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="E") == [[2, 2, 2], [2, 2, 2]]
+    assert stages_of(3, lam1=9.0, lam2=9.0)[1] == [1, 1, 1]
+    assert stages_of(2, lam1=0.0, lam2=0.0, stage_rule="threshold") == [[3, 3], [3, 3]]
+    assert stages_of(2, lam1=0.0, lam2=0.0, stage_rule="threshold", metric_split="train") == [[3, 3], [3, 3]]
+    assert stages_of(2, det=False) == [[], []]
+
+
+def after_one_round(**hyper):
+    half = squares.halves(PRRSite, squares.task(local_epochs=2), cpa="global", **hyper)["A"]
+    server = server_of({"A": half}, **hyper)
+    reply = half.perform("train", 0, server.outgoing(Step("train", 0), "A"))
+    return half.personal, {**half.normalisation, **reply.states["model"]}
+
+
+def test_teachers_are_not_touched_by_their_students():
+    alone, _ = after_one_round(det=False)
+    personal, deputy = after_one_round(lam1=9.0, lam2=9.0)  # Recover only: P_k learns from labels alone
+    assert equal(personal, alone)
+    assert not equal(deputy, alone)
+    personal, deputy = after_one_round(stage_rule="threshold", lam1=0.0, lam2=0.0)  # Sublimate only: D_k does
+    assert equal(deputy, alone)
+    assert not equal(personal, alone)
+
+
+def test_the_personal_model_is_never_overwritten():
+    halves = squares.halves(PRRSite)
+    server = server_of(halves, rounds=3)
+    for step in server.steps()[:3]:
+        before = {name: half.personal for name, half in halves.items()}
+        started = {}
+        for name, half in halves.items():
+            personal, deputy = half._models(server.outgoing(step, name))
+            started[name] = dict(personal.state_dict())
+            if before[name] is not None:
+                assert equal(started[name], before[name])
+                assert not equal(deputy.state_dict(), before[name])
+        server.accept(step, {name: half.perform("train", step.round, server.outgoing(step, name)) for name, half in halves.items()})
+
+
+def test_the_learning_rate_halves():
+    rates = []
+    for round in range(4):
+        half = squares.halves(PRRSite, halve_every=2)["A"]
+        optimizer = half.site.optimizer
+
+        def spy(parameters, optimizer=optimizer, **override):
+            rates.append(override["lr"])
+            return optimizer(parameters, **override)
+
+        half.site.optimizer = spy
+        half.perform("train", round, server_of({"A": half}).outgoing(Step("train", round), "A"))
+    assert rates == [0.01, 0.01, 0.005, 0.005]
+
+
+# ---- options ------------------------------------------------------------------------------------------------------------------
+
+CHANGES = [
+    {"pfa": False},
+    {"r0": 0.1},
+    {"r1": 0.5},
+    {"components": "amplitude"},
+    {"components": "phase"},
+    {"phase_mean": "circular"},
+    {"window": "official"},
+    {"layout": "out_major"},
+    {"det": False},
+    {"det_steps": "E"},
+    {"det_steps": "RE"},
+    {"lam1": 0.0, "lam2": 5.0},
+    {"lam2": 5.0},
+    {"stage_rule": "threshold"},
+    {"distillation": "mse10"},
+    {"cpa": "global"},
+    {"cpa": "local"},
+    {"cpa": "off"},
+    {"cpa": "off", "plain_loss": "ce"},
+    {"cpa": "off", "plain_loss": "focal"},
+    {"cpa": "off", "plain_loss": "fedeamc"},
+    {"beta": 0.2},
+    {"tau": 1.0},
+    {"segmentation_loss": "official"},
+    {"prototypes": "mean"},
+    {"prototypes": "clamped"},
+    {"prototype_pass": "separate"},
+    {"embedding": "logits"},
+    {"warm_up": 2},
+    {"halve_every": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What two rounds of three epochs leave behind, by setting: site A's personal model and the one it would be sent next."""
+    known = {}
+
+    def outcome(**hyper):
+        key = tuple(sorted(hyper.items()))
+        if key not in known:
+            settings = {"lam1": 0.0, "lam2": 0.0, **hyper}
+            _, server, halves = federation(squares.task(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
+            known[key] = halves["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
+        return known[key]
+
+    return outcome
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_every_option_changes_the_result(outcomes, change):
+    found = outcomes(**change)
+    assert all(torch.isfinite(tensor).all() for tensor in found.values())
+    assert not equal(found, outcomes())
+
+
+def test_training_images_may_be_the_ones_that_decide(monkeypatch):
+    asked = []
+    score = Site.score
+    monkeypatch.setattr(
+        Site, "score", lambda self, predictor, split, metrics: asked.append(split) or score(self, predictor, split, metrics)
+    )
+    stages_of(3, metric_split="train")
+    assert asked.count("train") == 2 * 2 * 2  # two models before two of three epochs in two rounds
+    asked.clear()
+    stages_of(3)
+    assert "train" not in asked and asked.count("validation") == 2 * 2 * 2 + 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r0": 0.4, "r1": 0.3}, "r0 must not be larger"),
+        ({"lam1": 0.9, "lam2": 0.7}, "lam1 must not be larger"),
+        ({"r1": 0.6}, "r1"),
+        ({"tau": 0.5}, "tau"),
+        ({"components": "amp"}, "components"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(change, message):
+    with pytest.raises(ConfigError, match=message):
+        build_hyper(PRRHyper, change)

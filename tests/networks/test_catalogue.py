@@ -1,0 +1,140 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.core.states import batch_norm_entries
+from medflare.networks.catalogue import build_network, initial_network
+from medflare.networks.features import FeatureNetwork
+from medflare.tasks.config import TaskConfig
+
+# spec, feature channels
+SEGMENTERS = [
+    ({"name": "unet", "channels": [8, 16, 32]}, 8),
+    ({"name": "unet", "channels": [8, 16], "norm": "batch"}, 8),
+    ({"name": "unet", "channels": [8, 16], "num_res_units": 2}, 8),
+    ({"name": "deeplab"}, 64),
+    ({"name": "deeplab", "width": 16, "rates": [1, 2]}, 16),
+]
+CLASSIFIERS = [
+    ({"name": "compact_selector"}, 64),
+    ({"name": "small_cnn"}, 64),
+    ({"name": "small_cnn", "batch_norm": True}, 64),
+    ({"name": "vgg16_slim"}, 64),
+    ({"name": "vgg16_slim", "dimension": 16}, 16),
+    ({"name": "resnet18"}, 512),
+    ({"name": "resnet18", "small_images": True}, 512),
+    ({"name": "resnet50"}, 2048),
+    ({"name": "efficientnet_b0"}, 1280),
+]
+
+
+@pytest.mark.parametrize(("spec", "width"), SEGMENTERS, ids=str)
+def test_segmentation_networks(spec: dict[str, Any], width: int) -> None:
+    network = build_network(spec, 3, 2)
+    images = torch.randn(2, 3, 32, 48)
+    features, logits = network.features_and_output(images)
+    assert features.shape == (2, width, 32, 48) and logits.shape == (2, 2, 32, 48)
+    _check(network, images, features, logits)
+
+
+@pytest.mark.parametrize(("spec", "width"), CLASSIFIERS, ids=str)
+def test_classification_networks(spec: dict[str, Any], width: int) -> None:
+    network = build_network(spec, 1, 5)
+    images = torch.randn(3, 1, 32, 32)
+    features, logits = network.features_and_output(images)
+    assert features.shape == (3, width) and logits.shape == (3, 5)
+    _check(network, images, features, logits)
+
+
+def _check(network: FeatureNetwork, images: torch.Tensor, features: torch.Tensor, logits: torch.Tensor) -> None:
+    """Every parameter takes part, and the head alone turns features into the output."""
+    logits.square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in network.parameters())
+    network.eval()
+    features, logits = network.features_and_output(images)
+    torch.testing.assert_close(network(images), logits)
+    torch.testing.assert_close(network.head(features), logits)
+    torch.testing.assert_close(network(images[:1]), logits[:1], rtol=1e-4, atol=1e-4)
+
+
+def _size(spec: dict[str, Any], in_channels: int, out_channels: int) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_network(spec, in_channels, out_channels).parameters())
+
+
+def test_published_sizes() -> None:
+    assert _size({"name": "vgg11"}, 3, 1000) == 132_863_336  # Simonyan and Zisserman's configuration A
+    assert 128e6 < _size({"name": "vgg11"}, 1, 6) < 130e6  # FedSM's selector
+    assert _size({"name": "resnet18"}, 3, 1000) == 11_689_512
+    assert _size({"name": "resnet50"}, 3, 1000) == 25_557_032
+    assert _size({"name": "efficientnet_b0"}, 3, 1000) == 5_288_548
+    assert _size({"name": "compact_selector"}, 3, 4) < 30_000
+
+
+def test_vgg11_shapes() -> None:
+    with torch.device("meta"):  # half a gigabyte of weights that need not exist
+        features, logits = build_network({"name": "vgg11"}, 1, 3).features_and_output(torch.zeros(1, 1, 32, 32))
+    assert features.shape == (1, 4096) and logits.shape == (1, 3)
+
+
+def test_vgg16_slim_is_as_published() -> None:
+    network = build_network({"name": "vgg16_slim"}, 3, 3)
+    convolutions = [layer for layer in network.modules() if isinstance(layer, torch.nn.Conv2d)]
+    assert [layer.out_channels for layer in convolutions] == [32, 32, 64, 64, 128, 128, 128, 128, 128, 128, 256, 256, 256]
+    linear = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
+    assert [(layer.in_features, layer.out_features) for layer in linear] == [(256, 64), (64, 3)]
+    assert all(layer.bias is None for layer in [*convolutions, *linear])
+    assert (network.features_and_output(torch.randn(4, 3, 32, 32))[0] >= 0).all()
+
+
+def test_normalisation_of_the_unet() -> None:
+    assert not batch_norm_entries(build_network({"name": "unet"}, 1, 1))
+    assert batch_norm_entries(build_network({"name": "unet", "norm": "batch"}, 1, 1))
+
+
+def test_dilated_resnet_keeps_an_eighth() -> None:
+    network = build_network({"name": "deeplab"}, 1, 2)
+    assert network.body.backbone(torch.randn(1, 1, 64, 64)).shape == (1, 512, 8, 8)
+
+
+def test_second_derivatives_exist() -> None:
+    """GRACE's second-order meta step differentiates a gradient."""
+    for spec in ({"name": "efficientnet_b0"}, {"name": "unet", "channels": [4, 8]}):
+        network = build_network(spec, 1, 1)
+        loss = network(torch.randn(2, 1, 32, 32)).square().mean()
+        gradients = torch.autograd.grad(loss, list(network.parameters()), create_graph=True)
+        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
+
+
+def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: Callable[..., TaskConfig]) -> None:
+    task = make_task()
+    torch.manual_seed(1)
+    first = initial_network(task, 7).state_dict()
+    before = torch.random.get_rng_state()
+    again = initial_network(task, 7).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    for other in (initial_network(task, 8), initial_network(task, 7, "selector")):
+        assert not torch.equal(first["head.weight"], other.state_dict()["head.weight"])
+    selector = initial_network(task, 7, "selector", {"name": "compact_selector"}, outputs=4)
+    assert selector(torch.zeros(1, 1, 16, 16)).shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"name": "unett"}, "unknown network 'unett'; did you mean unet"),
+        ({}, "unknown network 'None'"),
+        ({"name": "unet", "chanels": [4, 8]}, "network unet: unknown argument 'chanels'; did you mean channels"),
+        ({"name": "unet", "channels": [4]}, "network unet"),
+        ({"name": "unet", "channels": "wide"}, "network unet"),
+        ({"name": "unet", "norm": "layer"}, "norm must be instance or batch, got 'layer'"),
+        ({"name": "unet", "in_channels": 3}, "unknown argument 'in_channels'"),
+    ],
+)
+def test_bad_networks(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_network(spec, 1, 1)

@@ -1,0 +1,103 @@
+"""Small sites on disk, and tasks to read them with."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medflare.data import decoding
+from medflare.tasks.config import TaskConfig, load_task
+
+SEGMENTATION = {
+    "name": "squares",
+    "kind": "segmentation",
+    "target": "binary",
+    "labels": ["square"],
+    "channels": 1,
+    "size": [16, 16],
+    "network": {"name": "unet", "channels": [4, 8]},
+    "loss": {"name": "dice_ce"},
+    "optimizer": {"name": "adam", "lr": 0.01},
+    "batch_size": 4,
+    "local_epochs": 1,
+    "metric": "dice",
+}
+CLASSIFICATION = {
+    **SEGMENTATION,
+    "name": "shades",
+    "kind": "classification",
+    "target": "multiclass",
+    "labels": ["dark", "medium", "bright"],
+    "network": {"name": "small_cnn", "channels": [4, 8]},
+    "loss": {"name": "ce"},
+    "metric": "f1_macro",
+}
+
+
+@pytest.fixture
+def make_task() -> Callable[..., TaskConfig]:
+    """A small task: `make_task()` segments, `make_task("classification")` classifies; keywords change settings."""
+
+    def make(kind: str = "segmentation", **settings: Any) -> TaskConfig:
+        return load_task({**(SEGMENTATION if kind == "segmentation" else CLASSIFICATION), **settings})
+
+    return make
+
+
+@pytest.fixture
+def make_site(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a site's folder with 16 x 16 grey pictures and square masks; returns the folder.
+
+    Splits are given as {"training": [patient, ...], ...}: one image per mention of a patient. Classification labels are
+    0, 1, 2 in turn, and the picture's brightness tells them.
+    """
+
+    def make(
+        splits: dict[str, list[str]] | None = None, kind: str = "segmentation", name: str = "A", ending: str = ".png", side: int = 16
+    ) -> Path:
+        splits = splits or {"training": ["p0", "p0", "p1", "p2", "p3"], "validation": ["p4", "p5"], "test": ["p6", "p6", "p7"]}
+        folder = tmp_path / name
+        (folder / "images").mkdir(parents=True)
+        random = np.random.default_rng(len(splits))
+        listed: dict[str, list[dict[str, Any]]] = {}
+        number = 0
+        for split, patients in splits.items():
+            listed[split] = []
+            for patient in patients:
+                picture = random.integers(20, 60, (side, side)).astype(np.uint8)
+                mask = np.zeros((side, side), np.uint8)
+                row, column = random.integers(2, side - 6, 2)
+                mask[row : row + 4, column : column + 4] = 1
+                label: Any = number % 3
+                picture += np.uint8(70 * label) if kind == "classification" else np.uint8(150) * mask
+                Image.fromarray(picture).save(folder / f"images/{number}{ending}")
+                if kind == "segmentation":
+                    Image.fromarray(mask).save(folder / f"images/{number}_mask.png")
+                    label = f"images/{number}_mask.png"
+                listed[split].append({"image": f"images/{number}{ending}", "label": label, "patient": patient})
+                number += 1
+        (folder / "datalist.json").write_text(json.dumps(listed))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def edit() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
+    """Changes a site's datalist in place."""
+
+    def change(folder: Path, how: Callable[[dict[str, Any]], None]) -> None:
+        content = json.loads((folder / "datalist.json").read_text())
+        how(content)
+        (folder / "datalist.json").write_text(json.dumps(content))
+
+    return change
+
+
+@pytest.fixture(autouse=True)
+def forget_decoded_sites() -> None:
+    decoding._memory.clear()

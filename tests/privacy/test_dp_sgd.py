@@ -1,0 +1,158 @@
+"""DP-SGD by hand: clipping, averaging, noise and epsilon; per-image gradients of the task networks against plain autograd."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("opacus", reason="needs medflare[privacy]")
+
+from opacus.accountants import RDPAccountant
+from scipy.stats import kstest
+
+from medflare.data.splits import SiteData, Split
+from medflare.privacy.dp_sgd import epsilon_of, train_dp_sgd
+from medflare.privacy.ledger import Release
+from medflare.sites.site import Site
+
+HUGE = 1e9  # a norm that clips nothing
+
+
+def random(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def linear_site(squares, values, batch_size=4) -> Site:
+    """Image i is 16 x 16 pixels of value values[i]; its class is ignored by the losses below."""
+    task = squares.task("classification", batch_size=batch_size)
+    images = torch.tensor(values).view(-1, 1, 1, 1).expand(-1, 1, 16, 16).contiguous()
+    names = tuple(map(str, range(len(values))))
+    split = Split(images, torch.zeros(len(values), dtype=torch.long), names, names)
+    return Site("A", task, SiteData(split, split, split), 0)
+
+
+def mean_pixel(model, images, targets):
+    """w times the mean pixel x_i, whose gradient by w is x_i."""
+    return model(images.mean(dim=(1, 2, 3)).unsqueeze(1)).mean()
+
+
+def trained(model, site, *, clip, noise=0.0, rate=1.0, steps=1, loss=mean_pixel, seed=0):
+    """`model` after plain gradient descent with rate 1; returns its parameters' moves, so minus the summed gradients."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    train_dp_sgd(model, optimizer, site, Release(noise, rate, steps), clip, random(seed), loss)
+    return [parameter.detach() - origin for parameter, origin in zip(model.parameters(), before, strict=True)]
+
+
+class TestStep:
+    def test_the_mean_of_clipped_gradients(self, squares) -> None:
+        """Gradients 0.5, -3 and 2 clipped to 1: (0.5 - 1 + 1) / 3."""
+        (move,) = trained(nn.Linear(1, 1, bias=False), linear_site(squares, [0.5, -3.0, 2.0]), clip=1.0)
+        assert move.item() == pytest.approx(-0.5 / 3, abs=1e-6)
+
+    def test_all_parameters_are_clipped_together(self, squares) -> None:
+        """The gradient (x, 1) of weight and bias has the norm sqrt(x² + 1), 5/4 for x = 3/4: clipped to 1 it is (3/5, 4/5)."""
+        weight, bias = trained(nn.Linear(1, 1), linear_site(squares, [0.75]), clip=1.0)
+        assert weight.item() == pytest.approx(-0.6, abs=1e-5) and bias.item() == pytest.approx(-0.8, abs=1e-5)
+
+    def test_divided_by_the_expected_number_of_patients(self, squares) -> None:
+        """Whoever is drawn, of gradients of 1 the step takes (number drawn) / (rate · patients)."""
+        site = linear_site(squares, [1.0] * 10)
+        moves = {round(trained(nn.Linear(1, 1, bias=False), site, clip=5.0, rate=0.4, seed=seed)[0].item(), 5) for seed in range(20)}
+        assert len(moves) > 3
+        assert all(any(math.isclose(-move, drawn / 4, abs_tol=1e-4) for drawn in range(11)) for move in moves)
+
+    def test_noise_has_the_deviation_that_is_accounted_for(self, squares) -> None:
+        """Gradients of zero leave N(0, (σ C / L)²): σ = 2, C = 3, L = 4."""
+        (move, _) = trained(
+            nn.Linear(1, 4000),
+            linear_site(squares, [0.0] * 4),
+            clip=3.0,
+            noise=2.0,
+            loss=lambda model, images, _: 0 * mean_pixel(model, images, _),
+        )
+        assert kstest(move.flatten().numpy() / (2.0 * 3.0 / 4), "norm").pvalue > 1e-3
+
+    def test_nobody_drawn_is_a_step_of_noise(self, squares) -> None:
+        site = linear_site(squares, [1.0])
+        quiet = [
+            trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, steps=3),
+            trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, noise=0.0),
+        ]
+        assert all(not move.any() for moves in quiet for move in moves)
+        noisy = nn.Linear(1, 50)
+        (move, _) = trained(noisy, site, clip=1.0, rate=0.01, noise=1.0, steps=1)
+        assert move.abs().min() > 0
+
+    def test_noise_repeats_with_its_generator_alone(self, squares) -> None:
+        site = linear_site(squares, [1.0, 2.0])
+
+        def move(seed: int) -> list[torch.Tensor]:
+            return trained(nn.Linear(1, 3), site, clip=1.0, noise=1.0, steps=2, seed=seed)
+
+        first, again, other = move(1), move(1), move(2)
+        assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(first, again, strict=True))
+        assert not torch.allclose(first[0], other[0], atol=1e-2)
+
+    def test_what_opacus_hangs_on_a_model_is_taken_off(self, squares) -> None:
+        model = nn.Linear(1, 1)
+        trained(model, linear_site(squares, [1.0]), clip=1.0)
+        parameter = next(model.parameters())
+        assert parameter.grad is None and not hasattr(parameter, "grad_sample")
+        assert not model._forward_hooks and not model._backward_hooks
+        trained(model, linear_site(squares, [1.0]), clip=1.0)  # and goes on again
+
+
+NETWORKS = {
+    "unet": ("segmentation", {"name": "unet", "channels": [4, 8], "norm": "instance"}),
+    "unet_residual": ("segmentation", {"name": "unet", "channels": [4, 8], "norm": "instance", "num_res_units": 1}),
+    "small_cnn": ("classification", {"name": "small_cnn", "channels": [4, 8]}),
+    "compact_selector": ("classification", {"name": "compact_selector", "side": 4, "hidden": 8}),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_task_networks_have_the_gradients_that_autograd_finds(squares, name: str) -> None:
+    """Without noise and with every patient drawn, a step is the mean over images of each one's clipped gradient."""
+    kind, network = NETWORKS[name]
+    task = squares.task(kind, network=network, batch_size=3)
+    site = squares.site(task=task, counts=(3, 1, 1))
+    gradients = []
+    for image, target in zip(site.data.train.images, site.data.train.targets, strict=True):
+        model = site.network().train()
+        gradients.append(torch.autograd.grad(site.loss(model(image[None]), target[None]), list(model.parameters())))
+    norms = [torch.cat([part.flatten() for part in gradient]).norm().item() for gradient in gradients]
+    clip = sorted(norms)[1]  # one of three is clipped
+    factors = [min(1.0, clip / norm) for norm in norms]
+    assert min(factors) < 1 - 1e-4
+    expected = [sum(f * part for f, part in zip(factors, parts, strict=True)) / 3 for parts in zip(*gradients, strict=True)]
+    moves = trained(site.network(), site, clip=clip, loss=None)
+    for move, gradient in zip(moves, expected, strict=True):
+        torch.testing.assert_close(-move, gradient, atol=1e-5, rtol=1e-3)
+
+
+class TestEpsilon:
+    @pytest.mark.parametrize(("noise", "rate", "steps"), [(1.0, 0.01, 1000), (2.0, 0.25, 40), (0.7, 1.0, 5)])
+    def test_is_that_of_opacus_counting_step_by_step(self, noise: float, rate: float, steps: int) -> None:
+        accountant = RDPAccountant()
+        for _ in range(steps):
+            accountant.step(noise_multiplier=noise, sample_rate=rate)
+        assert epsilon_of([Release(noise, rate, steps)], 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
+
+    def test_without_sampling_it_bounds_the_gaussian_mechanism_from_above(self) -> None:
+        """T steps of deviation σ are one of σ / sqrt(T), whose exact δ(ε) is Balle and Wang's (ICML 2018, Theorem 8)."""
+        from scipy.stats import norm
+
+        steps, noise = 4, 4.0
+        epsilon = epsilon_of([Release(noise, 1.0, steps)], 1e-5)
+        ratio = math.sqrt(steps) / noise
+        exact_delta = norm.cdf(ratio / 2 - epsilon / ratio) - math.exp(epsilon) * norm.cdf(-ratio / 2 - epsilon / ratio)
+        assert 1e-8 < exact_delta < 1e-5
+
+    def test_grows_with_every_release_and_is_nothing_without(self) -> None:
+        one, two = Release(1.0, 0.1, 10), Release(3.0, 0.2, 10)
+        assert epsilon_of([], 1e-5) == 0
+        assert 0 < epsilon_of([two], 1e-5) < epsilon_of([one], 1e-5) < epsilon_of([one, two], 1e-5)
+        assert epsilon_of([one, one], 1e-5) == pytest.approx(epsilon_of([one._replace(steps=20)], 1e-5))

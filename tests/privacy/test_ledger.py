@@ -1,0 +1,99 @@
+"""What a site has given away: counted, kept, never taken back, and limited by the site's own budget."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medflare.core.errors import ConfigError, PrivacyError, StateError
+from medflare.core.store import MemoryStore, StateStore
+from medflare.privacy.ledger import Budget, Ledger, Release, budget_of
+
+
+def steps_of(releases: Sequence[Release], delta: float) -> float:
+    """An accountant that is easy to follow: ε is the number of steps."""
+    return float(sum(release.steps for release in releases))
+
+
+def test_equal_releases_are_joined_and_others_listed() -> None:
+    ledger = Ledger(MemoryStore())
+    assert ledger.releases() == []
+    for release in (Release(1.0, 0.1, 3), Release(1.0, 0.1, 4), Release(2.0, 0.1, 5), Release(1.0, 0.1, 6)):
+        ledger.add(release)
+    assert ledger.releases() == [Release(1.0, 0.1, 7), Release(2.0, 0.1, 5), Release(1.0, 0.1, 6)]
+    ledger.clear()
+    assert ledger.releases() == []
+
+
+def test_another_process_goes_on_with_it(tmp_path: Path) -> None:
+    Ledger(StateStore(tmp_path)).add(Release(1.1, 1 / 3, 3))
+    Ledger(StateStore(tmp_path)).add(Release(1.1, 1 / 3, 3))
+    assert Ledger(StateStore(tmp_path)).releases() == [Release(1.1, 1 / 3, 6)]
+
+
+def test_a_damaged_ledger_is_not_an_empty_one(tmp_path: Path) -> None:
+    Ledger(StateStore(tmp_path)).add(Release(1.0, 0.5, 3))
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes().replace(b"3]", b"1]"))
+    with pytest.raises(StateError, match="checksum"):
+        Ledger(StateStore(tmp_path)).releases()
+
+
+def test_what_exceeds_the_budget_is_neither_done_nor_counted(tmp_path: Path) -> None:
+    budget = Budget(10.0, 1e-5, tmp_path / "kept", "A")
+    budget.charge(Release(1.0, 0.5, 6), steps_of)
+    with pytest.raises(PrivacyError, match=r"^site A does not train: .* to ε = 12 at δ = 1e-05 over all jobs, its own budget is 10$"):
+        budget.charge(Release(1.0, 0.5, 6), steps_of)
+    budget.charge(Release(1.0, 0.5, 4), steps_of)
+    assert budget.ledger.releases() == [Release(1.0, 0.5, 10)]
+    with pytest.raises(PrivacyError):
+        Budget(10.0, 1e-5, tmp_path, "B").charge(Release(0.0, 1.0, 1), lambda releases, delta: float("nan"))
+
+
+def test_sites_of_one_machine_have_accounts_of_their_own(tmp_path: Path) -> None:
+    Budget(1.0, 1e-5, tmp_path, "A").charge(Release(1.0, 0.5, 1), steps_of)
+    Budget(1.0, 1e-5, tmp_path, "B").charge(Release(1.0, 0.5, 1), steps_of)
+
+
+def test_two_jobs_at_once_cannot_both_spend_the_last_of_it(tmp_path: Path) -> None:
+    def charge(number: int) -> bool:
+        try:
+            Budget(20.0, 1e-5, tmp_path, "A").charge(Release(1.0, 0.5, 1), steps_of)
+        except PrivacyError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(charge, range(40)))
+    assert sum(done) == 20
+    assert Budget(20.0, 1e-5, tmp_path, "A").ledger.releases() == [Release(1.0, 0.5, 20)]
+
+
+def test_settings(tmp_path: Path) -> None:
+    assert budget_of({"epsilon": 8, "delta": 1e-5}, "A", tmp_path) == Budget(8.0, 1e-5, tmp_path, "A")
+    assert budget_of({"epsilon": 8, "delta": 1e-5, "ledger": "/kept"}, "A", tmp_path).folder == Path("/kept")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        8,
+        {},
+        {"epsilon": 8},
+        {"epsilon": 0, "delta": 1e-5},
+        {"epsilon": True, "delta": 1e-5},
+        {"epsilon": float("nan"), "delta": 1e-5},
+        {"epsilon": "8", "delta": 1e-5},
+        {"epsilon": 8, "delta": 1},
+        {"epsilon": 8, "delta": 1e-5, "epsilom": 3},
+        {"epsilon": 8, "delta": 1e-5, "ledger": 3},
+    ],
+)
+def test_a_misspelt_budget_is_refused(settings: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'local/medflare\.json: privacy takes "epsilon"'):
+        budget_of(settings, "A", tmp_path)
+    if settings == {}:
+        with pytest.raises(ConfigError, match="ledger"):
+            budget_of({"epsilon": 8, "delta": 1e-5}, "A")

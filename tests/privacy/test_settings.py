@@ -1,0 +1,268 @@
+"""DP-SGD as part of methods: who may, who may not and why, what is told, what it costs, and what the site itself forbids."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("opacus", reason="needs medflare[privacy]")
+
+from opacus.accountants import RDPAccountant
+
+import medflare
+from medflare.core.errors import ConfigError, PrivacyError
+from medflare.core.message import Message
+from medflare.core.states import copy_state
+from medflare.core.store import StateStore
+from medflare.federation.participant import Participant, identity_of
+from medflare.methods.catalogue import METHODS, get_method
+from medflare.privacy import settings as privacy
+from medflare.privacy.ledger import Budget, Release
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig, load_task
+
+INSTANCE = {"name": "unet", "channels": [4, 8], "norm": "instance"}
+TINY = {**load_task("phantom").to_dict(), "size": [32, 32], "network": INSTANCE, "batch_size": 16}
+PRIVATE = {"dp_noise": 1.0}
+COUNTS = (12, 4, 5)  # training patients, so two steps of six an epoch; validation, test
+ALLOWED = {"fedavg": {}, "robust": {}, "iop_fl": {}, "moon": {}, "sha": {"rho": 0.0}}
+
+
+def epsilon(noise: float, rate: float, steps: int, delta: float = 1e-5) -> float:
+    accountant = RDPAccountant()
+    accountant.history = [(noise, rate, steps)]
+    return accountant.get_epsilon(delta)
+
+
+@pytest.fixture
+def task(squares) -> TaskConfig:
+    return squares.task(network=INSTANCE, batch_size=6)
+
+
+class TestWhoMay:
+    def test_every_method_either_can_or_says_why_not(self, task: TaskConfig) -> None:
+        for name in METHODS:
+            method = get_method(name)
+            if name in ALLOWED:
+                method.check({**PRIVATE, **ALLOWED[name]}, task)
+                assert method.private({**PRIVATE, **ALLOWED[name]}) and not method.private({})
+            else:
+                with pytest.raises(ConfigError, match=rf"^method '{name}' cannot train with differential privacy: \S.{{40}}"):
+                    method.check(PRIVATE)
+
+    @pytest.mark.parametrize(
+        ("method", "reason"),
+        [
+            ("fedsm", "selector"),
+            ("fedsm_extra", "selector"),
+            ("prr", "prototypes"),
+            ("grace", "features of a whole batch"),
+            ("feddag", "generator"),
+        ],
+    )
+    def test_reasons(self, method: str, reason: str) -> None:
+        with pytest.raises(ConfigError, match=reason):
+            medflare.run_local(method, TINY, 2, rounds=1, seed=0, **PRIVATE)
+
+    @pytest.mark.parametrize(
+        ("method", "settings", "reason"),
+        [("moon", {"two_step": True}, "meta-train"), ("moon", {"probe": True}, "A-distance"), ("sha", {"rho": 0.3}, "perturbed model")],
+    )
+    def test_settings_that_give_more_away(self, method: str, settings: dict[str, Any], reason: str, task: TaskConfig) -> None:
+        get_method(method).check(settings, task)
+        with pytest.raises(ConfigError, match=f"^dp_noise: .*{reason}"):
+            get_method(method).check({**settings, **PRIVATE}, task)
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"network": {**INSTANCE, "norm": "batch"}}, r"layer body\.\S+ \(BatchNorm2d\) of network unet .*task\.network\.norm=instance"),
+            ({"network": {"name": "deeplab"}}, "BatchNorm2d.*network deeplab"),
+            ({"loss": {"name": "dice", "batch": True}}, r"loss dice .*task\.loss\.batch=false"),
+        ],
+    )
+    def test_what_mixes_the_images_of_a_batch_is_named(self, squares, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+        from medflare.flare.jobs.building import build_job
+
+        mixed = squares.task(**{"network": INSTANCE, **changes})
+        get_method("fedavg").check({}, mixed)
+        for refused in (
+            lambda: medflare.run_local("fedavg", mixed, 2, rounds=1, seed=0, **PRIVATE),
+            lambda: build_job("fedavg", mixed, out=tmp_path / "job", hyper=PRIVATE),
+        ):
+            with pytest.raises(ConfigError, match=reason) as caught:
+                refused()
+            assert "\n" not in str(caught.value)
+        assert not (tmp_path / "job").exists()
+
+    def test_without_opacus(self, squares, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "medflare.privacy.dp_sgd", raising=False)
+        monkeypatch.delattr("medflare.privacy.dp_sgd", raising=False)
+        monkeypatch.setitem(sys.modules, "opacus", None)
+        cls = get_method("fedavg").site_class
+        squares.half(cls, task=task)
+        with pytest.raises(
+            ConfigError, match=r"^site A: dp_noise needs Opacus, which is not installed; pip install 'medflare\[privacy\]'$"
+        ):
+            squares.half(cls, task=task, **PRIVATE)
+
+    def test_delta_must_not_allow_to_give_a_patient_away(self, squares, task: TaskConfig) -> None:
+        with pytest.raises(ConfigError, match=r"dp_delta = 0.09 is not below 1 / 12 training patients"):
+            squares.half(get_method("fedavg").site_class, task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)
+        squares.half(get_method("fedavg").site_class, "O", task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)  # outside: it never trains
+
+
+class TestTraining:
+    @pytest.mark.parametrize("method", ALLOWED)
+    def test_every_method_trains_through_the_mechanism(self, squares, task: TaskConfig, method: str, monkeypatch) -> None:
+        """Noise so large that nothing else could have moved the weights so far, in every round."""
+        monkeypatch.setattr(privacy, "secret", lambda: np.random.default_rng(5))
+        task = squares.task(network=INSTANCE, batch_size=6, optimizer={"name": "sgd", "lr": 1.0})
+        half = squares.half(get_method(method).site_class, task=task, counts=COUNTS, dp_noise=100.0, **ALLOWED[method])
+        for round in range(2):
+            start = squares.start(task)
+            reply = half.perform("train", round, Message({"model": copy_state(start)}))
+            moves = torch.cat([(reply.states["model"][name] - start[name]).flatten() for name in start])
+            deviation = 100.0 / 6 * 2**0.5  # σ C / L a step, two steps
+            assert moves.std().item() == pytest.approx(deviation, rel=0.2)
+            assert reply.facts["loss"] is None
+            assert reply.facts["privacy"]["steps"] == 2 * (round + 1)
+
+    def test_noise_is_none_of_the_servers(self, squares, task: TaskConfig) -> None:
+        """Everything that the server knows is the same, and still it cannot tell what the noise was."""
+        first, second = (squares.trained(get_method("fedavg").site_class, task=task, **PRIVATE)[0] for _ in range(2))
+        assert not squares.equal(first, second)
+        assert len({privacy.secret().integers(2**63) for _ in range(50)}) == 50
+
+    def test_epsilon_is_told_every_round_and_at_the_end(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        results = medflare.run_local("fedavg", TINY, 2, rounds=2, seed=3, outside=["site-9"], out=tmp_path, say=said.append, **PRIVATE)
+        assert results["status"] == "COMPLETED" and results["events"] == []
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        told = {site: [line["sites"][site]["privacy"] for line in lines if line["phase"] == "train"] for site in ("site-1", "site-2")}
+        for name, costs in told.items():
+            patients = medflare_site(name).training_patients
+            steps = -(-patients // 16)
+            assert [cost["steps"] for cost in costs] == [steps, 2 * steps]
+            assert costs[1]["epsilon"] == pytest.approx(epsilon(1.0, min(1, 16 / patients), 2 * steps))
+            assert results["sites"][name]["privacy"] == costs[1]
+            assert f"ε {costs[1]['epsilon']:.3f}" in said[1] and "loss" not in said[1]
+            assert f"ε = {costs[1]['epsilon']:.3f} at δ = 1e-05" in (tmp_path / "report.html").read_text()
+        assert "privacy" not in results["sites"]["site-9"]
+
+    def test_a_new_run_has_an_account_of_its_own(self, tmp_path: Path) -> None:
+        first, second = (medflare.run_local("fedavg", TINY, 1, rounds=1, seed=3, out=tmp_path, **PRIVATE) for _ in range(2))
+        assert first["sites"]["site-1"]["privacy"] == second["sites"]["site-1"]["privacy"]
+
+    def test_off_by_default_and_silent(self, tmp_path: Path) -> None:
+        results = medflare.run_local("fedavg", TINY, 1, rounds=1, seed=3, out=tmp_path)
+        assert "privacy" not in (tmp_path / "metrics.jsonl").read_text() + json.dumps(results["sites"])
+
+
+def medflare_site(name: str) -> Site:
+    from medflare.sites.site import open_site
+
+    return open_site(name, load_task(TINY))
+
+
+class TestAccount:
+    """A participant that lives from process to process on what lies in its folder."""
+
+    @pytest.fixture
+    def ask(self, squares, task: TaskConfig, tmp_path: Path) -> Any:
+        method, hyper = get_method("fedavg"), dict(PRIVATE)
+        start = squares.start(task)
+
+        def ask(phase: str, step: int = 0, budget: Budget | None = None, hyper: dict[str, Any] = hyper, finished: int = 0) -> Message:
+            def opened(role: str) -> Site:
+                site = squares.site("A", task, COUNTS)
+                site.budget = budget
+                return site
+
+            participant = Participant("A", opened, method, hyper, store=StateStore(tmp_path / "state"))
+            if phase == "enrol":
+                facts = {**identity_of(method, hyper, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
+                return participant.answer("enrol", 0, Message({}, {**facts, "finished": finished}))
+            return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step}))
+
+        return ask
+
+    def test_every_process_goes_on_with_it(self, ask: Any) -> None:
+        ask("enrol")
+        assert [ask("train", step).facts["privacy"]["steps"] for step in range(3)] == [2, 4, 6]
+        last = ask("deliver", 3).facts["privacy"]
+        assert last["steps"] == 6 and last["epsilon"] == pytest.approx(epsilon(1.0, 0.5, 6))
+
+    def test_a_step_that_is_asked_again_counts_again(self, ask: Any) -> None:
+        """The half goes back to what it was before the step; the first answer has left the site all the same."""
+        ask("enrol")
+        assert [ask("train", step).facts["privacy"]["steps"] for step in (0, 1, 1, 1)] == [2, 4, 6, 8]
+
+    def test_a_resumed_run_goes_on_with_it_and_a_new_one_does_not(self, ask: Any) -> None:
+        ask("enrol")
+        ask("train", 0)
+        ask("enrol", finished=1)
+        assert ask("train", 1).facts["privacy"]["steps"] == 4
+        ask("enrol")
+        assert ask("train", 0).facts["privacy"]["steps"] == 2
+
+    def test_a_crash_in_training_does_not_make_it_cheaper(self, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        ask("enrol")
+        with monkeypatch.context() as patched:
+            patched.setattr("medflare.privacy.dp_sgd.train_dp_sgd", lambda *arguments: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ask("train", 0)
+        assert ask("train", 0).facts["privacy"]["steps"] == 4
+
+    def test_the_sites_budget_counts_over_all_runs(self, ask: Any, tmp_path: Path) -> None:
+        budget = Budget(epsilon(1.0, 0.5, 7), 1e-5, tmp_path / "kept", "A")
+        for _ in range(3):  # runs of one round; the budget is for three
+            ask("enrol", budget=budget)
+            ask("train", 0, budget=budget)
+        ask("enrol", budget=budget)
+        with pytest.raises(PrivacyError, match=r"^site A does not train: the round would bring it to ε = "):
+            ask("train", 0, budget=budget)
+        assert budget.ledger.releases() == [Release(1.0, 0.5, 6)]
+        assert ask("validate", 1, budget=budget).facts["validation"]["global"] is not None, "measuring costs no training patient anything"
+
+    def test_a_site_with_a_budget_refuses_jobs_without(self, ask: Any, tmp_path: Path) -> None:
+        budget = Budget(8.0, 1e-5, tmp_path, "A")
+        with pytest.raises(ConfigError, match=r"site A trains with differential privacy only .*local/medflare\.json.*set dp_noise"):
+            ask("enrol", budget=budget, hyper={})
+
+    def test_a_site_with_a_budget_refuses_methods_without(self, squares, task: TaskConfig, tmp_path: Path) -> None:
+        def opened(role: str) -> Site:
+            site = squares.site("A", task, COUNTS)
+            site.budget = Budget(8.0, 1e-5, tmp_path, "A")
+            return site
+
+        participant = Participant("A", opened, get_method("fedsm"), {})
+        with pytest.raises(ConfigError, match=r"differential privacy only .*: method 'fedsm' cannot"):
+            participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
+
+
+def test_a_run_goes_on_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:
+    def opener(name: str, role: str) -> Site:
+        site = medflare_site(name)
+        if name == "site-2":
+            site.budget = Budget(1e-3, 1e-5, tmp_path, name)
+        return site
+
+    results = medflare.run_local("fedavg", TINY, 3, rounds=1, seed=0, opener=opener, **PRIVATE)
+    assert results["status"] == "COMPLETED"
+    (event,) = [event for event in results["events"] if event["kind"] == "failed"]
+    assert event["site"] == "site-2" and "its own budget is 0.001" in event["message"]
+    assert "privacy" not in results["sites"]["site-2"] and results["sites"]["site-1"]["privacy"]["steps"]
+
+
+def test_a_sites_own_settings(tmp_path: Path) -> None:
+    from medflare.sites.site import open_site
+
+    local = {"privacy": {"epsilon": 3, "delta": 1e-6}}
+    site = open_site("site-1", load_task(TINY), local=local, ledger=tmp_path)
+    assert site.budget == Budget(3.0, 1e-6, tmp_path, "site-1")
+    assert open_site("site-1", load_task(TINY)).budget is None
