@@ -9,7 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and torch start th
 import numpy as np
 import pytest
 
-SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+REFERENCE = Path(__file__).parent / "reference"
+REAL_IMAGES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 # Files that take minutes, and the longest of those that start no FLARE processes; each the longest first.
 LONG = ("test_parity", "test_faults_provisioned", "test_provisioned", "test_faults", "test_recipes", "test_local", "test_resume")
@@ -28,13 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], dict[str, np.ndarray]]:
-    """Loads a file of reference numbers by name, for example `golden("fedsm")`."""
+    """Loads a file of reference numbers by name, for example `golden("fedsm")`; reference/README.md says what they are."""
 
     def load(name: str) -> dict[str, np.ndarray]:
-        path = SHARED / "golden" / f"{name}.npz"
-        if not path.exists():
-            pytest.skip(f"reference numbers {path.name} are not beside the checkout")
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(REFERENCE / f"{name}.npz", allow_pickle=False) as file:
             return {key: file[key] for key in file.files}
 
     return load
@@ -42,10 +40,10 @@ def golden() -> Callable[[str], dict[str, np.ndarray]]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Callable[[str], Path]:
-    """The folder of a real federation by name, for example `shared_data("brain_lgg")`."""
+    """The folder of a real federation by name, for example `shared_data("brain_lgg")`; patients' images stay out of the repository."""
 
     def folder(name: str) -> Path:
-        path = SHARED / "data" / name
+        path = REAL_IMAGES / name
         if not path.exists():
             pytest.skip(f"the real images of {name} are not beside the checkout")
         return path

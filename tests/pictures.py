@@ -1,4 +1,4 @@
-"""Small sites on disk, and tasks to read them with."""
+"""Small sites on disk and in memory, and tasks to read them with."""
 
 import json
 from collections.abc import Callable
@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from medflare.data import decoding
+from medflare.data import cache
+from medflare.data.splits import SiteData, Split
+from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 
 SEGMENTATION = {
@@ -100,4 +103,18 @@ def edit() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
 
 @pytest.fixture(autouse=True)
 def forget_decoded_sites() -> None:
-    decoding._memory.clear()
+    cache._memory.clear()
+
+
+def numbered_split(number: int, task: TaskConfig) -> Split:
+    """Image n is filled with n, its mask has n pixels, and it is of patient pn."""
+    images = torch.arange(number).float()[:, None, None, None].expand(number, task.channels, *task.size).contiguous()
+    pixels = torch.arange(task.size[0] * task.size[1]).view(*task.size)
+    targets = torch.stack([(pixels < n).long() for n in range(number)]) if number else torch.zeros(0, *task.size, dtype=torch.long)
+    return Split(images, targets, tuple(f"p{n}" for n in range(number)), tuple(f"{n}.png" for n in range(number)))
+
+
+def numbered_site(task: TaskConfig, train: int = 10, validation: int = 3, test: int = 3, name: str = "A", seed: int = 0) -> Site:
+    """A site of three numbered splits."""
+    splits = [numbered_split(number, task) for number in (train, validation, test)]
+    return Site(name, task, SiteData(*splits, ("a note",)), seed)

@@ -1,22 +1,35 @@
-"""What the documents promise exists: settings in the ablation tables, files that pages link to, commands that the README shows."""
+"""What the documents promise exists: settings in the ablation tables, files that pages link to, commands that the README shows, the
+code that CONTRIBUTING has one write, the versions and numbers that pages name."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
 
+import medflare
 from medflare.cli import main
-from medflare.methods.catalogue import METHODS, get_method
+from medflare.methods.catalogue import get_method, method_names
+from medflare.networks.catalogue import NETWORKS, build_network
+from medflare.tasks.config import load_task
 
 ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "tests" / "reference"
 ABLATIONS = sorted((ROOT / "docs" / "ablations").glob("*.md"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), REFERENCE / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def read(*parts: str) -> str:
+    return ROOT.joinpath(*parts).read_text(encoding="utf-8")
 
 
 def settings_of(page: Path) -> list[str]:
     """Every `method name=value ...` on a page."""
     found = re.findall(r"`(\w+(?: \w+=[\w.+]+)*)`", page.read_text(encoding="utf-8"))
-    return [row for row in found if row.split()[0] in METHODS]
+    return [row for row in found if row.split()[0] in method_names()]
 
 
 @pytest.mark.parametrize("page", ABLATIONS, ids=lambda page: page.stem)
@@ -39,10 +52,68 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = set(re.findall(r"^(?:MEDFLARE_DATA_ROOT=\S+ )?medflare (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    commands = set(re.findall(r"^(?:MEDFLARE_DATA_ROOT=\S+ )?medflare (\w+)", read("README.md"), re.MULTILINE))
     assert commands >= {"run", "job", "results", "data", "predict", "export"}
     for command in sorted(commands):
         with pytest.raises(SystemExit) as ended:
             main([command, "--help"])
         assert ended.value.code == 0
         assert command in capsys.readouterr().out
+
+
+def test_reference_numbers_are_described() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (REFERENCE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(rows) == {path.stem for path in REFERENCE.glob("*.npz")}
+
+
+def test_the_version_is_named_right_where_it_must_be_repeated() -> None:
+    pages = [*sorted((ROOT / "poc_workspace" / "runtime").iterdir()), ROOT / "docs" / "deployment.md"]
+    tags = {path.name: set(re.findall(r"medflare:(\d[\w.]*)", path.read_text(encoding="utf-8"))) for path in pages}
+    assert {name: found for name, found in tags.items() if found - {medflare.__version__}} == {}
+
+
+def test_the_readme_says_how_much_is_covered() -> None:
+    match = re.search(r"(\d+) % of the package's lines \(\d{4}-\d\d-\d\d\)", read("README.md"))  # `make coverage` writes this
+    least = re.search(r"^fail_under = (\d+)$", read("pyproject.toml"), re.MULTILINE)
+    assert match and least and int(match[1]) >= int(least[1])
+
+
+def test_the_site_has_a_page_for_every_room() -> None:
+    rooms = {path.parent.name for path in (ROOT / "custom" / "medflare").glob("*/__init__.py")}
+    assert set(re.findall(r"api/(\w+)\.md", read("mkdocs.yml"))) == rooms
+
+
+def test_hooks_run_what_continuous_integration_runs() -> None:
+    hooks = [hook for group in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"] for hook in group["hooks"]]
+    targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
+    assert {hook["entry"].removeprefix("make ") for hook in hooks} <= targets
+    assert "exec make test" in read(".ci", "run")
+
+
+# ---- CONTRIBUTING --------------------------------------------------------------------------------------------------------
+
+
+def blocks(section: str, language: str) -> list[str]:
+    """Code of one language in one section of CONTRIBUTING."""
+    text = read("CONTRIBUTING.md").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_add_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, line, row = blocks("Add a network", "python")
+    module: dict[str, Any] = {}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), module)
+    name, function = re.findall(r'^"(\w+)": classifiers\.(\w+),$', line, re.MULTILINE)[0]
+    monkeypatch.setitem(NETWORKS, name, module[function])
+    ((spec, width),) = eval(f"[{row}]")
+    features, logits = build_network(spec, 3, 5).features_and_output(torch.zeros(2, 3, 32, 32))
+    assert features.shape == (2, width) and logits.shape == (2, 5)
+
+
+def test_add_a_task(tmp_path: Path) -> None:
+    (block,) = blocks("Add a task", "json")
+    path = tmp_path / f"{json.loads(block)['name']}.json"
+    path.write_text(block, encoding="utf-8")
+    task = load_task(path)
+    logits = build_network(task.network, task.channels, task.outputs)(torch.zeros(2, task.channels, *task.size))
+    assert task.probabilities(logits).shape == (2, len(task.labels))

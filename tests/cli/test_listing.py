@@ -1,6 +1,5 @@
 """`medflare methods`: complete, and readable in every window and in a pipe."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -9,38 +8,94 @@ from pathlib import Path
 import pytest
 
 import medflare
+from cli.pair import BARE, PAIR
 from medflare.cli import main
 from medflare.cli.listing import method_listing
-from medflare.methods.catalogue import METHODS
+from medflare.core.hyper import described
+from medflare.evaluation.presentation import format_setting
+from medflare.methods.catalogue import get_method, method_names
+from medflare.methods.method import paired
 
 
-@pytest.mark.parametrize("name", METHODS)
+def test_two_halves_by_hand() -> None:
+    assert method_listing(PAIR).splitlines() == [
+        "pair: Two Halves",
+        "  Nobody, Nowhere 2000",
+        "  site",
+        "    site.beta = 0.5  [β, Eq. 3; ≥ 0]",
+        "        weight of the prior",
+        "    rounds = 2  [1 to 9]",
+        "        rounds of annealing at a site",
+        "    lam = none  [λ]",
+        "        weight of the other loss",
+        "  server",
+        "    server.beta = 0.9  [≤ 1]",
+        "        momentum of the server",
+        "    selection = best  [best, last]",
+        "        the round to deliver",
+        "    warm = true",
+        "        start from the last model",
+    ]
+
+
+def test_a_half_without_settings_says_so_and_a_pair_says_whose_halves_it_has() -> None:
+    lines = method_listing(BARE).splitlines()
+    assert lines[-1] == "  server: no hyper-parameters"
+    assert "    beta = 0.5  [β, Eq. 3; ≥ 0]" in lines, "one half alone has it"
+    lines = method_listing(paired(BARE, PAIR)).splitlines()
+    assert lines[0].startswith("bare+pair: ")
+    assert [line for line in lines if line.startswith("  ") and line[2] != " "][1:] == ["  site half of bare", "  server half of pair"]
+
+
+@pytest.mark.parametrize("name", method_names())
 def test_every_hyper_parameter_is_there_and_fits(name: str) -> None:
-    method = METHODS[name]
+    method = get_method(name)
     plain, narrow = method_listing(method), method_listing(method, 60)
     assert max(map(len, narrow.splitlines())) <= 60
     assert plain.split() == narrow.split()  # the same words
     lines = plain.splitlines()
-    assert lines[0] == f"{name}: {method.paper}"
-    for hyper in (method.site_class.Hyper, method.server_class.Hyper):
-        for field in dataclasses.fields(hyper):
-            (place,) = [place for place, line in enumerate(lines) if line.startswith(f"  {field.name} = ")]
-            assert lines[place + 1].strip() == field.metadata["text"]
-
-
-def test_an_entry_by_hand() -> None:
-    lines = method_listing(METHODS["fedsm"]).splitlines()
-    (entry,) = [line for line in lines if line.startswith("  lam ")]
-    assert entry == "  lam = 0.7  [λ, Eq. 11; 0 to 1; site and server]"
-    assert any(line.startswith("  reset_optimizer = false  [") for line in lines)
+    assert lines[:2] == [f"{name}: {method.title}", f"  {method.paper}"]
+    fields = {half: described(owner) for half, owner in method.hyper_classes.items()}
+    server = next(place for place, line in enumerate(lines) if line.startswith("  server"))
+    for half, own in fields.items():
+        for about in own.values():
+            shown = f"{half}.{about.name}" if all(about.name in others for others in fields.values()) else about.name
+            (place,) = [place for place, line in enumerate(lines) if line.startswith(f"    {shown} = {format_setting(about.default)}")]
+            assert lines[place + 1].strip() == about.text
+            assert (place > server) == (half == "server")
 
 
 def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "grace"]) == 0
-    assert capsys.readouterr().out == method_listing(METHODS["grace"]) + "\n"
+    assert capsys.readouterr().out == method_listing(get_method("grace")) + "\n"
+    assert main(["methods", "moon", "--server-half", "grace"]) == 0
+    assert capsys.readouterr().out == method_listing(get_method("moon", server="grace")) + "\n"
     assert main(["methods"]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n{method.name}: " in f"\n{said}" for method in METHODS.values())
+    assert all(f"\n{name}: " in f"\n{said}" for name in method_names())
+
+
+def test_halves_need_a_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "--site-half", "moon"]) == 1
+    assert capsys.readouterr().err.strip().endswith("medflare methods METHOD --site-half OTHER")
+    assert main(["methods", "fedsmm"]) == 1
+    said = capsys.readouterr().err
+    assert "'fedsmm'" in said and "fedsm" in said and said.count("\n") == 1
+
+
+def test_methods_of_other_distributions_are_listed_alike(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "import dataclasses\nfrom cli.pair import PAIR\nMETHOD = dataclasses.replace(PAIR, name='theirs')\n"
+    )
+    about = tmp_path / "theirs-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[medflare.methods]\ntheirs = theirs:METHOD\n")
+    path = ":".join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "medflare.cli", "methods"]
+    said = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
+    assert f"\n{method_listing(PAIR).replace('pair', 'theirs', 1)}\n" in f"\n{said}"
+    assert "\nfedavg: " in f"\n{said}"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
@@ -59,4 +114,4 @@ def test_a_terminal_gets_lines_of_its_width(capsys: pytest.CaptureFixture[str], 
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["methods", "grace"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert max(map(len, said)) <= 80 and len(said) > len(method_listing(METHODS["grace"]).splitlines())
+    assert max(map(len, said)) <= 80 and len(said) > len(method_listing(get_method("grace")).splitlines())

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from medflare.core.events import KINDS, EventLog
+from medflare.core.events import KINDS, Event, EventLog
 
 
-def test_add_keeps_order_and_fields():
+def test_add_keeps_order_and_fields() -> None:
     log = EventLog()
     log.add("missing", "no update within 60 s", site="CS", round=3)
     log.add("warning", "gamma was not tuned")
@@ -18,23 +18,23 @@ def test_add_keeps_order_and_fields():
     assert all(tuple(event) == ("round", "site", "kind", "message") for event in log)
 
 
-def test_message_is_one_line():
+def test_message_is_one_line() -> None:
     assert EventLog().add("failed", "first\n  second\tthird")["message"] == "first second third"
 
 
-def test_unknown_kind_is_refused_by_name():
+def test_unknown_kind_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'odd'.*rejected"):
         EventLog().add("odd", "x")
 
 
-def test_extend_fills_in_only_what_is_open():
+def test_extend_fills_in_only_what_is_open() -> None:
     log = EventLog()
-    sent = [{"kind": "undefined", "message": "a"}, {"kind": "late", "message": "b", "site": "FG", "round": 0}]
+    sent: list[Event] = [{"kind": "undefined", "message": "a"}, {"kind": "late", "message": "b", "site": "FG", "round": 0}]
     log.extend(sent, site="CS", round=7)
     assert [(event["site"], event["round"]) for event in log] == [("CS", 7), ("FG", 0)]
 
 
-def test_of_selects_by_kind_and_site():
+def test_of_selects_by_kind_and_site() -> None:
     log = EventLog([{"kind": kind, "message": kind, "site": site} for kind in ("late", "missing") for site in ("A", "B")])
     assert len(log.of()) == len(log) == 4
     assert [event["site"] for event in log.of("late")] == ["A", "B"]
@@ -42,7 +42,7 @@ def test_of_selects_by_kind_and_site():
     assert log.of("late", "missing", site="A") == log.of(site="A")
 
 
-def test_list_is_a_copy_and_json_round_trips():
+def test_list_is_a_copy_and_json_round_trips() -> None:
     log = EventLog([{"kind": "joined", "message": "late", "site": "A", "round": 2}])
     copy = log.to_list()
     copy[0]["site"] = "changed"
@@ -50,11 +50,11 @@ def test_list_is_a_copy_and_json_round_trips():
     assert EventLog(json.loads(json.dumps(log.to_list()))).to_list() == log.to_list()
 
 
-def test_replace_forgets_what_was_there():
+def test_replace_forgets_what_was_there() -> None:
     log = EventLog([{"kind": "late", "message": "old"}])
     log.replace([{"kind": "resumed", "message": "new", "site": None, "round": 3}])
     assert log.to_list() == [{"round": 3, "site": None, "kind": "resumed", "message": "new"}]
 
 
-def test_kinds_are_distinct():
+def test_kinds_are_distinct() -> None:
     assert len(set(KINDS)) == len(KINDS)

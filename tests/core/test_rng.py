@@ -10,30 +10,30 @@ import torch
 from medflare.core.rng import derived_seed, numpy_generator, numpy_random_state, seeded, torch_generator
 
 
-def test_derived_seed_is_a_fixed_function_of_its_keys():
+def test_derived_seed_is_a_fixed_function_of_its_keys() -> None:
     # Written down once: if these numbers change, no earlier run can be repeated.
     assert derived_seed(0) == 4761921975702974394
     assert derived_seed(1, "CS", 3, "shuffle") == 8620250998237654061
     assert 0 <= derived_seed(2**62, "x") < 2**63
 
 
-def test_another_process_derives_the_same_seed():
+def test_another_process_derives_the_same_seed() -> None:
     code = "from medflare.core.rng import derived_seed; print(derived_seed(5, 'site-1', 2, 'dropout'))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "123"}
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
     assert int(printed) == derived_seed(5, "site-1", 2, "dropout")
 
 
-def test_every_key_counts_and_so_do_their_order_and_type():
-    keys = [(0,), (1,), (0, 1), (1, 0), (0, "1"), (0, 1, "a"), (0, "a", 1), (0, "a1"), (0, "a", "1"), (0, "")]
-    assert len({derived_seed(*key) for key in keys}) == len(keys)
+def test_every_key_counts_and_so_do_their_order_and_type() -> None:
+    keys: list[tuple[int | str, ...]] = [(0,), (1,), (0, 1), (1, 0), (0, "1"), (0, 1, "a"), (0, "a", 1), (0, "a1"), (0, "a", "1"), (0, "")]
+    assert len({derived_seed(int(seed), *more) for seed, *more in keys}) == len(keys)
 
 
-def test_numbers_of_numpy_are_the_same_keys():
+def test_numbers_of_numpy_are_the_same_keys() -> None:
     assert derived_seed(np.int64(3), "A", np.int32(7)) == derived_seed(3, "A", 7)
 
 
-def test_generators_repeat_themselves():
+def test_generators_repeat_themselves() -> None:
     draws = {
         "torch": lambda *keys: torch.rand(4, generator=torch_generator(*keys)).tolist(),
         "numpy": lambda *keys: numpy_generator(*keys).random(4).tolist(),
@@ -44,7 +44,7 @@ def test_generators_repeat_themselves():
         assert draw(1, "A") != draw(1, "B")
 
 
-def test_seeded_gives_the_same_initial_weights_and_leaves_the_global_generator_alone():
+def test_seeded_gives_the_same_initial_weights_and_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
     with seeded(3, "initial"):
         first = torch.nn.Linear(4, 4).weight.detach().clone()
@@ -56,7 +56,7 @@ def test_seeded_gives_the_same_initial_weights_and_leaves_the_global_generator_a
         assert not torch.equal(torch.nn.Linear(4, 4).weight, first)
 
 
-def test_seeded_restores_after_an_error():
+def test_seeded_restores_after_an_error() -> None:
     before = torch.random.get_rng_state()
     try:
         with seeded(1):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from medflare.core.states import (
+    StateDict,
     batch_norm_entries,
     blend,
     copy_state,
@@ -23,7 +24,7 @@ def state(weight: list[float], count: int = 0) -> dict[str, torch.Tensor]:
     return {"weight": torch.tensor(weight), "num_batches_tracked": torch.tensor(count)}
 
 
-def test_weighted_mean_by_hand():
+def test_weighted_mean_by_hand() -> None:
     # (1 * 1 + 3 * 5) / 4 = 4 and (1 * 2 + 3 * 10) / 4 = 8
     mean = weighted_mean({"A": state([1.0, 2.0], 7), "B": state([5.0, 10.0], 3)}, {"A": 1, "B": 3})
     assert mean["weight"].tolist() == [4.0, 8.0]
@@ -31,7 +32,7 @@ def test_weighted_mean_by_hand():
     assert mean["num_batches_tracked"].item() == 7, "integer buffers are never averaged"
 
 
-def test_weighted_mean_depends_on_ratios_only_and_not_on_arrival_order():
+def test_weighted_mean_depends_on_ratios_only_and_not_on_arrival_order() -> None:
     states = {site: {"w": torch.randn(1000, generator=torch.Generator().manual_seed(i))} for i, site in enumerate("ABCD")}
     weights = {"A": 0.1, "B": 0.7, "C": 1e-3, "D": 2.0}
     reference = weighted_mean(states, weights)["w"]
@@ -40,21 +41,21 @@ def test_weighted_mean_depends_on_ratios_only_and_not_on_arrival_order():
     torch.testing.assert_close(weighted_mean(states, {k: 8 * v for k, v in weights.items()})["w"], reference)
 
 
-def test_weighted_mean_accumulates_in_float64():
+def test_weighted_mean_accumulates_in_float64() -> None:
     # In float32, 1e8 + 1 = 1e8 and the mean of (1e8, 1, -1e8) would be 0.
     mean = weighted_mean({"A": state([1e8]), "B": state([1.0]), "C": state([-1e8])}, {"A": 1, "B": 1, "C": 1})
     assert mean["weight"].item() == pytest.approx(1 / 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_mean_of_identical_states_is_that_state(dtype):
+def test_mean_of_identical_states_is_that_state(dtype: torch.dtype) -> None:
     same = {"w": torch.linspace(-3, 3, 50).to(dtype)}
     mean = weighted_mean({"A": same, "B": same, "C": same}, {"A": 1, "B": 5, "C": 3})["w"]
     assert mean.dtype == dtype
     torch.testing.assert_close(mean, same["w"], rtol=1e-15, atol=0)
 
 
-def test_weight_zero_leaves_a_site_out_and_one_site_is_its_own_mean():
+def test_weight_zero_leaves_a_site_out_and_one_site_is_its_own_mean() -> None:
     assert weighted_mean({"A": state([1.0]), "B": state([9.0])}, {"A": 2, "B": 0})["weight"].item() == 1.0
     assert weighted_mean({"A": state([1.5])}, {"A": 0.3})["weight"].item() == 1.5
 
@@ -62,23 +63,23 @@ def test_weight_zero_leaves_a_site_out_and_one_site_is_its_own_mean():
 @pytest.mark.parametrize(
     "weights", [{"A": 0, "B": 0}, {"A": 2, "B": -1}, {"A": math.nan, "B": 1}, {"A": math.inf, "B": 1}, {"A": 1}], ids=str
 )
-def test_weighted_mean_refuses_weights(weights):
+def test_weighted_mean_refuses_weights(weights: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="weights must be finite"):
         weighted_mean({"A": state([1.0]), "B": state([2.0])}, weights)
 
 
 @pytest.mark.parametrize("odd", [{"weight": torch.ones(1)}, {**state([1.0]), "more": torch.ones(1)}, state([1.0, 2.0])])
-def test_weighted_mean_names_the_site_whose_state_differs(odd):
+def test_weighted_mean_names_the_site_whose_state_differs(odd: StateDict) -> None:
     with pytest.raises(ValueError, match="A and B differ in"):
         weighted_mean({"A": state([1.0]), "B": odd}, {"A": 1, "B": 1})
 
 
-def test_weighted_mean_of_nothing():
+def test_weighted_mean_of_nothing() -> None:
     with pytest.raises(ValueError, match="at least one"):
         weighted_mean({}, {})
 
 
-def test_copy_shares_no_memory():
+def test_copy_shares_no_memory() -> None:
     original = {"w": torch.arange(6.0).reshape(2, 3).t()}
     copied = copy_state(original)
     copied["w"].add_(1)
@@ -86,7 +87,7 @@ def test_copy_shares_no_memory():
     assert original["w"][0, 0].item() == 0
 
 
-def test_difference_and_moved_are_inverse():
+def test_difference_and_moved_are_inverse() -> None:
     old, new = state([1.0, 2.0], 3), state([1.5, 0.0], 8)
     delta = difference(new, old)
     assert delta["weight"].tolist() == [0.5, -2.0]
@@ -96,7 +97,7 @@ def test_difference_and_moved_are_inverse():
     assert moved(old, delta, scale=0.5)["weight"].tolist() == [1.25, 1.0]
 
 
-def test_blend_by_hand_and_at_its_ends():
+def test_blend_by_hand_and_at_its_ends() -> None:
     first, second = state([0.0, 8.0], 1), state([4.0, 0.0], 2)
     assert blend(first, second, 0.25)["weight"].tolist() == [1.0, 6.0]
     assert blend(first, second, 0.0)["weight"].tolist() == [0.0, 8.0]
@@ -105,7 +106,7 @@ def test_blend_by_hand_and_at_its_ends():
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.Conv2d(3, 4, 1)  # called norm, and none
         self.misleading = nn.BatchNorm2d(4)
@@ -114,7 +115,7 @@ class Net(nn.Module):
         self.again = self.misleading
 
 
-def test_batch_norm_is_found_by_type_also_where_a_layer_has_two_names():
+def test_batch_norm_is_found_by_type_also_where_a_layer_has_two_names() -> None:
     net = Net()
     entries = batch_norm_entries(net)
     bn = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
@@ -129,5 +130,5 @@ def test_batch_norm_is_found_by_type_also_where_a_layer_has_two_names():
     assert batch_norm_entries(nn.Linear(2, 2)) == frozenset()
 
 
-def test_state_bytes():
+def test_state_bytes() -> None:
     assert state_bytes({"w": torch.zeros(3, 5), "n": torch.zeros((), dtype=torch.int64)}) == 3 * 5 * 4 + 8

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,22 +42,24 @@ def assert_same(first: Message, second: Message) -> None:
             assert torch.equal(tensor, other)
 
 
-def test_round_trip(tmp_path, message):
+def test_round_trip(tmp_path: Path, message: Message) -> None:
     store = StateStore(tmp_path / "not" / "there" / "yet")
     assert store.load("half") is None
     store.save("half", message)
-    assert_same(store.load("half"), message)
+    back = store.load("half")
+    assert back is not None
+    assert_same(back, message)
     assert [path.name for path in store.folder.iterdir()] == ["half.safetensors"], "no temporary file stays behind"
 
 
-def test_save_replaces(tmp_path, message):
+def test_save_replaces(tmp_path: Path, message: Message) -> None:
     store = StateStore(tmp_path)
     store.save("half", message)
     store.save("half", Message({}, {"round": 4}))
     assert store.load("half") == Message({}, {"round": 4})
 
 
-def test_tied_and_strided_tensors_are_stored(tmp_path):
+def test_tied_and_strided_tensors_are_stored(tmp_path: Path) -> None:
     layer = nn.Linear(3, 3)
     tied = {"first": layer.weight, "second": layer.weight, "turned": layer.weight.t()}
     write_atomically(tmp_path / "m", message_to_bytes(Message({"model": tied})))
@@ -65,13 +68,13 @@ def test_tied_and_strided_tensors_are_stored(tmp_path):
     assert not back["first"].requires_grad
 
 
-def test_equal_messages_have_equal_bytes(message):
+def test_equal_messages_have_equal_bytes(message: Message) -> None:
     turned = {entry: dict(reversed(state.items())) for entry, state in reversed(message.states.items())}
     again = Message(turned, dict(reversed(message.facts.items())))
     assert message_to_bytes(message) == message_to_bytes(again)
 
 
-def test_every_truncation_is_found(tmp_path, message):
+def test_every_truncation_is_found(tmp_path: Path, message: Message) -> None:
     content = message_to_bytes(message)
     path = tmp_path / "cut.safetensors"
     for length in [0, 4, 8, 50, len(content) // 2, len(content) - 1]:
@@ -80,7 +83,7 @@ def test_every_truncation_is_found(tmp_path, message):
             read_message(path)
 
 
-def test_every_flipped_byte_is_found(tmp_path):
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     content = message_to_bytes(Message({"a": {"w": torch.arange(6.0).reshape(2, 3)}, "b": {}}, {"round": 12}))
     path = tmp_path / "flipped"
     undetected = []
@@ -97,21 +100,21 @@ def test_every_flipped_byte_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("header", ["[]", "3", "{", '{"facts": {}}'])
-def test_header_of_another_kind_is_refused(tmp_path, header):
+def test_header_of_another_kind_is_refused(tmp_path: Path, header: str) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(to_safetensors({"a//w": torch.zeros(2)}, metadata={"medflare": header}))
     with pytest.raises(StateError, match=r"odd\.safetensors: not a readable"):
         read_message(path)
 
 
-def test_file_of_somebody_else_is_refused(tmp_path):
+def test_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "theirs.safetensors"
     path.write_bytes(to_safetensors({"w": torch.zeros(2)}))
     with pytest.raises(StateError, match="not a readable state file"):
         read_message(path)
 
 
-def test_a_failed_write_leaves_the_old_content_and_no_rubbish(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_content_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.json"
     write_json(path, {"round": 1})
     monkeypatch.setattr(os, "replace", _no_space)
@@ -125,13 +128,13 @@ def _no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_json_refuses_nan_before_it_touches_the_file(tmp_path):
+def test_json_refuses_nan_before_it_touches_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "results.json", {"dice": math.nan})
     assert not list(tmp_path.iterdir())
 
 
-def test_written_files_follow_the_umask(tmp_path):
+def test_written_files_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_json(tmp_path / "results.json", {})

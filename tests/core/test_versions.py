@@ -7,7 +7,7 @@ import torch
 from medflare.core.versions import installed_versions
 
 
-def test_versions_of_what_is_installed():
+def test_versions_of_what_is_installed() -> None:
     versions = installed_versions()
     assert versions["python"] == platform.python_version()
     assert versions["torch"] == torch.__version__

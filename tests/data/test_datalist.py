@@ -40,6 +40,22 @@ def test_without_patient_the_image_is_its_own(make_site: Callable[..., Path], ed
     assert len({entry.patient for entry in read_datalist(folder, "segmentation")}) == 10
 
 
+def test_patients_are_named_by_text_or_number_and_more_may_be_said(tmp_path: Path) -> None:
+    listed = [{"image": "a.png", "label": 1, "patient": 7}, {"image": "b.png", "label": [0, 1], "patient": "7", "device": {"kV": 80}}]
+    (tmp_path / "datalist.json").write_text(json.dumps({"name": "of MONAI", "training": listed}))
+    first, second = read_datalist(tmp_path, "classification")
+    assert first.patient == second.patient == "7"
+    assert first.label == 1 and second.label == [0, 1]
+    assert first.place == f"{tmp_path / 'datalist.json'} training[0]"
+
+
+def test_one_mask_or_several(tmp_path: Path) -> None:
+    listed = [{"image": "a.png", "label": "m.png"}, {"image": "b.png", "label": ["m.png", "n.png"]}]
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": listed}))
+    first, second = read_datalist(tmp_path, "segmentation")
+    assert first.masks == [tmp_path / "m.png"] and second.masks == [tmp_path / "m.png", tmp_path / "n.png"]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -47,11 +63,16 @@ def test_without_patient_the_image_is_its_own(make_site: Callable[..., Path], ed
         ("[]", "no list named training"),
         ('{"train": []}', "no list named training"),
         ('{"training": {}}', "'training' must be a list"),
-        ('{"training": ["a.png"]}', r"training\[0\]: an entry is an object"),
-        ('{"training": [{"label": "m.png"}]}', r"training\[0\]: an entry is an object"),
-        ('{"training": [{"image": "a.png"}]}', "a.png has no label"),
-        ('{"training": [{"image": "a.png", "label": 1}]}', "is a mask file"),
-        ('{"training": [{"image": "a.png", "label": []}]}', "is a mask file"),
+        ('{"training": ["a.png"]}', r"training\[0\]: an entry is an object .*, found \"a.png\"$"),
+        ('{"training": [{"label": "m.png"}]}', r"training\[0\]: setting 'image' is missing; an entry is an object"),
+        ('{"training": [{"image": 3, "label": "m.png"}]}', r"training\[0\]: image must be text, got 3"),
+        ('{"training": [{"image": "a.png"}]}', r"\]: setting 'label' is missing; an entry is .*; complete it or take it out"),
+        ('{"training": [{"image": "a.png", "label": null}]}', r"training\[0\]: setting 'label' is missing"),
+        ('{"training": [{"image": "a.png", "label": 1}]}', r"training\[0\]: label must be a mask file or a list of mask files, got 1$"),
+        ('{"training": [{"image": "a.png", "label": []}]}', r"label must be a mask file or a list of mask files, got \[\]$"),
+        ('{"training": [{"image": "a.png", "label": ["m.png", 1]}]}', r"a mask file or a list of mask files, got \['m.png', 1\]$"),
+        ('{"training": [{"image": "a.png", "label": "m.png", "patient": null}]}', r"patient must be text or a number, got None"),
+        ('{"training": [{"image": "a.png", "label": "m.png", "patient": true}]}', r"patient must be text or a number, got True"),
     ],
 )
 def test_malformed_lists(tmp_path: Path, content: str, words: str) -> None:

@@ -1,8 +1,8 @@
+"""From stored pictures and volumes to tensors of the network's size."""
+
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import nibabel
 import numpy as np
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from medflare.core.errors import DataError
-from medflare.data import decoding
-from medflare.data.decoding import Decoded, FileSource, decode, decoded_once
-from medflare.data.splits import load_site_data
+from medflare.data.decoding import Decoded, decode, target_of
+from medflare.data.loading import load_site_data
+from medflare.data.sources import FileSource, PhantomSource
 from medflare.tasks.config import TaskConfig
 
 TaskOf = Callable[..., TaskConfig]
@@ -94,71 +94,23 @@ def test_mask_of_another_size(make_site: SiteOf, make_task: TaskOf) -> None:
         _decoded(folder, make_task())
 
 
-def test_masks_of_different_sizes(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
-    folder, other = make_site(), make_site(name="B", side=20)
-    edit(folder, lambda content: content["training"][0].update(label=["images/0_mask.png", f"../{other.name}/images/0_mask.png"]))
-    with pytest.raises(DataError, match=r"0_mask.png is 16 x 16; store masks of one size"):
-        _decoded(folder, make_task(target="multilabel", labels=["a", "b"]))
-
-
-def test_once_per_process(make_site: SiteOf, make_task: TaskOf) -> None:
-    folder = make_site()
-    load_site_data("A", make_task(), folder)
-    with patch.object(decoding, "decode", side_effect=AssertionError("decoded twice")):
-        load_site_data("A", make_task(batch_size=2, resplit=4), folder)  # neither setting concerns a single image
-    with pytest.raises(AssertionError), patch.object(decoding, "decode", side_effect=AssertionError):
-        load_site_data("A", make_task(size=[8, 8]), folder)
-
-
-def test_memory_is_bounded(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "_KEPT_SITES", 2)
-    folder = make_site()
-    for side in (8, 12, 16, 20):
-        load_site_data("A", make_task(size=[side, side]), folder)
-    assert len(decoding._memory) == 2
-
-
-def test_cache_folder_serves_the_next_process(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    folder, cache = make_site(), tmp_path / "cache"
-    first = load_site_data("A", make_task(), folder, cache=cache)
-    decoding._memory.clear()  # what a new process starts with
-    with patch.object(decoding, "decode", side_effect=AssertionError("decoded twice")):
-        again = load_site_data("A", make_task(), folder, cache=cache)
-    for name in ("train", "validation", "test"):
-        torch.testing.assert_close(again.split(name).images, first.split(name).images, rtol=0, atol=0)
-        assert again.split(name).names == first.split(name).names and again.split(name).patients == first.split(name).patients
-        assert again.split(name).targets.dtype == first.split(name).targets.dtype
-
-
-def test_cache_notices_changes_and_damage(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    folder, cache = make_site(), tmp_path / "cache"
-    before = load_site_data("A", make_task(), folder, cache=cache)
-    (folder / "images/0.png").write_bytes((folder / "images/1.png").read_bytes())
-    os.utime(folder / "images/0.png", ns=(1, 1))
-    decoding._memory.clear()
-    after = load_site_data("A", make_task(), folder, cache=cache)
-    assert not torch.equal(after.train.images[0], before.train.images[0])
-    torch.testing.assert_close(after.train.images[0], before.train.images[1])
-    (file,) = cache.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-20] ^= 255
-    file.write_bytes(content)
-    decoding._memory.clear()
-    healed = load_site_data("A", make_task(), folder, cache=cache)
-    torch.testing.assert_close(healed.test.targets, after.test.targets)
-    assert file.read_bytes() != bytes(content)
-
-
-def test_a_cache_that_cannot_be_written_costs_time_only(
-    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    assert len(load_site_data("A", make_task(), make_site(), cache=tmp_path / "cache").train) == 5
-    assert "cannot be written" in caplog.text
-
-
-def test_phantom_source(make_task: TaskOf) -> None:
+def test_the_embedded_federation(make_task: TaskOf) -> None:
     task = make_task(embedded="phantom", label_values={"square": [1, 2]}, channels=1, size=[32, 32])
-    source = decoding.PhantomSource("site-1", task)
-    decoded = decoded_once("site-1", task, source, source.entries()[:3], None)
+    source = PhantomSource("site-1", task)
+    decoded = decode(task, source, source.entries()[:3])
     assert decoded.images.shape == (3, 1, 32, 32) and 0.2 < decoded.images.max() <= 1 and decoded.targets.any()
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_nothing_to_decode(make_task: TaskOf, make_site: SiteOf, kind: str) -> None:
+    task = make_task(kind)
+    decoded = decode(task, FileSource(make_site(kind=kind), task), [])
+    assert decoded.images.shape == (0, 1, 16, 16) and len(decoded.targets) == 0 and decoded.names == [] == decoded.entries
+
+
+def test_a_target_at_its_stored_size(make_task: TaskOf, make_site: SiteOf) -> None:
+    task = make_task(size=[8, 8])
+    source = FileSource(make_site(), task)
+    (first, *_) = source.entries()
+    target = target_of(task, source, first, source.image(first))
+    assert target.shape == (1, 16, 16) and target.sum() == 16

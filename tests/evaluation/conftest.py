@@ -84,7 +84,7 @@ def record(task: TaskConfig, history: list[dict[str, Any]]) -> RunRecord:
         down_bytes=3 * 2**20,
         up_bytes=2**20,
         seconds={"training": 2.7, "total": 4.25},
-        hyper={"lam": 0.7, "gamma": "tune"},
+        hyper={"site": {"lam": 0.7}, "server": {"gamma": "tune", "selection": None}},
         settings={"engine": "local"},
         history=history,
     )

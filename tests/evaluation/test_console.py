@@ -3,13 +3,15 @@
 import dataclasses
 import io
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from medflare.core.errors import StateError
 from medflare.evaluation import console
 from medflare.evaluation.console import print_results, results_table, round_line, show_results
-from medflare.evaluation.results import build_results, write_results
+from medflare.evaluation.results import RunRecord, build_results, write_results
 
 
 class Terminal(io.StringIO):
@@ -17,27 +19,31 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_round_line_names_every_site(history):
+def test_round_line_names_every_site(history: list[dict[str, Any]]) -> None:
     line = round_line("train", 1, 20, history[1]["sites"], {"C": "model/w holds\n NaN"}, 1.234)
     sites = ["A loss 0.5000 global 0.400 personal –", "B loss 0.4000 global 0.500 personal –", "C rejected (model/w holds NaN)"]
     assert line == f"round 1 (2/20) train: {' | '.join(sites)} | 1.23 s"
 
 
-def test_round_line_after_the_last_round_has_no_loss(history):
+def test_round_line_after_the_last_round_has_no_loss(history: list[dict[str, Any]]) -> None:
     line = round_line("validate", 2, 2, history[2]["sites"], {}, 0.2)
     assert line.startswith("after round 1 validate: A global 0.600")
     assert "loss" not in line
 
 
-def test_round_line_shows_what_the_aggregation_made_of_each_site():
+def test_round_line_shows_what_the_aggregation_made_of_each_site() -> None:
     """Scores and weights of FedDAG's second phase; B answered nothing, and its model has a weight all the same."""
-    numbers = {"A": {"score": 0.81234, "weight": 0.6}, "B": {"score": None, "weight": 0.4}, "C": {"score": 0.5, "weight": 0.0}}
+    numbers: dict[str, dict[str, float | None]] = {
+        "A": {"score": 0.81234, "weight": 0.6},
+        "B": {"score": None, "weight": 0.4},
+        "C": {"score": 0.5, "weight": 0.0},
+    }
     line = round_line("score", 0, 2, {"A": {"scores": {"B": 0.7}}, "C": {"scores": {}}}, {"B": "no answer"}, 1.0, numbers)
     shown = ["A score 0.812 weight 0.600", "B rejected (no answer) score – weight 0.400", "C score 0.500 weight 0.000"]
     assert line == f"round 0 (1/2) score: {' | '.join(shown)} | 1.00 s"
 
 
-def test_without_rich_one_line_says_how_it_ended(record, monkeypatch):
+def test_without_rich_one_line_says_how_it_ended(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "installed", lambda module: False)
     results = build_results(dataclasses.replace(record, reason="site B: mask of another size"))
     line = f"{results['method']} on {results['task']}: FAILED: site B: mask of another size; see results.json and report.html"
@@ -47,7 +53,7 @@ def test_without_rich_one_line_says_how_it_ended(record, monkeypatch):
     assert terminal.getvalue() == line + "\n"
 
 
-def test_table_is_plain_and_complete(record):
+def test_table_is_plain_and_complete(record: RunRecord) -> None:
     text = results_table(build_results(record))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text), "no control characters but line ends"
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
@@ -61,12 +67,12 @@ def test_table_is_plain_and_complete(record):
     assert order.index("C") < order.index("X") < order.index("mean")
 
 
-def test_failed_run_says_so_and_why(record):
+def test_failed_run_says_so_and_why(record: RunRecord) -> None:
     text = results_table(build_results(dataclasses.replace(record, reason="site B: mask of another size")))
     assert "FAILED: site B: mask of another size" in text
 
 
-def test_terminal_gets_colour_and_a_narrow_one_the_key_metric_alone(record, monkeypatch):
+def test_terminal_gets_colour_and_a_narrow_one_the_key_metric_alone(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     for columns, shown in (("200", True), ("70", False)):
@@ -79,19 +85,19 @@ def test_terminal_gets_colour_and_a_narrow_one_the_key_metric_alone(record, monk
         assert ("HD95" in text) == shown
 
 
-def test_a_file_gets_the_plain_table(record):
+def test_a_file_gets_the_plain_table(record: RunRecord) -> None:
     stream = io.StringIO()
     results = build_results(record)
     print_results(results, stream)
     assert stream.getvalue() == results_table(results) + "\n"
 
 
-def test_site_names_are_never_markup(record):
-    record.sites["[red]evil[/red]"] = record.sites.pop("B")
-    assert "[red]evil[/red]" in results_table(build_results(record))
+def test_site_names_are_never_markup(record: RunRecord) -> None:
+    named = dataclasses.replace(record, sites={"[red]evil[/red]": record.sites["B"]})
+    assert "[red]evil[/red]" in results_table(build_results(named))
 
 
-def test_show_results_tells_success_from_failure(tmp_path, record):
+def test_show_results_tells_success_from_failure(tmp_path: Path, record: RunRecord) -> None:
     stream = io.StringIO()
     write_results(tmp_path / "good" / "medflare", record)
     assert show_results(tmp_path / "good", stream) is True

@@ -1,18 +1,28 @@
 """Numbers and names as a person reads them."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from medflare.evaluation.presentation import best_value, format_bytes, format_metric, format_seconds, metric_label, metric_names
-from medflare.evaluation.results import build_results
+from medflare.evaluation.presentation import (
+    best_value,
+    format_bytes,
+    format_metric,
+    format_seconds,
+    format_setting,
+    metric_label,
+    metric_names,
+)
+from medflare.evaluation.results import RunRecord, build_results
+from medflare.tasks.config import TaskConfig
 
 
 @pytest.mark.parametrize(
     ("count", "shown"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (1.45 * 2**30, "1.4 GiB"), (2**41, "2.0 TiB")],
 )
-def test_bytes(count, shown):
+def test_bytes(count: float, shown: str) -> None:
     assert format_bytes(count) == shown
 
 
@@ -20,11 +30,11 @@ def test_bytes(count, shown):
     ("seconds", "shown"),
     [(0.0, "0.00 s"), (9.994, "9.99 s"), (59.9, "59.9 s"), (60, "1 min 00 s"), (200.4, "3 min 20 s"), (7500, "2 h 05 min")],
 )
-def test_seconds(seconds, shown):
+def test_seconds(seconds: float, shown: str) -> None:
     assert format_seconds(seconds) == shown
 
 
-def test_metrics():
+def test_metrics() -> None:
     assert format_metric("dice", 0.12345) == "0.123"
     assert format_metric("hd95", 12.345) == "12.3"
     assert format_metric("dice", None) == "–"
@@ -32,7 +42,12 @@ def test_metrics():
     assert metric_label("new_metric") == "new metric"
 
 
-def test_best_value():
+def test_settings_as_a_command_line_takes_them() -> None:
+    written: dict[str, Any] = {"none": None, "true": True, "1e-05": 1e-05, "tune": "tune", "1,none": (1, None), "": []}
+    assert {text: format_setting(value) for text, value in written.items()} == {text: text for text in written}
+
+
+def test_best_value() -> None:
     assert best_value("dice", [0.1, None, 0.3]) == 0.3
     assert best_value("hd95", [4.0, 2.0]) == 2.0
     assert best_value("dice", [0.1, 0.3, 0.3]) == 0.3
@@ -40,6 +55,6 @@ def test_best_value():
     assert best_value("dice", [0.5, 0.5]) is None
 
 
-def test_the_selecting_metric_comes_first(record):
-    results = build_results(dataclasses.replace(record, task=dataclasses.replace(record.task, metric="iou")))
+def test_the_selecting_metric_comes_first(record: RunRecord, task: TaskConfig) -> None:
+    results = build_results(dataclasses.replace(record, task=dataclasses.replace(task, metric="iou")))
     assert metric_names(results) == ("iou", "dice", "hd95")

@@ -3,8 +3,9 @@
 import dataclasses
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -12,6 +13,7 @@ from medflare.evaluation import report
 from medflare.evaluation.figures import models_by_site, training_curves
 from medflare.evaluation.report import render_report
 from medflare.evaluation.results import RunRecord, build_results
+from medflare.tasks.config import TaskConfig
 
 _VOID = {"meta", "br", "img", "link", "hr", "input"}
 
@@ -23,12 +25,13 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.tables: list[list[list[str]]] = []
+        self.captions: list[str] = []
         self.text = ""
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.feed(page)
         assert not self.open, f"unclosed {self.open}"
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         if tag not in _VOID:
             self.open.append(tag)
@@ -39,21 +42,23 @@ class Page(HTMLParser):
         elif tag in ("td", "th"):
             self.tables[-1][-1].append("")
 
-    def handle_startendtag(self, tag, attrs):
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         assert self.open, f"</{tag}> closes nothing"
         assert self.open.pop() == tag
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "title"):
             self.text += data
         if "td" in self.open or "th" in self.open:
             self.tables[-1][-1][-1] += data.strip()
+        if self.open[-1:] == ["caption"]:
+            self.captions.append(data)
 
 
-def test_page_holds_the_numbers(record, history):
+def test_page_holds_the_numbers(record: RunRecord, history: list[dict[str, Any]]) -> None:
     page = Page(render_report(build_results(record), history))
     headline = {row[0]: row[1:] for row in page.tables[0]}
     assert headline["site"] == ["train", "validation", "test", "global", "personal", "deployed"]
@@ -66,10 +71,20 @@ def test_page_holds_the_numbers(record, history):
     selected = {row[0]: row[1:] for row in page.tables[2]}
     assert selected == {"site": ["global", "A", "B"], "X": ["5", "1", "3"]}
     assert ["1", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in page.tables[3]
-    assert ["lam", "0.7"] in [row for table in page.tables for row in table]
 
 
-def test_page_is_self_contained_and_accessible(record, history):
+def test_hyper_parameters_stand_under_their_half(record: RunRecord) -> None:
+    page = Page(render_report(build_results(record)))
+    tables = {caption: table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Hyper")}
+    assert tables == {
+        "Hyper-parameters of the site half": [["name", "value"], ["lam", "0.7"]],
+        "Hyper-parameters of the server half": [["name", "value"], ["gamma", "tune"], ["selection", "none"]],
+    }
+    bare = Page(render_report(build_results(dataclasses.replace(record, hyper={"site": {}, "server": {}}))))
+    assert bare.tables[-3] == bare.tables[-4] == [["name", "value"], ["none"]], "a half without any says so"
+
+
+def test_page_is_self_contained_and_accessible(record: RunRecord, history: list[dict[str, Any]]) -> None:
     html = render_report(build_results(record), history, {"Generated images": b"\x89PNG"})
     page = Page(html)
     assert not re.search(r'(?:src|href)="(?!data:|#)', html), "nothing is fetched"
@@ -85,37 +100,41 @@ def test_page_is_self_contained_and_accessible(record, history):
     assert len(set(identifiers)) == len(identifiers)
 
 
-def test_synthetic_images_are_said_to_be_synthetic(record):
+def test_synthetic_images_are_said_to_be_synthetic(record: RunRecord, task: TaskConfig) -> None:
     assert "Synthetic images." in Page(render_report(build_results(record))).text
-    real = dataclasses.replace(record, task=dataclasses.replace(record.task, source="A paper, 2020, CC BY."))
+    real = dataclasses.replace(record, task=dataclasses.replace(task, source="A paper, 2020, CC BY."))
     text = Page(render_report(build_results(real))).text
     assert "Synthetic" not in text
     assert "A paper, 2020, CC BY." in text
 
 
-def test_failed_run_shows_its_reason(task):
+def test_failed_run_shows_its_reason(task: TaskConfig) -> None:
     page = Page(render_report(build_results(RunRecord("fedavg", task, 0, 5, {}, reason="site B: <empty> split"))))
     assert "FAILED" in page.text
     assert "site B: <empty> split" in page.text
     assert "No model was evaluated." in page.text
 
 
-def test_names_are_escaped(record, history):
-    record.sites["<script>alert(1)</script>"] = record.sites.pop("B")
-    html = render_report(build_results(record), history)
+def test_names_are_escaped(record: RunRecord, history: list[dict[str, Any]]) -> None:
+    named = dataclasses.replace(record, sites={"<script>alert(1)</script>": record.sites["B"]})
+    html = render_report(build_results(named), history)
     Page(html)
     assert "<script" not in html
 
 
-def test_one_round_and_nothing_defined(record, history):
+def test_one_round_and_nothing_defined(record: RunRecord, history: list[dict[str, Any]]) -> None:
     Page(render_report(build_results(record), history[:1]))
     Page(render_report(build_results(record), [{"phase": "score", "round": 0, "seconds": 0.1, "sites": {"A": {}}}]))
 
 
-def test_curves_hold_every_defined_point(record, history):
-    svg = training_curves(build_results(record), history)
-    root = ElementTree.fromstring(svg)
-    text = "".join(root.itertext())
+def drawn(svg: str | None) -> tuple[str, str]:
+    """The figure as it is, and the text in it."""
+    assert svg is not None
+    return svg, "".join(ElementTree.fromstring(svg).itertext())
+
+
+def test_curves_hold_every_defined_point(record: RunRecord, history: list[dict[str, Any]]) -> None:
+    svg, text = drawn(training_curves(build_results(record), history))
     assert "Training loss" in text
     assert "Validation Dice, global" in text
     assert "personal" not in text, "no personal value is defined, so there is no such panel"
@@ -125,30 +144,29 @@ def test_curves_hold_every_defined_point(record, history):
     assert training_curves(build_results(record), []) is None
 
 
-def test_a_selectors_accuracy_is_not_called_dice(record):
+def test_a_selectors_accuracy_is_not_called_dice(record: RunRecord) -> None:
     facts = {"loss": 0.1, "validation": {"global": 0.2, "personal": 0.3, "selector": 0.4}}
-    svg = training_curves(build_results(record), [{"phase": "train", "round": 0, "seconds": 1.0, "sites": {"A": facts}}])
-    text = "".join(ElementTree.fromstring(svg).itertext())
+    _, text = drawn(training_curves(build_results(record), [{"phase": "train", "round": 0, "seconds": 1.0, "sites": {"A": facts}}]))
     assert "Validation, selector" in text
     assert "Validation Dice, personal" in text
 
 
-def test_curves_show_the_aggregation(record, history):
+def test_curves_show_the_aggregation(record: RunRecord, history: list[dict[str, Any]]) -> None:
     steps = [{**step, "aggregation": {"A": {"weight": 0.4}, "B": {"weight": None}}} for step in history[:2]]
-    svg = training_curves(build_results(record), steps)
-    assert "Aggregation weight" in svg and "Aggregation weight" not in training_curves(build_results(record), history)
+    assert "Aggregation weight" in drawn(training_curves(build_results(record), steps))[1]
+    assert "Aggregation weight" not in drawn(training_curves(build_results(record), history))[1]
 
 
-def test_curves_of_many_sites(record):
+def test_curves_of_many_sites(record: RunRecord) -> None:
     many = [f"site-{number}" for number in range(20)]
     facts = [{site: {"loss": 1 / (r + 1), "validation": {"global": r / 30}} for site in many} for r in range(30)]
     steps = [{"phase": "train", "round": r, "seconds": 1.0, "sites": sites} for r, sites in enumerate(facts)]
-    root = ElementTree.fromstring(training_curves(build_results(record), steps))
-    assert all(site in "".join(root.itertext()) for site in many)
+    _, text = drawn(training_curves(build_results(record), steps))
+    assert all(site in text for site in many)
 
 
-def test_comparison_names_sites_and_models(record):
-    text = "".join(ElementTree.fromstring(models_by_site(build_results(record))).itertext())
+def test_comparison_names_sites_and_models(record: RunRecord) -> None:
+    _, text = drawn(models_by_site(build_results(record)))
     assert "X (outside)" in text
     assert "test Dice" in text
     undefined = dataclasses.replace(record, sites={"A": dataclasses.replace(record.sites["A"], metrics={"global": {"dice": math.nan}})})
@@ -156,11 +174,11 @@ def test_comparison_names_sites_and_models(record):
 
 
 @pytest.mark.parametrize("value", [{"min_sites": 2, "nested": {"a": [1, 2]}}, {}])
-def test_settings_of_any_shape(record, value):
+def test_settings_of_any_shape(record: RunRecord, value: dict[str, Any]) -> None:
     Page(render_report(build_results(dataclasses.replace(record, settings=value))))
 
 
-def test_without_matplotlib_the_page_says_so(record, history, monkeypatch):
+def test_without_matplotlib_the_page_says_so(record: RunRecord, history: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "installed", lambda module: False)
     page = Page(render_report(build_results(record), history))
     assert "Without figures: matplotlib is not installed" in page.text

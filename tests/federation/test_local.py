@@ -15,7 +15,7 @@ from medflare.federation.local import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import BUILDERS, build_deployed, get_method
-from medflare.sites.site import open_site
+from medflare.sites.opening import open_site
 from medflare.tasks.config import load_task
 
 TINY = {

@@ -17,7 +17,7 @@ from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.grace.adaptation import AdaptationHyper, adapted_to, with_adaptation
-from medflare.sites.site import open_site
+from medflare.sites.opening import open_site
 from medflare.tasks.config import load_task
 
 

@@ -164,7 +164,7 @@ class TestTraining:
 
 
 def medflare_site(name: str) -> Site:
-    from medflare.sites.site import open_site
+    from medflare.sites.opening import open_site
 
     return open_site(name, load_task(TINY))
 
@@ -260,7 +260,7 @@ def test_a_run_goes_on_without_a_site_whose_budget_is_spent(tmp_path: Path) -> N
 
 
 def test_a_sites_own_settings(tmp_path: Path) -> None:
-    from medflare.sites.site import open_site
+    from medflare.sites.opening import open_site
 
     local = {"privacy": {"epsilon": 3, "delta": 1e-6}}
     site = open_site("site-1", load_task(TINY), local=local, ledger=tmp_path)

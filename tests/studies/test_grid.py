@@ -1,14 +1,16 @@
-"""Studies: references, the grid, and that finished runs are not run again."""
+"""Studies: candidates, the grid, and that finished runs are not run again."""
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from medflare.core.errors import ConfigError
-from medflare.data.splits import SiteData, Split
+from medflare.core.hyper import halved
 from medflare.evaluation.contract import validate_results
-from medflare.studies.grid import CENTRALISED, POOLED, SINGLE_SITE, Candidate, Setting, pooled, run_study
+from medflare.methods.catalogue import get_method
+from medflare.studies.grid import Candidate, run_study
+from medflare.studies.references import CENTRALISED, POOLED, SINGLE_SITE
+from medflare.studies.setting import Setting
 from medflare.tasks.config import load_task
 
 TASK = load_task(
@@ -22,28 +24,34 @@ TASK = load_task(
 SETTING = Setting(TASK, ("site-1", "site-2"), rounds=1)
 
 
-def split(count: int, value: float) -> Split:
-    return Split(torch.full((count, 1, 2, 2), value), torch.zeros(count, 2, 2), tuple("p" * count), tuple(map(str, range(count))))
-
-
-def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
-    one = SiteData(split(2, 0.0), split(1, 0.0), split(1, 0.0))
-    other = SiteData(split(3, 1.0), split(1, 1.0), split(2, 1.0))
-    both = pooled([one, other])
-    assert [len(both.split(name)) for name in ("train", "validation", "test")] == [5, 2, 3]
-    assert set(both.train.patients) == {"0/p", "1/p"}
-    assert both.train.images.flatten(1).mean(1).tolist() == [0, 0, 1, 1, 1]
-
-
 def test_candidates_are_checked_before_anything_runs() -> None:
     chosen = Candidate.parse("fedsm:lam=0.3,selection=last")
-    assert chosen.hyper == {"lam": 0.3, "selection": "last"}
-    swapped = Candidate.parse("fedavg:server_half=grace,selection=last")
-    assert (swapped.server_half, swapped.hyper) == ("grace", {"selection": "last"})
-    with pytest.raises(ConfigError, match="did you mean 'lam'"):
-        Candidate.parse("fedsm:lamb=1")
-    with pytest.raises(ConfigError, match="has no value"):
-        Candidate.parse("fedsm:lam")
+    assert chosen.hyper == halved({"lam": 0.3, "selection": "last"}, get_method("fedsm").hyper_classes, "fedsm")
+    swapped = Candidate.parse("fedavg:server_half=grace,server.selection=last")
+    assert (swapped.server_half, swapped.hyper) == ("grace", {"site": {}, "server": {"selection": "last"}})
+    assert Candidate.parse("single-site:site.reset_optimizer=true").hyper["site"] == {"reset_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("fedsm:lamb=1", "did you mean 'lam'"),
+        ("fedsm:lam", "has no value"),
+        ("fedsm:selection=worst", "selection must be one of"),
+        ("fedavg:site.selection=last", "'site.selection'"),
+        ("fedavgg", "unknown method 'fedavgg'"),
+        ("centralised:server_half=grace", "leave the halves out"),
+    ],
+)
+def test_a_wrong_candidate_is_refused_in_one_line(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        Candidate.parse(text)
+    assert "\n" not in str(refused.value)
+
+
+def test_leaving_out_the_only_site_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least two sites"):
+        run_study([Candidate.parse("fedavg")], Setting(TASK, ("site-1",), 1), [0], tmp_path, leave_one_out=True)
 
 
 def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+
+from medflare.cli.options import Commands, add_command
 
 
-def add_commands(commands: Any) -> None:
-    """Add both to the subparsers of the `medflare` command."""
+def add_commands(commands: Commands) -> None:
+    """Declare both."""
     _add_predict(commands)
     _add_export(commands)
 
@@ -15,11 +16,17 @@ def add_commands(commands: Any) -> None:
 # -- predict ---------------------------------------------------------------------------------------------------------------
 
 
-def _add_predict(commands: Any) -> None:
-    parser = commands.add_parser(
+def _add_predict(commands: Commands) -> None:
+    parser = add_command(
+        commands,
         "predict",
+        _predict,
         help="predict images with a delivered model: masks, or a table of probabilities",
         description="Writes masks in the images' own geometry (PNG; NIfTI for volumes) and predictions.csv with a row for every picture.",
+        examples=(
+            "medflare predict MODEL images/ --out masks",
+            "medflare predict MODEL scans/*.nii.gz --adapt none --device cuda --out masks",
+        ),
     )
     parser.add_argument("model", type=Path, help="folder with model.safetensors and card.json")
     parser.add_argument("images", type=Path, nargs="+", help="PNG, JPEG, TIFF, NIfTI or DICOM files, or folders of them")
@@ -31,7 +38,6 @@ def _add_predict(commands: Any) -> None:
         help="test-time adaptation to these images; auto: as the model's method means it; none: as it was delivered (default: auto)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
-    parser.set_defaults(command=_predict)
 
 
 def _predict(options: argparse.Namespace) -> int:
@@ -62,18 +68,23 @@ def _predict(options: argparse.Namespace) -> int:
 # -- export ----------------------------------------------------------------------------------------------------------------
 
 
-def _add_export(commands: Any) -> None:
-    parser = commands.add_parser(
+def _add_export(commands: Commands) -> None:
+    parser = add_command(
+        commands,
         "export",
+        _export,
         help="a delivered model as TorchScript, ONNX or a MONAI bundle, checked to give the same numbers",
         description="Writes a model that maps prepared images to probabilities, once it is known to give the delivered model's numbers.",
+        examples=(
+            "medflare export MODEL --format onnx --out exported",
+            "medflare export MODEL --format monai --images images/ --out bundle",
+        ),
     )
     parser.add_argument("model", type=Path, help="folder with model.safetensors and card.json")
     formats = ("torchscript", "onnx", "monai")
     parser.add_argument("--format", choices=formats, required=True, help="onnx needs: pip install 'medflare[export]'")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--images", type=Path, nargs="+", default=(), help="images for the check (default: generated photographs)")
-    parser.set_defaults(command=_export)
 
 
 def _export(options: argparse.Namespace) -> int:

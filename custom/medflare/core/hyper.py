@@ -1,114 +1,138 @@
-"""Hyper-parameters: frozen dataclasses whose fields carry the paper's symbol, the source and the allowed values."""
+"""Hyper-parameters: frozen pydantic dataclasses whose fields carry the paper's symbol, its source and what they allow.
+
+Each belongs to one half of a method, the site half or the server half, and is named within it: `site.beta` and `server.beta` are two
+things. The bare name serves wherever one half owns it.
+"""
 
 import dataclasses
 import difflib
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import Field
 
 from medflare.core.errors import ConfigError
+from medflare.core.settings import checked
 
 H = TypeVar("H")
+HALVES: Final = ("site", "server")
+Halved = dict[str, dict[str, Any]]  # {"site": {name: value}, "server": {name: value}}
 
 
-def param(
-    default: Any,
-    text: str,
-    *,
-    symbol: str = "",
-    source: str = "",
-    choices: Sequence[Any] = (),
-    low: float = -math.inf,
-    high: float = math.inf,
-) -> Any:
-    """A hyper-parameter field.
+def param(default: Any, text: str, *, symbol: str = "", source: str = "", low: float | None = None, high: float | None = None) -> Any:
+    """A hyper-parameter field of a dataclass declared with `core.settings.STRICT`.
 
     Args:
         default: the value that the paper (or the reading chosen in the specification) uses.
         text: what it does, one line.
         symbol: the paper's symbol, for example "λ".
         source: the equation, table or section it comes from.
-        choices: the allowed values, where they are few.
-        low, high: the allowed closed range of a number.
+        low, high: the allowed closed range of a number; the allowed texts stand in the annotation, as a `Literal`.
     """
-    metadata = {"text": text, "symbol": symbol, "source": source, "choices": tuple(choices), "low": low, "high": high}
-    return dataclasses.field(default=default, metadata=metadata)
+    return Field(default=default, ge=low, le=high, description=text, json_schema_extra={"symbol": symbol, "source": source})
 
 
-@dataclasses.dataclass(frozen=True)
-class NoHyper:
-    """For a half without settings."""
+@dataclass(frozen=True)
+class Described:
+    """What there is to say about a hyper-parameter.
+
+    Attributes:
+        choices: the allowed texts, where they are few.
+        low, high: the allowed closed range of a number, None where it is open.
+    """
+
+    name: str
+    default: Any
+    text: str
+    symbol: str
+    source: str
+    choices: tuple[Any, ...]
+    low: float | None
+    high: float | None
 
 
-def field_names(*hyper_classes: type) -> list[str]:
-    return sorted({field.name for cls in hyper_classes for field in dataclasses.fields(cls)})
+def described(cls: type) -> dict[str, Described]:
+    """Every hyper-parameter of a class by name, in the order of its declaration."""
+    found = {}
+    for name, field in getattr(cls, "__pydantic_fields__", {}).items():
+        about = field.json_schema_extra or {}
+        options = _options(field.annotation)
+        bounds = [*field.metadata, *(bound for option in options for bound in getattr(option, "__metadata__", ()))]
+        limits = [*bounds, *(inner for bound in bounds for inner in getattr(bound, "metadata", ()))]
+        low, high = (next((getattr(limit, end) for limit in limits if hasattr(limit, end)), None) for end in ("ge", "le"))
+        choices = tuple(choice for option in options if get_origin(option) is Literal for choice in get_args(option))
+        text = (field.description or "", about.get("symbol", ""), about.get("source", ""))
+        found[name] = Described(name, field.default, *text, choices, low, high)
+    return found
 
 
-def build_hyper(cls: type[H], values: Mapping[str, Any]) -> H:
-    """An instance of `cls` from those of `values` that it has fields for, checked; text (from a command line) is converted.
+def build_hyper(cls: type[H], values: Mapping[str, Any], place: str = "hyper-parameters") -> H:
+    """An instance of `cls`, checked; text from a command line becomes what the field takes.
+
+    Args:
+        place: the beginning of a message.
 
     Raises:
-        ConfigError: a value of the wrong type or outside its range, naming the field and what it takes.
+        ConfigError: a name that `cls` lacks, or a value of the wrong type or outside its range, with what it takes.
     """
-    hints = get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    chosen = {name: _checked(name, value, hints[name], fields[name].metadata) for name, value in values.items() if name in fields}
-    return cls(**chosen)
+    annotations = {name: field.annotation for name, field in getattr(cls, "__pydantic_fields__", {}).items()}
+    read = {name: _read(value, annotations[name]) if name in annotations else value for name, value in values.items()}
+    return checked(cls, read, place)
 
 
-def effective(values: Mapping[str, Any], *hyper_classes: type) -> dict[str, Any]:
-    """Every hyper-parameter by name as it is used: the given values, checked, and the defaults of the others."""
-    merged: dict[str, Any] = {}
-    for cls in hyper_classes:
-        merged |= dataclasses.asdict(build_hyper(cls, values))
-    return dict(sorted(merged.items()))
+def halved(values: Mapping[str, Any], owners: Mapping[str, type], method: str) -> Halved:
+    """Every value under the half that owns it, none of them checked yet.
+
+    Args:
+        values: bare names, names with their half ("site.beta"), or whole halves ({"site": {"beta": 1}}).
+        owners: half -> class of its hyper-parameters.
+        method: for the messages.
+
+    Raises:
+        ConfigError: a name that no half has, with the nearest one, or a bare name that both have.
+    """
+    fields = {half: described(owners[half]) for half in HALVES}
+    found: Halved = {half: {} for half in HALVES}
+    for name, value in values.items():
+        if name in HALVES and isinstance(value, Mapping):
+            found[name].update(value)
+            continue
+        half, dot, bare = name.partition(".")
+        if dot and half in HALVES:
+            found[half][bare] = value
+            continue
+        having = [half for half in HALVES if name in fields[half]]
+        if len(having) > 1:
+            meanings = " and ".join(f"{half}.{name} ({fields[half][name].text})" for half in HALVES)
+            remedy = f"write site.{name} or server.{name}"
+            raise ConfigError(f"hyper-parameter {name!r} of method {method!r} has two meanings, {meanings}; {remedy}")
+        found[having[0] if having else _nowhere(name, fields, method)][name] = value
+    for half in HALVES:
+        for name in found[half]:
+            if name not in fields[half]:
+                raise ConfigError(_no_such(f"{half}.{name}", name, fields[half], method))
+    return found
 
 
-def check_names(values: Mapping[str, Any], hyper_classes: Sequence[type], method: str) -> None:
-    """Every name must belong to one of the classes; otherwise a ConfigError that suggests the nearest one."""
-    known = field_names(*hyper_classes)
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-            raise ConfigError(f"method {method!r} has no hyper-parameter {name!r}; {hint}")
+def _nowhere(name: str, fields: Mapping[str, Mapping[str, Any]], method: str) -> str:
+    raise ConfigError(_no_such(name, name, {known: None for half in HALVES for known in fields[half]}, method))
 
 
-def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
-    converted = _converted(name, value, hint)
-    choices = metadata.get("choices", ())
-    if choices and converted not in choices:
-        raise ConfigError(f"hyper-parameter {name} = {value!r}: choose one of {', '.join(map(str, choices))}")
-    if isinstance(converted, (int, float)) and not isinstance(converted, bool):
-        low, high = metadata.get("low", -math.inf), metadata.get("high", math.inf)
-        if not low <= converted <= high:
-            raise ConfigError(f"hyper-parameter {name} = {value!r} is outside [{low:g}, {high:g}]")
-    return converted
-
-
-def _converted(name: str, value: Any, hint: Any) -> Any:
-    allowed = getattr(hint, "__args__", ()) or (hint,)
-    if isinstance(value, str) and str not in allowed:
-        value = parsed_value(value)
-    if isinstance(value, str) and str in allowed and not isinstance(value, bool):
-        # a union such as `float | str` ("tune" or a number): prefer the number when the text is one
-        number = parsed_value(value)
-        if isinstance(number, (int, float)) and float in allowed:
-            value = number
-    if isinstance(value, list):
-        value = tuple(value)
-    if isinstance(value, int) and not isinstance(value, bool) and float in allowed and int not in allowed:
-        value = float(value)
-    plain = tuple(getattr(kind, "__origin__", kind) for kind in allowed)
-    if (isinstance(value, bool) and bool not in plain) or not isinstance(value, plain):
-        wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in plain)
-        raise ConfigError(f"hyper-parameter {name} = {value!r} must be {wanted}")
-    return value
+def _no_such(shown: str, name: str, known: Mapping[str, Any], method: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known)) or 'none'}"
+    return f"method {method!r} has no hyper-parameter {shown!r}; {hint}"
 
 
 def parsed_value(text: str) -> Any:
-    import json
+    """What somebody wrote on a command line: JSON, true, false, none, parts separated by commas, or text.
 
+    >>> parsed_value("0.3"), parsed_value("true"), parsed_value("none"), parsed_value("1,2"), parsed_value("adam")
+    (0.3, True, None, (1, 2), 'adam')
+    """
     lowered = {"true": True, "false": False, "none": None}
     if text.lower() in lowered:
         return lowered[text.lower()]
@@ -116,3 +140,25 @@ def parsed_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return tuple(parsed_value(part) for part in text.split(",")) if "," in text else text
+
+
+def plain(hyper: Any) -> dict[str, Any]:
+    """A half's hyper-parameters by name, as JSON has them, sorted."""
+    return json.loads(json.dumps(dataclasses.asdict(hyper), sort_keys=True))
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the annotation alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _read(value: Any, annotation: Any) -> Any:
+    """Text as the number or truth value that it stands for, unless the field takes this very text."""
+    if not isinstance(value, str):
+        return value
+    parsed, options = parsed_value(value), _options(annotation)
+    if any(get_origin(option) is Literal and value in get_args(option) for option in options):
+        return value
+    takes_text = any(option is str for option in options)
+    takes_numbers = any((get_args(option)[0] if get_origin(option) is Annotated else option) in (int, float) for option in options)
+    return parsed if not takes_text or (takes_numbers and isinstance(parsed, int | float)) else value

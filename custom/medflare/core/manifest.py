@@ -1,7 +1,8 @@
-"""What a message may hold: declared by the method, checked where it leaves a site and where it reaches the server."""
+"""What a message may hold: declared once by the method, used by its code, and checked where a reply leaves and where it arrives."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from medflare.core.message import Message
 
 @dataclass(frozen=True)
 class EntrySpec:
-    """One entry of a message.
+    """The tensors of one entry of a message.
 
     Attributes:
         tensors: tensor name -> (shape, dtype).
@@ -28,6 +29,132 @@ class EntrySpec:
 
 
 Manifest = dict[str, EntrySpec]
+
+
+# -- declarations ------------------------------------------------------------------------------------------------------------
+
+
+def _always(plan: Any) -> bool:
+    return True
+
+
+def _network(plan: Any) -> Mapping[str, Tensor]:
+    return plan.template()
+
+
+class Entry(str):
+    """A named state of a message. To the code it is the name, to the manifest the declaration.
+
+    A name that ends in "/" stands for a family: "personal/" for "personal/A", "personal/B".
+
+    Attributes:
+        purpose: why it leaves the site; may be empty for what only the server sends.
+        template: plan -> a state with its names, shapes and dtypes (meta device); by default the task's own network.
+        when: plan -> whether it is sent under these settings.
+    """
+
+    purpose: str
+    template: Callable[[Any], Mapping[str, Tensor]]
+    when: Callable[[Any], bool]
+
+    def __new__(
+        cls,
+        name: str,
+        purpose: str = "",
+        template: Callable[[Any], Mapping[str, Tensor]] = _network,
+        when: Callable[[Any], bool] = _always,
+    ) -> "Entry":
+        entry = super().__new__(cls, name)
+        entry.purpose, entry.template, entry.when = purpose, template, when
+        return entry
+
+    def spec(self, plan: Any) -> EntrySpec:
+        """What the entry holds under a plan."""
+        return EntrySpec.like(self.template(plan), self.purpose)
+
+    def covers(self, name: str) -> bool:
+        """Whether a name in a message is this entry or one of its family."""
+        return name.startswith(self) if self.endswith("/") else name == self
+
+    def of(self, site: str) -> str:
+        """The family's entry of one site."""
+        return f"{self}{site}"
+
+    def family(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """site -> state of all entries of the family, sorted by site."""
+        return {name.removeprefix(self): states[name] for name in sorted(states) if name.startswith(self)}
+
+
+class Fact(str):
+    """A named number, text or small table of a message. To the code it is the name, to the reader what it says.
+
+    Attributes:
+        about: what it says, a few words.
+    """
+
+    about: str
+
+    def __new__(cls, name: str, about: str = "") -> "Fact":
+        fact = super().__new__(cls, name)
+        fact.about = about
+        return fact
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kind of exchange: what the server sends for it and what a site answers.
+
+    Attributes:
+        name: also the name of the site half's method that answers.
+        sends, tells: entries and facts of the server's message.
+        answers, reports: entries and facts of the site's reply: everything that leaves the hospital, and nothing else may.
+    """
+
+    name: str
+    sends: tuple[Entry, ...] = ()
+    answers: tuple[Entry, ...] = ()
+    tells: tuple[Fact, ...] = ()
+    reports: tuple[Fact, ...] = ()
+
+    def answered(self, plan: Any) -> tuple[Entry, ...]:
+        """The entries of a reply under a plan's settings."""
+        return tuple(entry for entry in self.answers if entry.when(plan))
+
+    def manifest(self, plan: Any) -> Manifest:
+        """Names, shapes and dtypes of everything that a reply holds under a plan."""
+        return {str(entry): entry.spec(plan) for entry in self.answered(plan)}
+
+    def undeclared(self, reply: Message, plan: Any) -> str | None:
+        """What a reply holds beyond the declaration, or lacks of its entries, in words, or None."""
+        wanted = {str(entry) for entry in self.answered(plan)}
+        if reply.states.keys() != wanted:
+            return _difference("entry", wanted - reply.states.keys(), reply.states.keys() - wanted)
+        extra = reply.facts.keys() - set(map(str, self.reports))
+        return _difference("fact", set(), extra) if extra else None
+
+    def unsent(self, message: Message) -> str | None:
+        """What a server's message holds beyond the declaration, in words, or None."""
+        entries = {name for name in message.states if not any(entry.covers(name) for entry in self.sends)}
+        facts = message.facts.keys() - set(map(str, self.tells))
+        return _difference("entry", set(), entries) or _difference("fact", set(), facts) or None
+
+
+def merged_phases(own: tuple[Phase, ...], further: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """All phases, those of one name as one that sends, tells, answers and reports what either does."""
+    found = {phase.name: phase for phase in own}
+    for phase in further:
+        known = found.get(phase.name, Phase(phase.name))
+        found[phase.name] = Phase(
+            phase.name,
+            sends=(*known.sends, *phase.sends),
+            answers=(*known.answers, *phase.answers),
+            tells=(*known.tells, *phase.tells),
+            reports=(*known.reports, *phase.reports),
+        )
+    return tuple(found.values())
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------------
 
 
 def violation(message: Message, manifest: Manifest) -> str | None:

@@ -2,16 +2,37 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from medflare.core.errors import DataError
 from medflare.core.rng import numpy_generator
+from medflare.core.settings import STRICT, checked, takes
 
 FILE = "datalist.json"
 SPLITS = ("training", "validation", "test")
 _SHARES = {"training": 7, "validation": 1, "test": 2}
+_REMEDY = 'an entry is an object {"image": FILE, "label": ...}; complete it or take it out'
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class _Listed:
+    """What the file says of an image that is classified."""
+
+    image: str
+    label: Any  # see `targets.encode_label`
+    patient: str | int | float = ""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class _ListedWithMasks(_Listed):
+    """What the file says of an image that is segmented."""
+
+    label: Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], takes("a mask file or a list of mask files")]
 
 
 @dataclass(frozen=True)
@@ -27,6 +48,11 @@ class Entry:
     @property
     def name(self) -> str:
         return self.image.name
+
+    @property
+    def masks(self) -> list[Path]:
+        """Its mask files, where the task segments."""
+        return self.label if isinstance(self.label, list) else [self.label]
 
 
 def read_datalist(folder: Path, kind: str) -> list[Entry]:
@@ -62,17 +88,17 @@ def listed_splits(folder: Path) -> tuple[str, ...]:
 
 
 def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
-    if not isinstance(item, Mapping) or not isinstance(item.get("image"), str):
-        raise DataError(f'{place}: an entry is an object {{"image": FILE, "label": ...}}, found {json.dumps(item)[:80]}')
-    if item.get("label") is None:
-        raise DataError(f"{place}: the entry of {item['image']} has no label; add it or take the entry out")
+    if not isinstance(item, Mapping):
+        raise DataError(f"{place}: {_REMEDY}, found {json.dumps(item)[:80]}")
+    layout = _ListedWithMasks if kind == "segmentation" else _Listed
+    given = {field.name: item[field.name] for field in fields(layout) if field.name in item}
+    if given.get("label") is None:
+        given.pop("label", None)
+    listed = checked(layout, given, place, error=DataError, remedy=_REMEDY)
     label = item["label"]
     if kind == "segmentation":
-        names = label if isinstance(label, list) else [label]
-        if not names or not all(isinstance(name, str) for name in names):
-            raise DataError(f"{place}: the label of a segmentation task is a mask file or a list of them, got {json.dumps(label)[:80]}")
-        label = [folder / name for name in names] if isinstance(label, list) else folder / label
-    return Entry(folder / item["image"], label, str(item.get("patient", item["image"])), split, place)
+        label = [folder / name for name in label] if isinstance(label, list) else folder / label
+    return Entry(folder / listed.image, label, str(listed.patient) if "patient" in item else listed.image, split, place)
 
 
 def check_patients(entries: Iterable[Entry]) -> None:

@@ -1,22 +1,12 @@
-"""A site's data: found, read, checked, brought to the network's size once per process, and split by patient."""
+"""A site's data in memory: training, validation and test split, and batches of them."""
 
-import os
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from medflare.core.errors import DataError
-from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits
-from medflare.data.decoding import Decoded, FileSource, PhantomSource, Source, decoded_once
-from medflare.data.targets import encode_label
-from medflare.tasks.config import TaskConfig, no_such
-
-ENVIRONMENT = "MEDFLARE_DATA_ROOT"
+from medflare.tasks.config import TaskConfig
 
 
 @dataclass(frozen=True)
@@ -64,92 +54,8 @@ class SiteData:
         return names[name]
 
 
-def resolve_data_root(site: str, task: TaskConfig, local: Mapping[str, Any] | None = None, given: Path | str | None = None) -> Path | None:
-    """The folder that holds a site's datalist.json, or None where the task's embedded data stand in.
-
-    First of: `given` by the caller, "data_root" of the site's own local/medflare.json, the environment variable
-    MEDFLARE_DATA_ROOT. Within it, the subfolder named like the site where there is one.
-
-    Raises:
-        DataError: a root that holds no data for the site, or no root at all for a task without embedded data.
-    """
-    named = [
-        (given, "data_root"),
-        ((local or {}).get("data_root"), '"data_root" of local/medflare.json'),
-        (os.environ.get(ENVIRONMENT), ENVIRONMENT),
-    ]
-    for value, origin in named:
-        if value:
-            return _site_folder(Path(value).expanduser(), site, origin)
-    if task.embedded:
-        return None
-    remedy = f'write {{"data_root": FOLDER}} to the site\'s local/medflare.json or set {ENVIRONMENT}'
-    raise DataError(f"site {site}: no data root for task {task.name}; {remedy}")
-
-
-def _site_folder(root: Path, site: str, origin: str) -> Path:
-    if not root.is_dir():
-        raise DataError(f"site {site}: data root {root} ({origin}) is not a folder; correct the path")
-    for folder in (root / site, root):
-        if (folder / FILE).is_file():
-            return folder
-    if (root / site).is_dir():
-        raise DataError(f"site {site}: {root / site} holds no {FILE}; add one (MONAI / Decathlon layout)")
-    known = sorted(folder.parent.name for folder in root.glob(f"*/{FILE}"))
-    if known:
-        raise DataError(no_such("site", site, known, f"data root {root} ({origin})"))
-    raise DataError(f"site {site}: data root {root} ({origin}) holds no {FILE} and no folder {site}; correct the path or add the data")
-
-
-def load_site_data(site: str, task: TaskConfig, root: Path | None, *, role: str = "inside", cache: Path | None = None) -> SiteData:
-    """A site's data, ready for the network.
-
-    Decoding happens once per process, and with `cache` once per site: later processes read the decoded tensors from that
-    folder unless a file, the datalist or the task's data settings changed.
-
-    Args:
-        site: its name.
-        task: what is learnt.
-        root: from `resolve_data_root`; None generates the embedded federation.
-        role: "inside" needs images in every split, "outside" only in the test split.
-        cache: folder for decoded tensors, or None.
-
-    Raises:
-        DataError: anything wrong with the data; the message names the file or value and the remedy.
-    """
-    source: Source = PhantomSource(site, task) if root is None else FileSource(root, task)
-    found = source.entries()
-    kept = [entry for entry in found if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
-    entries = assign_splits(kept, source.listed(), site, outside=role == "outside", resplit=task.resplit)
-    _refuse_empty(Counter(entry.split for entry in entries), site, role)
-    decoded = decoded_once(site, task, source, entries, cache)
-    splits = {name: _split(decoded, entries, name) for name in SPLITS}
-    _refuse_empty({name: len(split) for name, split in splits.items()}, site, role)
-    notes = [f"{len(found) - len(kept)} images left out: label_values lists no label for them"] if len(kept) < len(found) else []
-    if role == "inside":
-        counts = class_counts(splits["training"].targets, task)
-        notes += [f"class {name} is absent from the training images" for name, n in zip(task.classes, counts, strict=True) if n == 0]
-    return SiteData(splits["training"], splits["validation"], splits["test"], tuple(notes))
-
-
 def class_counts(targets: Tensor, task: TaskConfig) -> Tensor:
     """Images (classification) or pixels (segmentation) of every class, int64 (len(task.classes),); multilabel: positives."""
     if task.target == "multilabel":
         return targets.transpose(0, 1).flatten(1).sum(dim=1).to(torch.int64)
     return torch.bincount(targets.flatten(), minlength=len(task.classes))
-
-
-def _split(decoded: Decoded, entries: list[Entry], name: str) -> Split:
-    rows = [row for row, number in enumerate(decoded.entries) if entries[number].split == name]
-    return Split(
-        images=decoded.images[rows],
-        targets=decoded.targets[rows],
-        patients=tuple(entries[decoded.entries[row]].patient for row in rows),
-        names=tuple(decoded.names[row] for row in rows),
-    )
-
-
-def _refuse_empty(counts: Mapping[str, int], site: str, role: str) -> None:
-    for split in SPLITS if role == "inside" else ("test",):
-        if not counts.get(split):
-            raise DataError(f"site {site}: split {split!r} holds no image; list some in {FILE}, or drop the list to have it drawn")

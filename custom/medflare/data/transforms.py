@@ -1,6 +1,5 @@
 """MONAI transforms by configuration: resizing and intensity scaling once per image, random augmentation per training batch."""
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
-from medflare.tasks.config import TaskConfig, unknown
+from medflare.core.settings import refuse_arguments, unknown
+from medflare.tasks.config import TaskConfig
 
 INTENSITY = ("NormalizeIntensity", "ScaleIntensity", "ScaleIntensityRange", "ScaleIntensityRangePercentiles")
 _SPATIAL = ("Rand2DElastic", "RandAffine", "RandFlip", "RandRotate", "RandRotate90", "RandZoom")
@@ -109,10 +109,7 @@ def _construct(setting: str, known: tuple[str, ...], ending: str, settings: Mapp
         raise unknown("transform", name, known, setting)
     transform = _transform_class(name + ending)
     arguments = {key: value for key, value in settings.items() if key != "name"}
-    accepted = [key for key in inspect.signature(transform).parameters if key != "keys"]
-    for key in arguments:
-        if key not in accepted and key != "keys":
-            raise unknown("argument", key, accepted, f"{setting} {name}")
+    refuse_arguments(transform, [key for key in arguments if key != "keys"], f"{setting} {name}", taken=["keys"])
     try:
         return transform(**arguments)
     except (TypeError, ValueError) as error:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from medflare.core.packages import installed
+from medflare.evaluation.names import COMPLETED, REPORT_FILE, RESULTS_FILE
 from medflare.evaluation.presentation import format_metric, format_seconds
-from medflare.evaluation.results import COMPLETED, REPORT_FILE, RESULTS_FILE, find_results, load_results
+from medflare.evaluation.results import find_results, load_results
 
 
 def round_line(

@@ -69,10 +69,17 @@ class EventEntry(_Open):
         return self
 
 
+class HyperParameters(_Open):
+    """All hyper-parameters as they were used, each under the half of the method that owns it."""
+
+    site: dict[str, Any]
+    server: dict[str, Any]
+
+
 class Configuration(_Open):
     """What a reader needs to repeat the run."""
 
-    hyper: dict[str, Any]
+    hyper: HyperParameters
     settings: dict[str, Any]
     task: dict[str, Any]
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from medflare.evaluation.names import MODELS
 from medflare.evaluation.presentation import lower_is_better, metric_label, metric_names, model_names, ordered_sites
-from medflare.evaluation.results import MODELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

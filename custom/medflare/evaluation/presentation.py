@@ -3,28 +3,19 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-UNDEFINED: Final = "–"
+from medflare.tasks.metrics_table import METRICS
 
-_LABELS: Final = {
-    "dice": "Dice",
-    "iou": "IoU",
-    "hd95": "HD95 (px)",
-    "accuracy": "accuracy",
-    "balanced_accuracy": "balanced accuracy",
-    "f1_macro": "F1 (macro)",
-    "auc_macro": "AUC (macro)",
-}
-_LOWER_IS_BETTER: Final = frozenset({"hd95"})
+UNDEFINED: Final = "–"
 
 
 def metric_label(metric: str) -> str:
     """The metric's name in words; unknown metrics keep their own."""
-    return _LABELS.get(metric, metric.replace("_", " "))
+    return METRICS[metric].words if metric in METRICS else metric.replace("_", " ")
 
 
 def lower_is_better(metric: str) -> bool:
     """True for distances."""
-    return metric in _LOWER_IS_BETTER
+    return metric in METRICS and METRICS[metric].lower_is_better
 
 
 def format_metric(metric: str, value: float | None) -> str:
@@ -57,6 +48,13 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_setting(value: Any) -> str:
+    """A setting as `--set` takes it: true, false and none in small letters, the parts of a list separated by commas."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(format_setting, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:

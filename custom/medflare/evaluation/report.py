@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from medflare.core.packages import installed
 from medflare.evaluation.figures import models_by_site, training_curves
+from medflare.evaluation.names import ROLES, SPLITS
 from medflare.evaluation.presentation import (
     best_value,
     format_bytes,
     format_metric,
     format_seconds,
+    format_setting,
     lower_is_better,
     metric_label,
     metric_names,
@@ -20,7 +22,6 @@ from medflare.evaluation.presentation import (
     privacy_costs,
     synthetic_source,
 )
-from medflare.evaluation.results import ROLES, SPLITS
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -70,7 +71,7 @@ def _template() -> "Template":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(bytes=format_bytes, label=metric_label, words=lambda name: str(name).replace("_", " "))
+    environment.filters.update(label=metric_label, setting=format_setting)
     environment.globals.update(shown=format_metric, best=_is_best, lower_is_better=lower_is_better)
     return environment.get_template("report.html")
 

@@ -1,170 +1,54 @@
-"""results.json, metrics.jsonl and report.html: what every run leaves behind, whichever engine ran it."""
+"""What every run leaves behind, whichever engine ran it: results.json, metrics.jsonl and report.html. Other rooms enter here."""
 
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from numbers import Integral, Real
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.errors import StateError
-from medflare.core.events import Event
 from medflare.core.store import write_atomically, write_json
-from medflare.core.versions import installed_versions
-from medflare.tasks.config import TaskConfig
+from medflare.evaluation import report
+from medflare.evaluation.contract import validate_results
+from medflare.evaluation.names import COMPLETED, FAILED, FOLDER, MODELS, REPORT_FILE, RESULTS_FILE, ROLES, ROUNDS_FILE, SPLITS, UNKNOWN
+from medflare.evaluation.record import RunRecord, SiteRecord, build_results, json_ready, mean_over_sites
 
-SCHEMA: Final = 1
-MODELS: Final = ("global", "personal", "deployed")
-ROLES: Final = ("inside", "outside")
-SPLITS: Final = ("train", "validation", "test")
-COMPLETED, FAILED = "COMPLETED", "FAILED"
-UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
-
-FOLDER: Final = "medflare"  # below the server's job folder
-RESULTS_FILE, ROUNDS_FILE, REPORT_FILE = "results.json", "metrics.jsonl", "report.html"
-
-
-@dataclass
-class SiteRecord:
-    """What is known about one site when a run ends.
-
-    Attributes:
-        role: "inside" (trains) or "outside" (never trains).
-        n: split -> number of images; a split that the site never reported is left out.
-        metrics: model ("global", "personal", "deployed", or another that the method compares) -> metric -> test value, None
-            where undefined.
-        reports: model -> what it says about its own work, for example how often each network of a super model answered.
-        privacy: what training with differential privacy has cost ("epsilon", "delta", "steps"); empty without it.
-    """
-
-    role: str
-    n: Mapping[str, int] = field(default_factory=dict)
-    metrics: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
-    reports: Mapping[str, Any] = field(default_factory=dict)
-    privacy: Mapping[str, Any] = field(default_factory=dict)
+__all__ = [
+    "COMPLETED",
+    "FAILED",
+    "FOLDER",
+    "MODELS",
+    "REPORT_FILE",
+    "RESULTS_FILE",
+    "ROLES",
+    "ROUNDS_FILE",
+    "SPLITS",
+    "UNKNOWN",
+    "RunRecord",
+    "SiteRecord",
+    "append_round",
+    "build_results",
+    "find_results",
+    "load_results",
+    "mean_over_sites",
+    "read_rounds",
+    "write_results",
+]
 
 
-@dataclass
-class RunRecord:
-    """A finished run, in whatever way it finished; knows nothing of the engine.
-
-    Attributes:
-        task: None where it could not be read; then there is a reason.
-        sites: every site of the federation by name, also those that failed.
-        reason: why the run failed, one line; empty for a completed run.
-        down_bytes, up_bytes: tensors sent to all sites and received from them.
-        seconds: stage ("training", "total", ...) -> wall-clock seconds.
-        hyper: the method's hyper-parameters as they were used.
-        settings: further settings that shaped the run (engine, min_sites, resplit, ...).
-        history: one mapping a step, as `append_round` takes them.
-        pictures: title -> PNG file content, shown in the report.
-    """
-
-    method: str
-    task: TaskConfig | None
-    seed: int
-    rounds: int
-    sites: Mapping[str, SiteRecord]
-    reason: str = ""
-    events: Iterable[Event] = ()
-    down_bytes: int = 0
-    up_bytes: int = 0
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    hyper: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    history: list[dict[str, Any]] = field(default_factory=list)
-    pictures: Mapping[str, bytes] = field(default_factory=dict)
-
-
-# -- results.json ----------------------------------------------------------------------------------------------------------
-
-
-def build_results(record: RunRecord) -> dict[str, Any]:
-    """The results dict of a run; `contract.validate_results` holds for it.
-
-    Every site and every mean names the same models and metrics, so that a reader need not ask what is there; what is
-    undefined is None.
-    """
-    metrics = record.task.metrics if record.task else ()
-    models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
-    sites = {name: _site_results(record.sites[name], models, metrics) for name in sorted(record.sites)}
-    results = {
-        "schema": SCHEMA,
-        "method": record.method,
-        "task": record.task.name if record.task else UNKNOWN,
-        "seed": record.seed,
-        "rounds": record.rounds,
-        "status": FAILED if record.reason else COMPLETED,
-        "reason": record.reason or None,
-        "sites": sites,
-        "mean": mean_over_sites(sites, dict.fromkeys(models, metrics)),
-        "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
-        "seconds": dict(record.seconds),
-        "events": list(record.events),
-        "versions": installed_versions(),
-        "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
-    }
-    return json_ready(results)
-
-
-def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...]) -> dict[str, Any]:
-    found = {
-        "role": site.role,
-        "n": {split: site.n.get(split) for split in SPLITS},
-        "metrics": {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models},
-    }
-    more = {"reports": site.reports, "privacy": site.privacy}
-    return {**found, **{name: content for name, content in more.items() if content}}
-
-
-def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
-    """role -> model -> metric -> mean over the sites of that role, sites without a value left out.
-
-    Args:
-        sites: the `sites` of a results dict.
-        shape: model -> its metrics.
-    """
-    chosen = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}
-    return {
-        role: {model: {m: mean_of_defined(site[model][m] for site in found) for m in shape[model]} for model in shape}
-        for role, found in chosen.items()
-    }
-
-
-def mean_of_defined(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are neither None nor NaN nor infinite; None where there is none."""
-    defined = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(defined) if defined else None
-
-
-def json_ready(value: Any) -> Any:
-    """The same content in plain JSON types: keys as text, tuples as lists, numbers of numpy as Python's, NaN and infinity as None."""
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [json_ready(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{value!r} of type {type(value).__name__} cannot stand in results")
+# -- results.json and report.html ------------------------------------------------------------------------------------------
 
 
 def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
-    """Write results.json and then report.html into `folder` and return the results dict."""
-    from medflare.evaluation.report import render_report
+    """Write results.json and then report.html into `folder` and return the results dict.
 
+    Raises:
+        TypeError: the record holds what JSON cannot.
+    """
     results = build_results(record)
     write_json(folder / RESULTS_FILE, results)
-    report = render_report(results, json_ready(record.history), record.pictures)
-    write_atomically(folder / REPORT_FILE, report.encode())
+    page = report.render_report(results, json_ready(record.history), record.pictures)
+    write_atomically(folder / REPORT_FILE, page.encode())
     return results
 
 
@@ -188,8 +72,6 @@ def load_results(path: Path) -> dict[str, Any]:
     Raises:
         StateError: there is no results.json, or it is damaged.
     """
-    from medflare.evaluation.contract import validate_results
-
     file = find_results(Path(path))
     try:
         results = json.loads(file.read_bytes())
@@ -205,8 +87,11 @@ def load_results(path: Path) -> dict[str, Any]:
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:
     """Append one step to metrics.jsonl, on disk when this returns.
 
-    A step is {"step", "phase", "round", "seconds", "sites": {site: facts of its reply}, "aggregation": {site: {name: number}}}.
     A line that a crash cut short stays alone on its line, so that it spoils nothing but itself.
+
+    Args:
+        folder: where metrics.jsonl lies; made if it is not there.
+        line: {"step", "phase", "round", "seconds", "sites": {site: facts of its reply}, "aggregation": {site: {name: number}}}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"

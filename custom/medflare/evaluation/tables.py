@@ -9,6 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from medflare.evaluation.names import COMPLETED, ROLES, SPLITS
 from medflare.evaluation.presentation import (
     best_value,
     format_bytes,
@@ -21,7 +22,6 @@ from medflare.evaluation.presentation import (
     ordered_sites,
     synthetic_source,
 )
-from medflare.evaluation.results import COMPLETED, ROLES, SPLITS
 
 
 def plain_table(results: Mapping[str, Any]) -> str:

@@ -9,12 +9,16 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
-from medflare.federation.participant import Home, Participant
-from medflare.federation.run import Run, stored_plan
-from medflare.federation.schedule import Reply, Rules
+from medflare.federation.checkpoint import stored_plan
+from medflare.federation.delivery import SiteFolder
+from medflare.federation.exchange import Reply
+from medflare.federation.participant import Participant
+from medflare.federation.run import Run
+from medflare.federation.settings import run_settings
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
-from medflare.sites.site import Site, open_site
+from medflare.sites.opening import open_site
+from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 
 SITES = "sites"  # below `out`: what each site would keep at home
@@ -85,13 +89,13 @@ def run_local(
         outside: sites that never train and only receive the final models.
         data_root: folder with one subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
         resplit: draw the splits anew by patient with this seed.
-        min_sites, sites_per_round: see `federation.Rules`.
+        min_sites, sites_per_round: see `settings.RunSettings`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
         resume: go on where an interrupted run left `out`; everything else must be as it was.
         say: takes a progress line a step.
-        hyper: the method's hyper-parameters by name.
+        hyper: the method's hyper-parameters: by name where one half owns the name, else `site={name: value}`, `server={name: value}`.
 
     Raises:
         ConfigError: the method, task, a hyper-parameter or a site name is wrong. Whatever fails later is a result: status FAILED.
@@ -103,19 +107,9 @@ def run_local(
     inside, apart = _names(sites), tuple(sorted(outside))
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
-    run = Run(
-        chosen,
-        config,
-        hyper,
-        rounds,
-        seed,
-        inside,
-        apart,
-        Rules(min_sites=min_sites, sites_per_round=sites_per_round),
-        folder=None if out is None else Path(out),
-        settings={"engine": "local"},
-        say=say,
-    )
+    steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
+    folder, about = None if out is None else Path(out), {"engine": "local"}
+    run = Run(chosen, config, hyper, run_settings(steering), inside, folder=folder, about=about, say=say)
 
     def opened(name: str, role: str) -> Site:
         return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
@@ -126,7 +120,7 @@ def run_local(
 
 def _participant(run: Run, name: str, opened: Callable[[str, str], Site]) -> Participant:
     """A site of the run, which keeps what is its own below the run's folder; `opened` makes it from (name, role)."""
-    home = None if run.folder is None else Home(run.folder / SITES / name, name, run.method, run.task, run.seed)
+    home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
 
     def keep(role: str, model: Message, metrics: Mapping[str, Any]) -> None:
         if home is not None:
@@ -150,22 +144,19 @@ def resume_local(
         StateError: no run that can be taken up is in `folder`.
     """
     plan = stored_plan(Path(folder))
-    site_half, server_half = (*plan["method"].split("+"), *plan["method"].split("+"))[:2]
+    site_half, server_half = plan["halves"]
+    steering = {name: plan[name] for name in ("rounds", "seed", "outside", "min_sites", "sites_per_round")}
     return run_local(
         site_half,
         plan["task"],
         plan["sites"],
-        rounds=plan["rounds"],
-        seed=plan["seed"],
-        outside=plan["outside"],
-        data_root=data_root,
         site_half=site_half,
         server_half=server_half,
-        min_sites=plan["rules"]["min_sites"],
-        sites_per_round=plan["rules"]["sites_per_round"],
+        data_root=data_root,
         out=folder,
         resume=True,
         say=say,
+        **steering,
         **plan["hyper"],
     )
 

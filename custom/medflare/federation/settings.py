@@ -1,23 +1,44 @@
-"""What a run fixes beside its method and its task: one list for the controller, the job builder and the recipes."""
+"""What a run fixes beside its method and its task: one list, spelt the same in Python, on the command line, in jobs and in results."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated, Any
 
-from medflare.core.errors import ConfigError
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from medflare.core.settings import STRICT, checked
+
+Sites = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0)]
 
 
-@dataclass(kw_only=True, eq=False)
+@plain_dataclass(frozen=True)
+class Rules:
+    """How a federation treats its members.
+
+    Attributes:
+        min_sites: usable replies that a step needs; None: 2, or 1 in a federation of one.
+        sites_per_round: how many inside sites are drawn for a round; None: all.
+        repeats: how often a step with too few usable replies is tried again before the run fails.
+        norm_limit: see `screening.screen`.
+    """
+
+    min_sites: int | None = None
+    sites_per_round: int | None = None
+    repeats: int = 1
+    norm_limit: float = 100.0
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class RunSettings:
-    """The settings of a federation's run. `MedflareController` has them as its own fields, so they are its `args` in a job.
-
-    Not frozen, because FLARE's components set attributes of their own.
+    """The settings of a federation's run.
 
     Attributes:
         rounds: of the federation.
-        seed: of the run.
+        seed: of everything that is drawn.
         outside: names of sites that never train and only receive the final models.
-        site_half: method whose site half the sites run, where it is not the job's own.
         min_sites: usable answers that a step needs; None: two, or one in a federation of one.
         sites_per_round: how many inside sites are drawn for a round; None: all.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
@@ -25,43 +46,32 @@ class RunSettings:
         resume: id of the interrupted job that this one takes up at the last step that it finished.
     """
 
-    rounds: int
+    rounds: Annotated[int, Field(ge=1)]
     seed: int
-    outside: Sequence[str] = ()
-    site_half: str | None = None
-    min_sites: int | None = None
-    sites_per_round: int | None = None
-    step_timeout: float = 0.0
-    silence: float = 120.0
+    outside: tuple[str, ...] = ()
+    min_sites: Sites | None = None
+    sites_per_round: Sites | None = None
+    step_timeout: Seconds = 0.0
+    silence: Seconds = 120.0
     resume: str = ""
 
-    def __post_init__(self) -> None:
-        if isinstance(self.outside, list):
-            self.outside = tuple(self.outside)  # equal to the default where it is empty: FLARE writes what differs from it
+    @property
+    def rules(self) -> Rules:
+        """What of it concerns the schedule."""
+        return Rules(self.min_sites, self.sites_per_round)
 
-    def run_settings(self) -> dict[str, Any]:
-        """The settings by name, without what a subclass adds."""
-        return {field.name: getattr(self, field.name) for field in fields(RunSettings)}
-
-    def check(self) -> None:
-        """Raises:
-        ConfigError: a setting that no run can have.
-        """
-        if not _whole(self.rounds) or self.rounds < 1:
-            raise ConfigError(f"rounds = {self.rounds!r}: a federation needs at least one round")
-        if not _whole(self.seed):
-            raise ConfigError(f"seed = {self.seed!r}: give a whole number")
-        if not isinstance(self.outside, tuple) or not all(isinstance(site, str) for site in self.outside):
-            raise ConfigError(f"outside = {self.outside!r}: give a list of site names")
-        for name in ("min_sites", "sites_per_round"):
-            value = getattr(self, name)
-            if value is not None and (not _whole(value) or value < 1):
-                raise ConfigError(f"{name} = {value!r}: give a number of sites, 1 or more, or leave it out")
-        for name in ("step_timeout", "silence"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise ConfigError(f"{name} = {value!r}: give a number of seconds")
+    def to_dict(self) -> dict[str, Any]:
+        """By name, as JSON has them."""
+        return {**dataclasses.asdict(self), "outside": list(self.outside)}
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
+
+
+def run_settings(values: Mapping[str, Any]) -> RunSettings:
+    """The settings, checked.
+
+    Raises:
+        ConfigError: one that is unknown, missing, of another type or outside its range.
+    """
+    return checked(RunSettings, values, "run")

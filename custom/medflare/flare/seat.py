@@ -72,7 +72,7 @@ class Seat:
         from medflare.core.store import StateStore
         from medflare.federation.participant import Home, Participant
         from medflare.methods.catalogue import get_method
-        from medflare.sites.site import open_site
+        from medflare.sites.opening import open_site
         from medflare.tasks.config import load_task
 
         folder = Path(self.folder)

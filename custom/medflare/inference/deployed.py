@@ -1,8 +1,8 @@
 """Delivered models: a folder with `model.safetensors` and `card.json`, and the module that is built from it.
 
 A delivered model is a `Message`. Its fact `kind` says how a module is built from it: this file builds the kind "plain" (one
-network); `methods.registry.build_deployed` builds the others too. Every module built here or there maps images (N, C, H, W)
-to probabilities.
+network) and the adapted kinds of `adaptation.py`; a method's own kinds stand in its `Method.models`. Every module maps images
+(N, C, H, W) to probabilities.
 """
 
 import hashlib
@@ -14,12 +14,13 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
-from medflare.core.errors import StateError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
 from medflare.core.store import message_to_bytes, read_message, write_atomically, write_json
 from medflare.core.versions import installed_versions
+from medflare.inference.adaptation import ADAPTATIONS, adapted_model
 from medflare.networks.catalogue import build_network
 from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task
@@ -29,6 +30,32 @@ WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
+
+
+def no_other_kind(kind: str) -> Builder | None:
+    """What builds models of a kind, where nobody knows any but "plain"."""
+    return None
+
+
+def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builder | None] = no_other_kind) -> nn.Module:
+    """The module of a delivered model, in evaluation mode on the CPU.
+
+    Args:
+        builder_of: kind -> what builds models of that kind, None where nothing does.
+
+    Raises:
+        ConfigError: a kind that nobody here builds.
+        StateError: weights that do not fit the task.
+    """
+    kind = message.facts.get("kind", "plain")
+    if kind == "plain":
+        return plain_model(task, message)
+    if kind in ADAPTATIONS:
+        return adapted_model(task, message, lambda base: build(task, base, builder_of))
+    builder = builder_of(kind)
+    if builder is None:
+        raise ConfigError(f"no builder for a model of kind {kind!r}; install the method that delivered it, or use methods.catalogue.build_deployed")
+    return builder(task, message)
 
 
 def plain_message(state: StateDict, **facts: Any) -> Message:
@@ -95,16 +122,17 @@ class StoredModel:
     def kind(self) -> str:
         return str(self.message.facts["kind"])
 
-    def build(self, builder: Builder | None = None) -> nn.Module:
+    def build(self, builder: Builder = build) -> nn.Module:
         """The module from images to probabilities, in evaluation mode on the CPU.
 
         Args:
-            builder: `methods.registry.build_deployed` knows every kind; the default builds kind "plain" alone.
+            builder: `methods.catalogue.build_deployed` knows every kind; the default refuses what it does not know.
 
         Raises:
+            ConfigError: a kind that the builder does not know.
             StateError: weights that do not fit the task.
         """
-        return (builder or plain_model)(self.task, self.message)
+        return builder(self.task, self.message)
 
 
 def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from medflare.inference.deployed import Adaptive, Builder, StoredModel
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.inference.tent import Tent
-from medflare.sites.site import scoring_batch
+from medflare.sites.scoring import scoring_batch
 from medflare.tasks.config import TaskConfig
 
 ADAPTATIONS = ("auto", "none", "tent", "dsbn")

@@ -1,0 +1,31 @@
+"""Methods: a room for each paper, a shelf of baselines, and what a method is made of.
+
+What an author of a method needs can be imported from here: `Method`, the halves `SiteHalf` and `ServerHalf`, FedAvg's halves to
+start from, and the words of their declarations.
+"""
+
+from typing import Any
+
+from medflare.core.facade import public
+
+_PUBLIC = {
+    "Aggregation": "aggregation",
+    "FedAvgServer": "fedavg.server",
+    "FedAvgServerHyper": "fedavg.server",
+    "FedAvgSite": "fedavg.site",
+    "FedAvgSiteHyper": "fedavg.site",
+    "Kept": "base",
+    "Method": "method",
+    "Plan": "base",
+    "ServerContext": "base",
+    "ServerHalf": "base",
+    "ServerHyper": "base",
+    "SiteHalf": "base",
+    "SiteHyper": "base",
+    "Step": "base",
+    "get_method": "catalogue",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return public(__name__, _PUBLIC, name)

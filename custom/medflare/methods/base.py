@@ -2,30 +2,58 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.events import EventLog
-from medflare.core.hyper import NoHyper
-from medflare.core.manifest import EntrySpec, Manifest
+from medflare.core.hyper import param
+from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phases
 from medflare.core.message import Message
+from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
+from medflare.methods.aggregation import Aggregation, SiteModel
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.catalogue import build_network, initial_network
+from medflare.networks.features import FeatureNetwork
+from medflare.privacy.ledger import Account
 from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
+class SiteHyper:
+    """Hyper-parameters of a site half; by itself, none."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServerHyper:
+    """Hyper-parameters that every server half has; site halves that keep models of their own go by them too."""
+
+    selection: Literal["best", "last"] = param("best", "deliver the round with the best validation metric, or the last one")
+
+
+# What every reply to training or validation reports, see `SiteHalf.facts`.
+N_SAMPLES = Fact("n_samples", "training images")
+LOSS = Fact("loss", "mean training loss")
+VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training")
+MEASURED = (N_SAMPLES, LOSS, VALIDATION)
+
+S = TypeVar("S", bound=SiteHyper)
+V = TypeVar("V", bound=ServerHyper)
+
+
+@plain_dataclass(frozen=True)
 class Step:
     """One exchange with the sites.
 
     Attributes:
-        phase: the name of the site half's method that answers: "train", "validate", ...
+        phase: the name of the phase, and of the site half's method that answers: "train", "validate", ...
         round: 0-based; steps after the last round carry the number of rounds.
         everyone: ask all inside sites, also in a round for which only some were drawn.
         part: 0-based number of the exchange where a phase comes more than once in a round.
@@ -37,117 +65,196 @@ class Step:
     part: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
+@plain_dataclass(frozen=True)
+class Plan(Generic[S, V]):
     """What both halves know before anything is trained.
 
     Attributes:
         sites: names of the inside sites, sorted; a site's place in it is its label for as long as the federation lasts.
+        site_hyper, server_hyper: the hyper-parameters of the two halves. Each half owns its own and may read the other's.
     """
 
     task: TaskConfig
     sites: tuple[str, ...]
-    hyper: Any
+    site_hyper: S
+    server_hyper: V
+
+    def network(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
+        """The task's network, or one by `spec`, without memory or random numbers (meta device)."""
+        return meta_network(self.task, spec, outputs)
 
     def template(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
-        """Shapes and dtypes of a network's state, without memory or random numbers (meta device)."""
-        with torch.device("meta"):
-            network = build_network(spec or self.task.network, self.task.channels, outputs or self.task.outputs)
-        return network.state_dict()
+        """Shapes and dtypes of that network's state."""
+        return self.network(spec, outputs).state_dict()
 
 
-@dataclass
+def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
+    """The task's network, or one by `spec`, without memory or random numbers (meta device): for names, shapes and layer types."""
+    with torch.device("meta"):
+        return build_network(spec or task.network, task.channels, outputs or task.outputs)
+
+
+@plain_dataclass
 class ServerContext:
     """What a server half is given.
 
     Attributes:
+        phases: what the site half declares, by phase; empty where nobody has said.
+        aggregation: the formula to aggregate with, where somebody holds it already (FLARE's aggregator component); None: the half's own.
         site_counts: site -> its answer to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
         events: where the half reports what it noticed.
-        aggregation: site -> what this step's aggregation made of it, see `note`; the schedule takes it up after every step.
+        notes: site -> what this step's aggregation made of it, see `note`; the schedule takes it up after every step.
     """
 
-    task: TaskConfig
+    plan: Plan[Any, Any]
     seed: int
     rounds: int
-    sites: tuple[str, ...]
     outside: tuple[str, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    aggregation: Aggregation[Any] | None = None
     site_counts: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: EventLog = field(default_factory=EventLog)
-    aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    notes: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+    @property
+    def task(self) -> TaskConfig:
+        return self.plan.task
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The inside sites."""
+        return self.plan.sites
+
+    def answer(self, phase: str, entry: str) -> EntrySpec | None:
+        """What the sites' entry of that name holds in a phase; None where the site half declares none."""
+        found = (answer for declared in self.phases if declared.name == phase for answer in declared.answered(self.plan) if answer == entry)
+        return next((answer.spec(self.plan) for answer in found), None)
 
     def note(self, **numbers: Mapping[str, float]) -> None:
         """Leave numbers about the sites in the record of this step, for example `note(weight={"A": 0.4, "B": 0.6})`."""
         for name, by_site in numbers.items():
             for site, value in by_site.items():
-                self.aggregation.setdefault(site, {})[name] = finite_or_none(value)
+                self.notes.setdefault(site, {})[name] = finite_or_none(value)
 
     def initial_state(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
         """The initial weights that every site would build itself from the same seed."""
         return {n: t.clone() for n, t in initial_network(self.task, self.seed, purpose, spec, outputs).state_dict().items()}
 
 
-class SiteHalf(ABC):
+class Kept:
+    """A state that a half remembers, as an attribute of it: what is assigned lies in `memory` and outlives the process."""
+
+    def __init__(self, entry: str):
+        self.entry = entry
+
+    def __get__(self, half: Any, owner: type | None = None) -> Any:
+        return self if half is None else half.memory.states.get(self.entry)
+
+    def __set__(self, half: Any, state: StateDict | None) -> None:
+        if state is None:
+            half.memory.states.pop(self.entry, None)
+        else:
+            half.memory.states[self.entry] = state
+
+
+class SiteHalf(ABC, Generic[S]):
     """A method's work at one site.
 
-    A half may be thrown away after any task and rebuilt in another process: whatever it must remember goes through `state` and
-    `restore`. Everything random is keyed by (seed, site, round, purpose).
+    A half may be thrown away after any task and rebuilt in another process: whatever it must remember lies in `memory`. Everything
+    random is keyed by (seed, site, round, purpose).
 
     Attributes:
+        Hyper: the hyper-parameters that this half owns.
+        phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
+        memory: states and facts that survive until the next task; empty where every round starts from the incoming message alone.
+        account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.
     """
 
-    Hyper: ClassVar[type] = NoHyper
-    phases: ClassVar[tuple[str, ...]] = ("train", "validate")
+    Hyper: ClassVar[type] = SiteHyper
+    phases: ClassVar[tuple[Phase, ...]] = ()
     unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
 
-    def __init__(self, site: Site, hyper: Any, sites: tuple[str, ...]):
+    def __init__(self, site: Site, plan: Plan[S, Any]):
         self.site = site
-        self.hyper = hyper
-        self.sites = sites
-        self._networks: dict[str, nn.Module] = {}
+        self.plan = plan
+        self.hyper: S = plan.site_hyper
+        self.memory = Message()
+        self.account = Account()
+        self._networks: dict[str, FeatureNetwork] = {}
+
+    @property
+    def inside(self) -> bool:
+        """Whether the site trains."""
+        return self.site.name in self.plan.sites
 
     @classmethod
-    @abstractmethod
-    def outbound(cls, phase: str, plan: Plan) -> Manifest:
-        """Everything that a reply to `phase` holds: what leaves the hospital, and nothing else may."""
-
-    @classmethod  # noqa: B027 (most halves work with every task)
-    def check(cls, task: TaskConfig, hyper: Any) -> None:
+    def check(cls, task: TaskConfig, hyper: S, server_hyper: Any) -> None:
         """Before anything starts: ConfigError where the half cannot work with this task and these settings."""
 
-    def privacy(self) -> dict[str, Any] | None:
-        """What this run has cost the site's training patients, see `privacy.spent`; None without differential privacy."""
-        return None
+    @classmethod
+    def phase(cls, name: str) -> Phase:
+        """The declaration of a phase; ConfigError where the half has none of that name."""
+        for phase in cls.phases:
+            if phase.name == name:
+                return phase
+        raise ConfigError(f"{cls.__name__} has no phase {name!r}; it knows {', '.join(phase.name for phase in cls.phases)}")
+
+    @classmethod
+    def manifest(cls, phase: str, plan: Plan[Any, Any]) -> Manifest:
+        """Everything that a reply to `phase` holds: what leaves the hospital, and nothing else may."""
+        return cls.phase(phase).manifest(plan)
 
     def perform(self, phase: str, round: int, incoming: Message) -> Message:
-        if phase not in self.phases:
-            raise ConfigError(f"{type(self).__name__} has no phase {phase!r}; it knows {', '.join(self.phases)}")
-        return getattr(self, phase)(round, incoming)
+        """The reply to one step.
+
+        Raises:
+            ConfigError: an unknown phase, or a reply that is not what the phase declares.
+        """
+        declared = self.phase(phase)
+        reply: Message = getattr(self, phase)(round, incoming)
+        if problem := declared.undeclared(reply, self.plan):
+            raise ConfigError(f"{type(self).__name__} answers '{phase}' with other things than it declares in `phases`: {problem}")
+        return reply
 
     @abstractmethod
     def deliver(self, incoming: Message) -> dict[str, Message]:
-        """Final models by role ("global", "personal", "deployed"), each a message from which `deployed` builds a module.
+        """Final models by role ("global", "personal", "deployed"), each a message from which a module is built, see `Method.models`.
 
         An outside site calls it on a half that never trained; a role it cannot have is left out.
         """
+
+    def facts(self, *, validation: Mapping[str, float | None], loss: float | None = None, **more: Any) -> dict[str, Any]:
+        """`MEASURED` and more: an undefined metric travels as None, a loss that is not finite as it is, for the server to see."""
+        measured = {role: finite_or_none(value) for role, value in validation.items()}
+        return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: measured, **more}
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
         """PNG files by name, made of the site's own images at delivery: kept at the site, never sent."""
         return {}
 
-    def state(self) -> Message:
-        """What must survive until the next task; empty where every round starts from the incoming message alone."""
-        return Message()
+    def privacy(self) -> dict[str, Any] | None:
+        """What this run has cost the site's training patients, see `privacy.settings.privacy_cost`; None without differential privacy."""
+        return None
 
-    def restore(self, state: Message) -> None:  # noqa: B027 (a half without memory has nothing to take up)
-        """Take up a state that `state` gave, in this or another process."""
+    def restore(self, memory: Message) -> None:
+        """Take up a memory of the half, in this or another process."""
+        self.memory.states, self.memory.facts = memory.states, memory.facts
 
-    def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> nn.Module:
+    def network(
+        self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None
+    ) -> FeatureNetwork:
         """The half's network for a purpose, built once per process, holding `state`."""
         if purpose not in self._networks:
             self._networks[purpose] = self.site.network(purpose, spec, outputs)
         self._networks[purpose].load_state_dict(state)
         return self._networks[purpose]
+
+    def frozen(self, state: StateDict, purpose: str = "frozen") -> FeatureNetwork:
+        """A network that only looks: evaluation mode, no gradients."""
+        network = self.network(purpose, state)
+        network.eval().requires_grad_(False)
+        return network
 
     def validation(self, model: nn.Module) -> float | None:
         """The task's metric of a network of logits on this site's validation images; None where it is undefined."""
@@ -155,19 +262,26 @@ class SiteHalf(ABC):
         return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
 
-class ServerHalf(ABC):
+class ServerHalf(ABC, Generic[V]):
     """A method's work at the server: what each site is sent, and what becomes of the answers.
 
     Attributes:
+        Hyper: the hyper-parameters that this half owns.
+        aggregation_class: the formula that the half aggregates models with; FLARE's aggregators run the same one.
         site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `extended`).
+        memory: everything a new server process needs to go on after the last finished step.
     """
 
-    Hyper: ClassVar[type] = NoHyper
-    site_extension: ClassVar[type[SiteHalf] | None] = None
+    Hyper: ClassVar[type] = ServerHyper
+    aggregation_class: ClassVar[type[Aggregation[Any]]]
+    site_extension: ClassVar[type[SiteHalf[Any]] | None] = None
 
-    def __init__(self, context: ServerContext, hyper: Any):
+    def __init__(self, context: ServerContext):
         self.context = context
-        self.hyper = hyper
+        self.hyper: V = context.plan.server_hyper
+        self.memory = Message()
+        self.aggregation = context.aggregation or self.aggregation_class(self.hyper)
+        self.aggregation.prepare(context.task, context.rounds)
 
     def steps(self) -> list[Step]:
         """The whole schedule; by default a training step per round and a look at the last round's models."""
@@ -175,47 +289,48 @@ class ServerHalf(ABC):
         return [*rounds, Step("validate", self.context.rounds, everyone=True)]
 
     @abstractmethod
-    def outgoing(self, step: Step, site: str) -> Message: ...
+    def configure(self, step: Step, site: str) -> Message:
+        """What a site is sent for a step."""
 
     @abstractmethod
-    def accept(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Take the screened replies, keyed by site in sorted order, into account."""
 
     @abstractmethod
-    def delivery(self, site: str) -> Message:
+    def configure_delivery(self, site: str) -> Message:
         """What the site needs for its final models; for an outside site too."""
 
     def models(self) -> dict[str, Message]:
         """Delivered models that the server holds, by path below its `models` folder; not those that never leave their site."""
         return {}
 
-    @abstractmethod
     def state(self) -> Message:
-        """Everything a new server process needs to go on after the last finished step."""
+        """The half as a message that `restore` takes up, in this or another process."""
+        stored = Message(dict(self.memory.states), dict(self.memory.facts))
+        self.aggregation.pack(stored)
+        return stored
 
-    @abstractmethod
-    def restore(self, state: Message) -> None: ...
+    def restore(self, state: Message) -> None:
+        """Go on from what `state` gave."""
+        self.memory.states, self.memory.facts = state.states, state.facts
+        self.aggregation.unpack(state)
 
 
-def extended(site_class: type[SiteHalf], extension: type[SiteHalf] | None) -> type[SiteHalf]:
-    """The site half with a server half's `site_extension` mixed in: its phases and hyper-parameters join the site's own."""
+def extended(site_class: type[SiteHalf[Any]], extension: type[SiteHalf[Any]] | None) -> type[SiteHalf[Any]]:
+    """The site half with a server half's `site_extension` mixed in; its hyper-parameters stay the site half's own."""
     if extension is None or issubclass(site_class, extension):
         return site_class
-    name = f"{extension.__name__}{site_class.__name__}"
-    hyper: type = dataclass(frozen=True)(type(f"{name}Hyper", (extension.Hyper, site_class.Hyper), {}))
-    return type(name, (extension, site_class), {"Hyper": hyper, "phases": (*site_class.phases, *extension.phases)})
+    phases = merged_phases(site_class.phases, extension.phases)
+    return type(f"{extension.__name__}{site_class.__name__}", (extension, site_class), {"Hyper": site_class.Hyper, "phases": phases})
 
 
-def sample_weights(replies: Mapping[str, Message], weighting: str = "samples") -> dict[str, float]:
-    """Aggregation weight of each site: its number of training samples n_k, or 1 for each ("uniform")."""
-    if weighting == "uniform":
-        return dict.fromkeys(replies, 1.0)
+def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:
+    """site -> what an aggregation needs of its reply.
+
+    Raises:
+        UpdateError: a reply without its number of samples.
+    """
     try:
-        return {site: float(reply.facts["n_samples"]) for site, reply in replies.items()}
+        return {site: SiteModel(reply.states[entry], float(reply.facts["n_samples"]), reply.facts) for site, reply in replies.items()}
     except KeyError as error:
         raise UpdateError("a reply without the fact 'n_samples' cannot be weighted by samples; use weighting=uniform") from error
-
-
-def plain_entry(plan: Plan, purpose: str) -> EntrySpec:
-    """The spec of an entry that is a state of the task's own network."""
-    return EntrySpec.like(plan.template(), purpose)

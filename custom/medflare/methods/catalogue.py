@@ -1,135 +1,133 @@
-"""All methods by name, and how a job's choice of halves and hyper-parameters becomes objects."""
+"""All methods by name: those of this room and those that other distributions bring.
 
-import difflib
+A method is found by existing. In this room every module and package may hold `Method` objects, one of them as `METHOD`; another
+distribution names its own in the entry-point group `medflare.methods`:
+
+    [project.entry-points."medflare.methods"]
+    my_method = "my_package.my_method:METHOD"
+
+Nothing is imported before it is asked for: a method's name is that of the module or package that holds it.
+"""
+
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
-
-from torch import nn
+import pkgutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import build_hyper, check_names
-from medflare.core.message import Message
-from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, extended
-from medflare.privacy.settings import PREFIX, PrivacyHyper, is_private
-from medflare.sites.site import Site
-from medflare.tasks.config import TaskConfig
+from medflare.core.settings import no_such
+from medflare.methods.method import Method, loaded, paired
 
+if TYPE_CHECKING:
+    from torch import nn
 
-@dataclass(frozen=True)
-class Method:
-    """A pairing of halves. Modules are imported when a half is first needed, so that a site loads only its own method.
+    from medflare.core.message import Message
+    from medflare.tasks.config import TaskConfig
 
-    Attributes:
-        site_half, server_half: "module:Class" below `medflare.methods`.
-        paper: short citation.
-    """
-
-    name: str
-    site_half: str
-    server_half: str
-    paper: str
-
-    @cached_property
-    def site_class(self) -> type[SiteHalf]:
-        return extended(_load(self.site_half), self.server_class.site_extension)
-
-    @cached_property
-    def server_class(self) -> type[ServerHalf]:
-        return _load(self.server_half)
-
-    def check(self, hyper: Mapping[str, Any], task: TaskConfig | None = None) -> None:
-        """Every name and value, and whether they go with the task, before anything starts; ConfigError names the first that is wrong."""
-        if any(name.startswith(PREFIX) for name in hyper) and self.unprotected:
-            raise ConfigError(self.unprotected)
-        check_names(hyper, (self.site_class.Hyper, self.server_class.Hyper), self.name)
-        of_site: Any = build_hyper(self.site_class.Hyper, hyper)
-        build_hyper(self.server_class.Hyper, hyper)
-        if task is not None:
-            self.site_class.check(task, of_site)
-
-    @property
-    def unprotected(self) -> str:
-        """Why sites cannot train with differential privacy, one line; empty where they can."""
-        if issubclass(self.site_class.Hyper, PrivacyHyper):
-            return ""
-        return f"method {self.name!r} cannot train with differential privacy: {self.site_class.unprotected}"
-
-    def private(self, hyper: Mapping[str, Any]) -> bool:
-        """Whether sites train with differential privacy."""
-        return is_private(build_hyper(self.site_class.Hyper, hyper))
-
-    def make_site(self, site: Site, hyper: Mapping[str, Any], sites: tuple[str, ...]) -> SiteHalf:
-        return self.site_class(site, build_hyper(self.site_class.Hyper, hyper), sites)
-
-    def make_server(self, context: ServerContext, hyper: Mapping[str, Any]) -> ServerHalf:
-        return self.server_class(context, build_hyper(self.server_class.Hyper, hyper))
-
-    def plan(self, task: TaskConfig, sites: tuple[str, ...], hyper: Mapping[str, Any]) -> Plan:
-        return Plan(task, sites, build_hyper(self.site_class.Hyper, hyper))
-
-
-def _load(path: str) -> Any:
-    module, name = path.split(":")
-    return getattr(importlib.import_module(f"medflare.methods.{module}"), name)
-
-
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method("fedavg", "fedavg:FedAvgSite", "fedavg:FedAvgServer", "McMahan et al., AISTATS 2017"),
-        Method("fedsm", "fedsm.halves:FedSMSite", "fedsm.halves:FedSMServer", "Xu et al., FedSM, CVPR 2022"),
-        Method("fedsm_extra", "fedsm.extra:FedSMExtraSite", "fedsm.extra:FedSMExtraServer", "Xu et al., FedSM, CVPR 2022, Sec. 3.1"),
-        Method("feddag", "feddag.halves:FedDAGSite", "feddag.halves:FedDAGServer", "Che et al., FedDAG, arXiv 2501.13967"),
-        Method("sha", "fedavg:FedAvgSite", "feddag.sha:SHAServer", "Che et al., FedDAG, arXiv 2501.13967, Sec. III-C"),
-        Method("iop_fl", "iop_fl.halves:IOPSite", "iop_fl.halves:IOPServer", "Jiang et al., IOP-FL, IEEE TMI 2023"),
-        Method("grace", "grace.halves:GraceSite", "grace.halves:GraceServer", "Zhang et al., GRACE, MICCAI 2023"),
-        Method("moon", "baselines.moon:MoonSite", "baselines.moon:MoonServer", "Li et al., MOON, CVPR 2021"),
-        Method("robust", "fedavg:FedAvgSite", "baselines.robust:RobustServer", "Yin et al., ICML 2018"),
-        Method("prr", "prr.halves:PRRSite", "prr.halves:PRRServer", "Chen et al., PRR-Imbalance, IEEE TMI 2022"),
-    )
-}
-
-# kind of a delivered model -> "module:function" that builds its module; "plain" is built by medflare.inference.deployed
-BUILDERS: dict[str, str] = {
-    "dsbn": "grace.adaptation:dsbn_model",
-    "ensemble": "iop_fl.outside:ensemble_model",
-    "routed": "iop_fl.outside:routed_model",
-    "super": "fedsm.super_model:super_model",
-    "super_extra": "fedsm.extra:extra_super_model",
-    "tent": "grace.adaptation:tent_model",
-}
+GROUP = "medflare.methods"  # the entry points of other distributions, and the package in which our own methods lie
+_NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")  # what this folder holds beside methods
 
 
 def get_method(name: str, *, site: str | None = None, server: str | None = None) -> Method:
     """A method by name; `site` and `server` swap in the half of another method (GRACE's server on a MOON site, say).
 
     Raises:
-        ConfigError: no such method, with the nearest name.
+        ConfigError: no such method, with the nearest name, or one that cannot be loaded.
     """
-    chosen, of_site, of_server = (_known(part or name) for part in (name, site, server))
-    if of_site is chosen and of_server is chosen:
-        return chosen
-    return Method(f"{of_site.name}+{of_server.name}", of_site.site_half, of_server.server_half, f"{of_site.paper}; {of_server.paper}")
+    of_site, of_server = (_known(part or name) for part in (site, server))
+    return paired(of_site, of_server)
+
+
+def all_methods() -> list[Method]:
+    """Every method, ours and others', sorted by name."""
+    return [_known(name) for name in method_names()]
+
+
+def method_names() -> tuple[str, ...]:
+    """Names of all methods, ours and others', sorted; imports no half."""
+    return tuple(sorted({*_own(), *_foreign()}))
+
+
+def build_deployed(task: "TaskConfig", message: "Message") -> "nn.Module":
+    """The module (images to probabilities) of a delivered model of any kind.
+
+    Raises:
+        ConfigError: a kind that no method builds.
+        StateError: weights that do not fit the task.
+    """
+    from medflare.inference.deployed import build
+
+    return build(task, message, _builder)
+
+
+@cache
+def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
+    """What builds models of a kind; None where no method does. Ours are asked first."""
+    for name in (*_own(), *_foreign()):
+        if kind in (models := _known(name).models):
+            return loaded(models[kind])
+    return None
 
 
 def _known(name: str) -> Method:
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(METHODS))}"
-        raise ConfigError(f"no method {name!r}; {hint}")
-    return METHODS[name]
+    if name in _own():
+        return next(method for method in _methods_in(_own()[name]) if method.name == name)
+    if name in _foreign():
+        return _from_elsewhere(_foreign()[name])
+    raise ConfigError(no_such("method", name, method_names()))
 
 
-def build_deployed(task: TaskConfig, message: Message) -> nn.Module:
-    """The module (images -> probabilities) of a delivered model of any kind."""
-    from medflare.inference.deployed import plain_model
+@cache
+def _own() -> dict[str, str]:
+    """Method -> module that holds it, in this room: packages are asked, a shelf's modules and single modules are named like theirs."""
+    found: dict[str, str] = {}
+    folder = Path(__file__).parent
+    for item in pkgutil.iter_modules([str(folder)]):
+        place = f"{GROUP}.{item.name}"
+        if item.name in _NO_METHODS:
+            continue
+        if not item.ispkg:
+            found[item.name] = place
+        elif held := list(_methods_in(place)):
+            found |= {method.name: place for method in held}
+        else:
+            found |= {inner.name: f"{place}.{inner.name}" for inner in pkgutil.iter_modules([str(folder / item.name)])}
+    return found
 
-    kind = message.facts.get("kind", "plain")
-    if kind == "plain":
-        return plain_model(task, message)
-    if kind not in BUILDERS:
-        raise ConfigError(f"no builder for a model of kind {kind!r}; known kinds: plain, {', '.join(sorted(BUILDERS))}")
-    return _load(BUILDERS[kind])(task, message)
+
+def _methods_in(module: str) -> Iterator[Method]:
+    held = vars(importlib.import_module(module)).values()
+    return (value for value in held if isinstance(value, Method))
+
+
+@cache
+def _foreign() -> dict[str, EntryPoint]:
+    """Methods of other distributions by name.
+
+    Raises:
+        ConfigError: two distributions, or one and we ourselves, claim the same name.
+    """
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        other = found.get(point.name)
+        if point.name in _own() or (other is not None and other.value != point.value):
+            raise ConfigError(f"method {point.name!r} is brought by {_owner(point)} and exists already; uninstall one of the two")
+        found[point.name] = point
+    return found
+
+
+def _from_elsewhere(point: EntryPoint) -> Method:
+    try:
+        method = point.load()
+    except Exception as error:
+        raise ConfigError(f"method {point.name!r} of {_owner(point)} cannot be loaded ({type(error).__name__}: {error})") from error
+    if not isinstance(method, Method) or method.name != point.name:
+        raise ConfigError(f"entry point {point.name!r} of {_owner(point)} must name a Method object with that name, it names {method!r}")
+    return method
+
+
+def _owner(point: EntryPoint) -> str:
+    return f"the distribution {point.dist.name}" if point.dist is not None else point.value

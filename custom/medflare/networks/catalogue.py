@@ -1,14 +1,14 @@
 """Networks by configuration. Every one is a `features.FeatureNetwork`: it returns features and output, as alignment and prototypes need."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.rng import seeded
+from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
 from medflare.networks.features import FeatureNetwork
-from medflare.tasks.config import TaskConfig, unknown
+from medflare.tasks.config import TaskConfig
 
 NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
     "compact_selector": classifiers.compact_selector,
@@ -34,10 +34,7 @@ def build_network(spec: Mapping[str, Any], in_channels: int, out_channels: int) 
     if name not in NETWORKS:
         raise unknown("network", str(name), NETWORKS, "network")
     build = NETWORKS[name]
-    accepted = [key for key in inspect.signature(build).parameters if key not in ("in_channels", "out_channels")]
-    for key in settings:
-        if key not in accepted:
-            raise unknown("argument", key, accepted, f"network {name}")
+    refuse_arguments(build, settings, f"network {name}", taken=["in_channels", "out_channels"])
     try:
         network = build(in_channels, out_channels, **settings)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:

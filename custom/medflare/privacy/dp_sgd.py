@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from medflare.core.rng import seeded
 from medflare.privacy.ledger import Release
+from medflare.privacy.sampling import drawn_patients, training_patients
 from medflare.sites.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -74,13 +75,13 @@ def train_dp_sgd(
         loss: (model, images, targets) -> the mean of the images' losses; default: the task's loss of the model's output.
     """
     model.train()
-    expected = release.rate * site.training_patients
+    expected = release.rate * training_patients(site)
     hooks = GradSampleModule(model, loss_reduction="mean")
     noisy = NoisyOptimizer(optimizer, random, noise_multiplier=release.noise, max_grad_norm=clip, expected_batch_size=expected)
     try:
         with seeded(int(random.integers(2**62)), "dropout"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Full backward hook is firing")  # as it must, for the first layer
-            for images, targets, _ in site.drawn_patients(release.rate, release.steps, random):
+            for images, targets, _ in drawn_patients(site, release.rate, release.steps, random):
                 noisy.zero_grad(set_to_none=True)
                 if len(images):
                     value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)

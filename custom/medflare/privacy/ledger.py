@@ -5,15 +5,16 @@ the first answer may have left the site: nothing is ever taken off a ledger.
 """
 
 import fcntl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from medflare.core.errors import ConfigError, PrivacyError
+from medflare.core.errors import PrivacyError
 from medflare.core.message import Message
-from medflare.core.store import StateStore, Store
+from medflare.core.store import MemoryStore, StateStore, Store
+from medflare.sites.local import PrivacyLimit
 
 
 class Release(NamedTuple):
@@ -100,20 +101,35 @@ class Budget:
             yield
 
 
-def budget_of(settings: Any, site: str, folder: Path | None = None) -> Budget:
-    """The budget of `"privacy": {"epsilon": 8, "delta": 1e-5, "ledger": FOLDER}` in a site's local/medflare.json.
+def budget_of(limit: PrivacyLimit | None, site: str, folder: Path) -> Budget | None:
+    """A site's budget by its own settings, None where it has set none.
 
     Args:
         folder: for the ledger, unless the settings name one.
-
-    Raises:
-        ConfigError: it cannot be understood; a budget that is misspelt must not be taken for none.
     """
-    wanted = 'privacy takes "epsilon" (above 0), "delta" (between 0 and 1) and, if need be, "ledger" (a folder)'
-    chosen = dict(settings) if isinstance(settings, Mapping) else {}
-    limits = [chosen.pop(name, None) for name in ("epsilon", "delta")]
-    given = chosen.pop("ledger", folder)
-    numbers = [float(limit) for limit in limits if isinstance(limit, (int, float)) and not isinstance(limit, bool)]
-    if chosen or len(numbers) < 2 or not numbers[0] > 0 or not 0 < numbers[1] < 1 or not isinstance(given, (str, Path)):
-        raise ConfigError(f"local/medflare.json: {wanted}; got {settings!r}")
-    return Budget(numbers[0], numbers[1], Path(given).expanduser(), site)
+    if limit is None:
+        return None
+    return Budget(limit.epsilon, limit.delta, Path(limit.ledger or folder).expanduser(), site)
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a site gives away in one run, and how much it may.
+
+    Attributes:
+        ledger: of this run.
+        budget: over all runs; None for no limit.
+    """
+
+    ledger: Ledger = field(default_factory=lambda: Ledger(MemoryStore()))
+    budget: Budget | None = None
+
+    def charge(self, release: Release, epsilon_of: Accountant) -> None:
+        """Count a release that is about to happen.
+
+        Raises:
+            PrivacyError: it would exceed the budget; nothing is counted then.
+        """
+        if self.budget is not None:
+            self.budget.charge(release, epsilon_of)
+        self.ledger.add(release)

@@ -6,12 +6,12 @@ protected is a training patient, with all images. The mechanism is in `dp_sgd.py
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -19,25 +19,25 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.packages import installed
+from medflare.core.settings import STRICT
 from medflare.networks.catalogue import build_network
-from medflare.privacy.ledger import Release
+from medflare.privacy.ledger import Account, Release
+from medflare.privacy.sampling import training_patients
 from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images
 
-PREFIX = "dp_"  # of the names below
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class PrivacyHyper:
-    dp_noise: float = param(
-        0.0, "noise of DP-SGD, its deviation in units of dp_clip; 0: no DP-SGD", symbol="σ", source="Abadi 2016, Alg. 1", low=0
-    )
+    """What a half has that can train with DP-SGD."""
+
+    dp_noise: float = param(0.0, "deviation of DP-SGD's noise in units of dp_clip; 0: none", symbol="σ", source="Abadi 2016, Alg. 1", low=0)
     dp_clip: float = param(1.0, "largest norm of one patient's gradient", symbol="C", source="Abadi 2016, Alg. 1", low=1e-6)
     dp_delta: float = param(1e-5, "δ that ε is given for", symbol="δ", source="Abadi 2016, Sec. 2.1", low=1e-12, high=0.1)
 
 
-def is_private(hyper: object) -> bool:
+def is_private(hyper: object) -> TypeGuard[PrivacyHyper]:
     """Whether these settings ask for DP-SGD."""
     return isinstance(hyper, PrivacyHyper) and hyper.dp_noise > 0
 
@@ -67,9 +67,10 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
         ConfigError: Opacus is missing, or δ is so large that giving away one patient outright would be allowed.
     """
     _dp_sgd(site)
-    if hyper.dp_delta * site.training_patients >= 1:
+    patients = training_patients(site)
+    if hyper.dp_delta * patients >= 1:
         raise ConfigError(
-            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below 1 / {site.training_patients} training patients, "
+            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below 1 / {patients} training patients, "
             "so it would allow to give one of them away; choose it far smaller"
         )
 
@@ -78,6 +79,7 @@ def train_privately(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     site: Site,
+    account: Account,
     hyper: PrivacyHyper,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
@@ -88,19 +90,17 @@ def train_privately(
     """
     dp_sgd = _dp_sgd(site)
     release = planned(site, hyper)
-    if site.budget is not None:
-        site.budget.charge(release, dp_sgd.epsilon_of)
-    site.ledger.add(release)
-    dp_sgd.train_dp_sgd(model, optimizer, site, release, hyper.dp_clip, secret(), loss)
+    account.charge(release, dp_sgd.epsilon_of)
+    dp_sgd.train_dp_sgd(model, optimizer, site, release, hyper.dp_clip, system_generator(), loss)
 
 
 def planned(site: Site, hyper: PrivacyHyper) -> Release:
     """One round: as many steps an epoch as draw every patient once on average."""
-    patients, batch = site.training_patients, site.batch_size
+    patients, batch = training_patients(site), site.batch_size
     return Release(hyper.dp_noise, min(1.0, batch / patients), site.task.local_epochs * math.ceil(patients / batch))
 
 
-def secret() -> np.random.Generator:
+def system_generator() -> np.random.Generator:
     """A generator from 128 bits of the operating system, nowhere kept.
 
     The run's seed will not do: the server knows it, and could take the noise out again and tell who was drawn.
@@ -108,9 +108,9 @@ def secret() -> np.random.Generator:
     return np.random.default_rng()
 
 
-def spent(site: Site, hyper: PrivacyHyper) -> dict[str, Any] | None:
+def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str, Any] | None:
     """What the site's training has cost its patients in this run so far: {"epsilon", "delta", "steps"}; None before it trained."""
-    releases = site.ledger.releases()
+    releases = account.ledger.releases()
     if not releases:
         return None
     epsilon = _dp_sgd(site).epsilon_of(releases, hyper.dp_delta)

@@ -3,25 +3,77 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import field
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
+from medflare.core.settings import STRICT, checked, nested, one_of, takes, unknown
+from medflare.tasks.metrics_table import metrics_of, selection_metrics
+from medflare.tasks.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SEGMENTATION_METRICS = ("dice", "iou", "hd95")
-CLASSIFICATION_METRICS = ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro")
-_TARGETS = ("binary", "multiclass", "multilabel")
-_REMEDY = "see app_configs/ for working examples"
+_REMEDY: Final = "see app_configs/ for working examples"
 
 
-@dataclass(frozen=True)
+def _non_empty(value: str) -> str:
+    if not value.strip():
+        raise ValueError("a non-empty text")
+    return value
+
+
+def _different(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names or len(set(names)) < len(names):
+        raise ValueError("a list of different label names")
+    return names
+
+
+def _named(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise ValueError('an object like {"name": ..., arguments}')
+    return dict(value)
+
+
+@dataclass(frozen=True, config=STRICT)
+class _OptimizerBasics:
+    """What every optimiser needs; torch checks the rest when it builds one."""
+
+    name: Annotated[str, one_of(*OPTIMIZERS)]
+    lr: Annotated[float, Field(gt=0)]
+
+
+def _optimizer(value: Any) -> dict[str, Any]:
+    settings = _named(value)
+    _OptimizerBasics(**{name: settings[name] for name in ("name", "lr") if name in settings})
+    return settings
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Slices:
+    axis: Annotated[int, one_of(0, 1, 2)] = 2
+    keep: Literal["all", "foreground"] = "all"
+
+
+def _written_out(slices: Any) -> Any:
+    """JSON with the defaults, so that they count in the fingerprint; what is no such object is left to the next check."""
+    return dataclasses.asdict(slices) if isinstance(slices, _Slices) else slices
+
+
+Name = Annotated[str, AfterValidator(_non_empty)]
+Count = Annotated[int, Field(ge=1)]
+Named = Annotated[dict[str, Any], BeforeValidator(_named)]
+Optimizer = Annotated[dict[str, Any], BeforeValidator(_optimizer)]
+Slices = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Slices)]
+
+
+@dataclass(frozen=True, config=STRICT)
 class TaskConfig:
     """One learning problem, the same at every site.
 
@@ -33,9 +85,9 @@ class TaskConfig:
             label 0 is the background).
         channels: image channels fed to the network, 1 (RGB files become luminance) or 3 (grey files are repeated).
         size: (H, W) in pixels that every image is resized to.
-        network: {"name": ..., arguments}, see `tasks.networks`.
+        network: {"name": ..., arguments}, see `networks.catalogue`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
-        optimizer: {"name": "adam" | "adamw" | "sgd", "lr": ..., arguments of torch's optimiser}.
+        optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimiser}.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
         metric: validation metric that selects models; higher is better.
@@ -51,27 +103,27 @@ class TaskConfig:
         source: citation and licence of the data; says so where images are synthetic.
     """
 
-    name: str
-    kind: str
-    target: str
-    labels: tuple[str, ...]
-    channels: int
-    size: tuple[int, int]
-    network: dict[str, Any]
-    loss: dict[str, Any]
-    optimizer: dict[str, Any]
-    batch_size: int
-    local_epochs: int
-    metric: str
-    intensity: dict[str, Any] = field(
+    name: Name
+    kind: Literal["segmentation", "classification"]
+    target: Literal["binary", "multiclass", "multilabel"]
+    labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
+    channels: Annotated[int, one_of(1, 3)]
+    size: Annotated[tuple[Count, Count], takes("[height, width] in pixels, each at least 1")]
+    network: Named
+    loss: Named
+    optimizer: Optimizer
+    batch_size: Count
+    local_epochs: Count
+    metric: Name
+    intensity: Named = field(
         default_factory=lambda: {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 255, "b_min": 0.0, "b_max": 1.0, "clip": True}
     )
-    augment: tuple[dict[str, Any], ...] = ()
-    slices: dict[str, Any] = field(default_factory=lambda: {"axis": 2, "keep": "all"})
-    label_values: dict[str, list[int]] = field(default_factory=dict)
-    unlisted_labels: str = "error"
+    augment: tuple[Named, ...] = ()
+    slices: Slices = field(default_factory=lambda: dataclasses.asdict(_Slices()))
+    label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
+    unlisted_labels: Literal["error", "drop"] = "error"
     resplit: int | None = None
-    embedded: str = ""
+    embedded: Literal["", "phantom"] = ""
     source: str = ""
 
     @property
@@ -86,7 +138,8 @@ class TaskConfig:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return SEGMENTATION_METRICS if self.kind == "segmentation" else CLASSIFICATION_METRICS
+        """Names of all metrics that there are for the task."""
+        return metrics_of(self.kind)
 
     def probabilities(self, logits: "Tensor") -> "Tensor":
         """Probabilities of the same shape: softmax over dimension 1 (multiclass) or sigmoid (binary, multilabel)."""
@@ -145,30 +198,8 @@ def _read(source: str | Path) -> tuple[str, str]:
     raise unknown("task", str(source), presets())
 
 
-def unknown(what: str, value: str, known: Iterable[str], place: str = "") -> ConfigError:
-    """The error for a setting's name that does not exist."""
-    return ConfigError(no_such(what, value, known, place))
-
-
-def no_such(what: str, value: str, known: Iterable[str], place: str = "") -> str:
-    """One line about a name that does not exist, with the closest names that do."""
-    names = sorted(known)
-    close = get_close_matches(str(value), names, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{place + ': ' if place else ''}unknown {what} {value!r}; {hint}known: {', '.join(names)}"
-
-
 def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
-    fields = {item.name: item for item in dataclasses.fields(TaskConfig)}
-    for key in content:
-        if key not in fields:
-            raise unknown("setting", key, fields, place)
-    for key, item in fields.items():
-        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if required and key not in content:
-            raise ConfigError(f"{place}: setting {key!r} is missing; {_REMEDY}")
-    values = {key: _CHECKS[key](value, f"{place}: {key}") for key, value in content.items()}
-    task = TaskConfig(**values)
+    task = checked(TaskConfig, content, place, remedy=_REMEDY)
     _check_together(task, place)
     return task
 
@@ -179,8 +210,8 @@ def _check_together(task: TaskConfig, place: str) -> None:
         raise ConfigError(f"{place}: a binary task has one label, got {list(task.labels)}; use target 'multiclass' or 'multilabel'")
     if task.target == "multiclass" and len(task.labels) < 2:
         raise ConfigError(f"{place}: a multiclass task needs at least two labels, got {list(task.labels)}; use target 'binary'")
-    if task.metric not in task.metrics or task.metric == "hd95":
-        raise unknown("metric", task.metric, [name for name in task.metrics if name != "hd95"], place)
+    if task.metric not in selection_metrics(task.kind):
+        raise unknown("metric", task.metric, selection_metrics(task.kind), place)
     if task.kind == "classification" and task.slices["keep"] == "foreground":
         raise ConfigError(f"{place}: slices.keep 'foreground' needs masks, which a classification task lacks; use 'all'")
     for label in task.label_values:
@@ -189,118 +220,3 @@ def _check_together(task: TaskConfig, place: str) -> None:
     missing = [label for label in task.labels if label not in task.label_values]
     if task.label_values and missing:
         raise ConfigError(f"{place}: label_values says nothing about {', '.join(missing)}; list every label's values")
-
-
-def _fail(place: str, expected: str, value: Any) -> ConfigError:
-    return ConfigError(f"{place} must be {expected}, got {value!r}")
-
-
-def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise _fail(place, "text", value)
-    return value
-
-
-def _name(value: Any, place: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise _fail(place, "a non-empty text", value)
-    return value
-
-
-def _one_of(*choices: Any) -> Any:
-    def check(value: Any, place: str) -> Any:
-        if value not in choices or isinstance(value, bool):
-            raise _fail(place, " or ".join(repr(choice) for choice in choices), value)
-        return value
-
-    return check
-
-
-def _count(value: Any, place: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _fail(place, "a whole number of at least 1", value)
-    return value
-
-
-def _optional_seed(value: Any, place: str) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise _fail(place, "a whole number or null", value)
-    return value
-
-
-def _labels(value: Any, place: str) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not value or len(set(map(str, value))) != len(value):
-        raise _fail(place, "a list of different label names", value)
-    return tuple(_name(item, place) for item in value)
-
-
-def _size(value: Any, place: str) -> tuple[int, int]:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise _fail(place, "[height, width] in pixels", value)
-    return _count(value[0], place), _count(value[1], place)
-
-
-def _named(value: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise _fail(place, 'an object like {"name": ..., arguments}', value)
-    return dict(value)
-
-
-def _named_list(value: Any, place: str) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list | tuple):
-        raise _fail(place, "a list of transforms", value)
-    return tuple(_named(item, f"{place}[{index}]") for index, item in enumerate(value))
-
-
-def _optimizer(value: Any, place: str) -> dict[str, Any]:
-    settings = _named(value, place)
-    _one_of("adam", "adamw", "sgd")(settings["name"], f"{place}.name")
-    rate = settings.get("lr")
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate < float("inf"):
-        raise _fail(f"{place}.lr", "a positive learning rate", rate)
-    return settings
-
-
-def _slices(value: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _fail(place, 'an object like {"axis": 2, "keep": "all"}', value)
-    checks = {"axis": _one_of(0, 1, 2), "keep": _one_of("all", "foreground")}
-    for key in value:
-        if key not in checks:
-            raise unknown("setting", key, checks, place)
-    settings = {"axis": 2, "keep": "all", **value}
-    return {key: checks[key](item, f"{place}.{key}") for key, item in settings.items()}
-
-
-def _label_values(value: Any, place: str) -> dict[str, list[int]]:
-    if not isinstance(value, Mapping):
-        raise _fail(place, 'an object like {"tumour": [1, 4]}', value)
-    for label, numbers in value.items():
-        whole = isinstance(numbers, list | tuple) and all(isinstance(item, int) and not isinstance(item, bool) for item in numbers)
-        if not whole or not numbers:
-            raise _fail(f"{place}.{label}", "a list of whole numbers", numbers)
-    return {label: list(numbers) for label, numbers in value.items()}
-
-
-_CHECKS: dict[str, Any] = {
-    "name": _name,
-    "kind": _one_of("segmentation", "classification"),
-    "target": _one_of(*_TARGETS),
-    "labels": _labels,
-    "channels": _one_of(1, 3),
-    "size": _size,
-    "network": _named,
-    "loss": _named,
-    "optimizer": _optimizer,
-    "batch_size": _count,
-    "local_epochs": _count,
-    "metric": _name,
-    "intensity": _named,
-    "augment": _named_list,
-    "slices": _slices,
-    "label_values": _label_values,
-    "unlisted_labels": _one_of("error", "drop"),
-    "resplit": _optional_seed,
-    "embedded": _one_of("", "phantom"),
-    "source": _text,
-}

@@ -1,9 +1,8 @@
 """Task losses by configuration, on logits; MONAI's where it has one.
 
-Every loss is a module called with logits (N, outputs, ...) and targets as in `data.Split`, and returns the scalar mean.
+Every loss is a module called with logits (N, outputs, ...) and targets as in `data.splits.Split`, and returns the scalar mean.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medflare.core.errors import ConfigError
-from medflare.tasks.config import TaskConfig, unknown
+from medflare.core.settings import refuse_arguments, unknown
+from medflare.tasks.config import TaskConfig
 
 
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
@@ -26,10 +26,7 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
     if name not in LOSSES:
         raise unknown("loss", name, LOSSES, "loss")
     build = LOSSES[name]
-    accepted = [key for key in inspect.signature(build).parameters if key != "task"]
-    for key in settings:
-        if key not in accepted:
-            raise unknown("argument", key, accepted, f"loss {name}")
+    refuse_arguments(build, settings, f"loss {name}", taken=["task"])
     try:
         return build(task, **settings)
     except (TypeError, ValueError) as error:

@@ -41,7 +41,7 @@ def score(probabilities: Tensor, targets: Tensor, patients: Sequence[str], task:
 
     Args:
         probabilities: what `task.probabilities` gives: (N, outputs, H, W) or (N, outputs).
-        targets: as in `data.Split`.
+        targets: as in `data.splits.Split`.
         patients: patient of every image; segmentation is scored per patient, classification per image.
     """
     if not len(patients):
@@ -63,7 +63,7 @@ def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
 
 
 def structures(targets: Tensor, task: TaskConfig) -> Tensor:
-    """True masks of the foreground classes, bool (N, C, H, W), from targets as in `data.Split`."""
+    """True masks of the foreground classes, bool (N, C, H, W), from targets as in `data.splits.Split`."""
     if task.target == "multiclass":
         return targets[:, None] == torch.arange(1, len(task.labels), device=targets.device).view(1, -1, 1, 1)
     return (targets[:, None] if task.target == "binary" else targets) > 0.5

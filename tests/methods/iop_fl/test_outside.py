@@ -15,7 +15,7 @@ from medflare.methods.fedavg import FedAvgServer
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.halves import IOPHyper, IOPServer, IOPSite
 from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
-from medflare.sites.site import open_site
+from medflare.sites.opening import open_site
 from medflare.tasks.config import load_task
 from methods import squares
 from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, play, site

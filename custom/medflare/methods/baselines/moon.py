@@ -3,23 +3,36 @@
 A site's features are drawn to those of the global model and pushed away from those of its own model of the round before.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
+from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
-from medflare.methods.grace.halves import GraceServer, GraceServerHyper
-from medflare.methods.grace.local_model import LocalModelHyper, LocalModelSite
+from medflare.methods.base import Kept
+from medflare.methods.fedavg.site import MODEL
+from medflare.methods.grace.hyper import GraceServerHyper, LocalModelHyper
+from medflare.methods.grace.local_model import LocalModelSite
+from medflare.methods.grace.server import GraceServer
 from medflare.methods.grace.two_step import Penalty, train_two_steps
+from medflare.methods.method import Method
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper, is_private
 from medflare.tasks.config import TaskConfig
+
+METHOD = Method(
+    name="moon",
+    title="Model-contrastive training",
+    paper="Li et al., MOON, CVPR 2021",
+    site="medflare.methods.baselines.moon:MoonSite",
+    server="medflare.methods.baselines.moon:MoonServer",
+)
 
 
 def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float = 0.5) -> Tensor:
@@ -38,40 +51,42 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class MoonSiteHyper(PrivacyHyper, LocalModelHyper):
+    """The contrastive loss."""
+
     mu: float = param(1.0, "weight of the contrastive loss", symbol="μ", source="MOON, Eq. 4", low=0)
     temperature: float = param(0.5, "of the contrastive loss", symbol="τ", source="MOON, Eq. 3", low=1e-6)
     two_step: bool = param(False, "GRACE's meta-train and meta-update with this loss as alignment", source="GRACE's code")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class MoonServerHyper(GraceServerHyper):
-    server: str = param("fedavg", "FedAvg's weights, or GRACE's by consistency", source="GRACE, Table 4", choices=("fedavg", "grace"))
+    """FedAvg's, or GRACE's."""
+
+    consistency: bool = param(False, "GRACE's weights by consistency; false: FedAvg's", source="GRACE, Table 4")
 
 
-class MoonSite(LocalModelSite):
+class MoonSite(LocalModelSite[MoonSiteHyper]):
     """Adds the contrastive loss to local training from the second round on, when there is a previous model."""
 
     Hyper: ClassVar[type] = MoonSiteHyper
 
-    def __init__(self, site: Any, hyper: Any, sites: tuple[str, ...]):
-        super().__init__(site, hyper, sites)
-        self.previous: StateDict | None = None
+    previous = Kept("previous")
 
     @classmethod
-    def check(cls, task: TaskConfig, hyper: Any) -> None:
-        super().check(task, hyper)
+    def check(cls, task: TaskConfig, hyper: MoonSiteHyper, server_hyper: Any) -> None:
+        super().check(task, hyper, server_hyper)
         if is_private(hyper) and (hyper.two_step or hyper.probe):
             reason = "meta-train follows a gradient without noise" if hyper.two_step else "the A-distance is measured on training images"
             raise ConfigError(f"dp_noise: {reason}; set two_step=false probe=false")
 
     def train(self, round: int, incoming: Message) -> Message:
         reply = super().train(round, incoming)
-        self.previous = reply.states["model"]
+        self.previous = reply.states[MODEL]
         return reply
 
-    def fit(self, model: Any, optimizer: Any, round: int) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
         penalty = None if self.previous is None else self._contrast(model, self.previous)
         if self.hyper.two_step:
             return train_two_steps(model, optimizer, self.site, round, penalty)
@@ -94,16 +109,6 @@ class MoonSite(LocalModelSite):
             return self.hyper.mu * contrastive_loss(features, z_global, z_previous, self.hyper.temperature)
 
         return penalty
-
-    def state(self) -> Message:
-        message = super().state()
-        if self.previous is not None:
-            message.states["previous"] = self.previous
-        return message
-
-    def restore(self, state: Message) -> None:
-        super().restore(state)
-        self.previous = state.states.get("previous")
 
 
 class MoonServer(GraceServer):

@@ -9,25 +9,40 @@ The screening of updates comes first and catches what is plainly wrong; these me
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.message import Message
+from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
-from medflare.methods.base import ServerContext
-from medflare.methods.fedavg import FedAvgServer
+from medflare.methods.aggregation import Aggregation, SiteModel, states_of
+from medflare.methods.base import ServerContext, ServerHyper
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.method import Method
+
+METHOD = Method(
+    name="robust",
+    title="Coordinate-wise median or trimmed mean",
+    paper="Yin et al., ICML 2018",
+    site="medflare.methods.fedavg.site:FedAvgSite",
+    server="medflare.methods.baselines.robust:RobustServer",
+)
 
 
-@dataclass(frozen=True)
-class RobustHyper:
-    rule: str = param("median", "coordinate-wise median or trimmed mean", source="Definitions 1, 2", choices=("median", "trimmed"))
+@dataclass(frozen=True, config=STRICT)
+class RobustHyper(ServerHyper):
+    """Which mean, and how much it cuts off."""
+
+    rule: Literal["median", "trimmed"] = param("median", "coordinate-wise median or trimmed mean", source="Definitions 1, 2")
     trim: float = param(0.2, "fraction of the sites cut off at either end by the trimmed mean", symbol="β", low=0.0, high=0.5)
-    selection: str = param("best", "deliver the round with the best validation metric, or the last one", choices=("best", "last"))
+
+    def __post_init__(self) -> None:
+        if self.rule == "trimmed" and self.trim >= 0.5:
+            raise ConfigError(f"trim = {self.trim} cuts off everybody; choose it below 0.5")
 
 
 def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -> StateDict:
@@ -62,17 +77,21 @@ def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
     return kept.mean(dim=0).to(stacked.dtype)
 
 
-class RobustServer(FedAvgServer):
+class RobustAggregation(Aggregation[RobustHyper]):
+    """The chosen robust mean, for everybody."""
+
+    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        return robust_mean(states_of(models), self.hyper.rule, self.hyper.trim)
+
+
+class RobustServer(FedAvgServer[RobustHyper]):
     """FedAvg with a robust mean in place of the weighted one; a server half for any site half that FedAvg's server serves."""
 
     Hyper: ClassVar[type] = RobustHyper
+    aggregation_class: ClassVar[type[Aggregation[Any]]] = RobustAggregation
 
-    def __init__(self, context: ServerContext, hyper: Any):
-        super().__init__(context, hyper)
-        if hyper.rule == "trimmed" and hyper.trim >= 0.5:
-            raise ConfigError(f"trim = {hyper.trim} cuts off everybody; choose it below 0.5")
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
         if len(context.sites) < 3:
-            context.events.add("warning", f"{hyper.rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
-
-    def aggregate(self, replies: Mapping[str, Message]) -> StateDict:
-        return robust_mean({site: reply.states["model"] for site, reply in replies.items()}, self.hyper.rule, self.hyper.trim)
+            text = f"{self.hyper.rule} of {len(context.sites)} sites is their mean: robustness needs three or more"
+            context.events.add("warning", text)

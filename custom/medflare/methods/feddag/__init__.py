@@ -1,0 +1,33 @@
+"""FedDAG (Che et al., arXiv 2501.13967): sites generate images of domains that nobody has, and learn not to mind.
+
+On every batch (NDAG, Sec. III-B) a generator G learns perturbations x^ = x + α G(x) (Eq. 2) that move the student's features away
+from the teacher's (Eq. 1, capped at m) while the image stays classifiable (Eq. 3); then the student S learns to give x^ the
+features of x (Eq. 4) and the right answer, and the teacher T follows it as a moving average. The server aggregates with SHA,
+which works on any site half.
+"""
+
+from typing import Any
+
+from medflare.core.facade import public
+from medflare.methods.method import Method
+
+METHOD = Method(
+    name="feddag",
+    title="Domain-adversarial generation",
+    paper="Che et al., FedDAG, arXiv 2501.13967",
+    site="medflare.methods.feddag.site:FedDAGSite",
+    server="medflare.methods.feddag.server:FedDAGServer",
+)
+SHA = Method(
+    name="sha",
+    title="Sharpness-aware hierarchical aggregation",
+    paper="Che et al., FedDAG, arXiv 2501.13967, Sec. III-C",
+    site="medflare.methods.fedavg.site:FedAvgSite",
+    server="medflare.methods.feddag.sha:SHAServer",
+)
+
+_PUBLIC = dict.fromkeys(("discrepancy", "sharpness_perturbation", "soft_balancing_weights", "within_client_average"), "formulas")
+
+
+def __getattr__(name: str) -> Any:
+    return public(__name__, _PUBLIC, name)

@@ -1,0 +1,35 @@
+"""FedSM (Xu et al., CVPR 2022): a "super model" of a global model, one personal model per site and a selector between them.
+
+For an image from anywhere the selector's most probable site k serves its personal model if the probability exceeds γ, else the
+global model answers. Its relatives whose selector learns after the other models stand in `extra.py`.
+"""
+
+from typing import Any
+
+from medflare.core.facade import public
+from medflare.methods.method import Method
+
+METHOD = Method(
+    name="fedsm",
+    title="Super model of personal models and a selector",
+    paper="Xu et al., FedSM, CVPR 2022",
+    site="medflare.methods.fedsm.site:FedSMSite",
+    server="medflare.methods.fedsm.server:FedSMServer",
+    models={"super": "medflare.methods.fedsm.super_model:super_model"},
+)
+EXTRA = Method(
+    name="fedsm_extra",
+    title="FedSM-extra and the ensemble",
+    paper="Xu et al., FedSM, CVPR 2022, Sec. 3.1",
+    site="medflare.methods.fedsm.extra:FedSMExtraSite",
+    server="medflare.methods.fedsm.extra:FedSMExtraServer",
+    models={"super_extra": "medflare.methods.fedsm.extra:extra_super_model"},
+)
+
+_PUBLIC = dict.fromkeys(
+    ("GAMMAS", "choose_model", "ensemble_output", "extra_labels", "soft_pull", "tuned_gamma", "apfl_mixture", "pfedme_outer"), "formulas"
+)
+
+
+def __getattr__(name: str) -> Any:
+    return public(__name__, _PUBLIC, name)

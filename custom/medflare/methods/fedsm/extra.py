@@ -6,73 +6,62 @@ training image with the model of the smallest loss and later takes the most prob
 the weighted output and later answers with that weighted output.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.core.hyper import param
-from medflare.core.manifest import Manifest
+from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
-from medflare.methods.base import Plan, ServerContext, Step
-from medflare.methods.fedsm.halves import FedSMHyper, FedSMServer, FedSMSite
-from medflare.methods.fedsm.selector import SelectorLoss
+from medflare.data.splits import Batch
+from medflare.methods.base import MEASURED, Plan, Step
+from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
+from medflare.methods.fedsm.hyper import FedSMExtraServerHyper, FedSMExtraSiteHyper
+from medflare.methods.fedsm.selector import SENT, SelectorLoss, selector_entries
+from medflare.methods.fedsm.server import PersonalServer
+from medflare.methods.fedsm.site import GLOBAL, LOSSES, META, MODEL, PERSONAL, PERSONAL_OF, SUPER, UPDATE, PersonalSite
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
-from medflare.sites.site import Batch, Site
 from medflare.tasks.config import TaskConfig
 
-
-def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:
-    """h = Σ_k ŷ_k h_k (Sec. 3.1.1): outputs (N, K+1, ...) weighted by scores (N, K+1), giving (N, ...)."""
-    return (outputs * scores.reshape(*scores.shape, *[1] * (outputs.ndim - 2))).sum(dim=1)
+_FROZEN = Entry("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
+_COMBINE = Fact("combine", "whether one model answers, or all by their scores")
 
 
-def extra_labels(losses: Tensor) -> Tensor:
-    """FedSM-extra's label of each image, argmin_k L(h_k, y) over the K + 1 models (Eq. 1): losses (N, K+1) -> (N,).
-
-    Eq. 1 prints L(h, h_k), which cannot be meant: the super model's output h does not exist before its selector does.
-    """
-    return losses.argmin(dim=1)
+def one_score_more(plan: Plan[Any, Any]) -> int:
+    """Outputs of the selector: one for the global model and one for every site."""
+    return len(plan.sites) + 1
 
 
-@dataclass(frozen=True)
-class FedSMExtraHyper(FedSMHyper):
-    combine: str = param("extra", "label by the best model, or learn the weighted output", source="Sec. 3.1", choices=("extra", "ensemble"))
-    selector_rounds: int = param(50, "extra rounds for the selector", source="Sec. 4", low=1)
-    selector_updates: int = param(1, "not used: the selector has rounds of its own", choices=(1,))
-    gamma: float | str = param(0.0, "not used: the selector's K + 1 scores include the global model", choices=(0.0,))
+class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
+    """Trains the selector alone once the other models are finished."""
 
-
-class FedSMExtraSite(FedSMSite):
-    Hyper: ClassVar[type] = FedSMExtraHyper
+    Hyper: ClassVar[type] = FedSMExtraSiteHyper
     kind = "super_extra"
-
-    def __init__(self, site: Site, hyper: FedSMExtraHyper, sites: tuple[str, ...]):
-        super().__init__(site, hyper, sites)
-        self.frozen = Message()  # the finished models, as the first selector round brought them
-
-    @classmethod
-    def selector_outputs(cls, sites: Sequence[str]) -> int:
-        """One score for the global model and one for every site."""
-        return len(sites) + 1
-
-    @classmethod
-    def outbound(cls, phase: str, plan: Plan) -> Manifest:
-        if phase == "train_selector":
-            return cls.selector_entries(plan)
-        entries = super().outbound(phase, plan)
-        return {entry: spec for entry, spec in entries.items() if not entry.startswith("selector")}
+    selector_outputs = staticmethod(one_score_more)
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase("train", sends=(GLOBAL, PERSONAL, META), answers=(MODEL, PERSONAL, META), reports=(*MEASURED, LOSSES)),
+        Phase("validate", sends=(GLOBAL, PERSONAL, META), reports=MEASURED),
+        Phase(
+            "train_selector",
+            sends=(GLOBAL, PERSONAL_OF, *SENT),
+            answers=selector_entries(one_score_more),
+            tells=(*SUPER, UPDATE, _COMBINE),
+            reports=MEASURED,
+        ),
+    )
 
     def train_selector(self, round: int, incoming: Message) -> Message:
-        if "model" in incoming.states:
-            self.frozen = Message({e: s for e, s in incoming.states.items() if not e.startswith("selector_")}, incoming.facts)
-        networks, _, _ = super_model_parts(self.site.task, self.frozen, self.selector_outputs(self.sites))
+        if GLOBAL in incoming.states:
+            models = {entry: state for entry, state in incoming.states.items() if not entry.startswith("selector_")}
+            self.memory.states |= {_FROZEN.of(entry): state for entry, state in models.items()}
+            self.memory.facts["frozen"] = incoming.facts
+        frozen = Message(_FROZEN.family(self.memory.states), self.memory.facts["frozen"])
+        networks, _, _ = super_model_parts(self.site.task, frozen, self.selector.outputs)
         networks = [network.to(self.site.device) for network in networks]
         loss = self._best_model_loss(networks) if self.hyper.combine == "extra" else self._ensemble_loss(networks)
-        states, value = self.selector_round(round, incoming, loss)
+        states, value = self.selector.round(round, incoming, loss)
         return Message(states, self.facts(loss=value, validation={}))
 
     @torch.no_grad()
@@ -96,63 +85,39 @@ class FedSMExtraSite(FedSMSite):
 
         return loss
 
-    def state(self) -> Message:
-        message = super().state()
-        message.states |= {f"frozen:{entry}": state for entry, state in self.frozen.states.items()}
-        message.facts["frozen"] = self.frozen.facts
-        return message
 
-    def restore(self, state: Message) -> None:
-        super().restore(state)
-        entries = {e.removeprefix("frozen:"): s for e, s in state.states.items() if e.startswith("frozen:")}
-        self.frozen = Message(entries, state.facts["frozen"])
+class FedSMExtraServer(PersonalServer[FedSMExtraServerHyper]):
+    """After the federation's rounds come those of the selector; a site is sent the finished models once."""
 
-
-class FedSMExtraServer(FedSMServer):
-    Hyper: ClassVar[type] = FedSMExtraHyper
-    site_class: ClassVar[type[FedSMSite]] = FedSMExtraSite
-
-    def __init__(self, context: ServerContext, hyper: FedSMExtraHyper):
-        super().__init__(context, hyper)
-        self.given: set[str] = set()  # sites that hold the frozen models
+    Hyper: ClassVar[type] = FedSMExtraServerHyper
+    site_class: ClassVar[type[PersonalSite[Any]]] = FedSMExtraSite
 
     def steps(self) -> list[Step]:
         extra = [Step("train_selector", self.context.rounds + i, everyone=True) for i in range(self.hyper.selector_rounds)]
         return [*super().steps(), *extra]
 
-    def outgoing(self, step: Step, site: str) -> Message:
-        if step.phase != "train_selector":
-            message = super().outgoing(step, site)
-            return Message({e: s for e, s in message.states.items() if not e.startswith("selector")}, message.facts)
-        models = Message() if site in self.given else super().delivery(site)
-        return Message({**models.states, **self.selector}, {**models.facts, "update": 0})
+    @property
+    def _given(self) -> list[str]:
+        """Sites that hold the finished models."""
+        return self.memory.facts.get("given", [])
 
-    def accept(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def configure(self, step: Step, site: str) -> Message:
+        if step.phase != "train_selector":
+            return super().configure(step, site)
+        models = Message() if site in self._given else self.configure_delivery(site)
+        return Message({**models.states, **self.selector.sent}, {**models.facts, UPDATE: 0})
+
+    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         if step.phase == "train_selector":
-            self.given |= replies.keys()
+            self.memory.facts["given"] = sorted({*self._given, *replies})
             self.aggregate_selector(replies)
         else:
-            super().accept(step, replies)
+            super().aggregate(step, replies)
 
-    def aggregate_selector(self, replies: Mapping[str, Message]) -> None:
-        """Not before the other models are finished."""
-        if all(entry.startswith("selector") for reply in replies.values() for entry in reply.states):
-            super().aggregate_selector(replies)
-
-    def delivery(self, site: str) -> Message:
-        message = super().delivery(site)
-        message.facts["combine"] = self.hyper.combine
-        message.states["selector"] = self.selector["selector"]  # the last round's: there is no validation label to choose by
+    def configure_delivery(self, site: str) -> Message:
+        message = super().configure_delivery(site)
+        message.facts[_COMBINE] = self.context.plan.site_hyper.combine
         return message
-
-    def state(self) -> Message:
-        message = super().state()
-        message.facts["given"] = sorted(self.given)
-        return message
-
-    def restore(self, state: Message) -> None:
-        super().restore(state)
-        self.given = set(state.facts["given"])
 
 
 class ExtraSuperModel(SuperModel):

@@ -1,12 +1,10 @@
-"""Ways to a personal model that FedSM's Table 6 compares with SoftPull: fine-tuning, APFL, Per-FedAvg, pFedMe.
+"""Ways to a personal model that FedSM's Table 6 compares with SoftPull: APFL, Per-FedAvg, pFedMe, each a loop for one round.
 
-The formulas are pure functions; the `train_*` loops below them apply one rule each to a network for one round. SoftPull itself,
-a server-side rule, stands in `fedsm.py`.
+The formulas stand in `formulas.py`; SoftPull itself is a rule of the server.
 """
 
 from collections.abc import Sequence
 from itertools import cycle, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +12,12 @@ from torch.func import functional_call
 
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.parts.training import train_epochs, trainable
+from medflare.data.splits import Batch
+from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
+from medflare.methods.fedsm.hyper import FedSMSiteHyper
+from medflare.methods.parts.proximal import proximal_gradients
+from medflare.methods.parts.training import epochs, train_epochs, trainable
 from medflare.sites.site import Site
-
-
-def apfl_mixture(personal: StateDict, global_: StateDict, share: float) -> StateDict:
-    """APFL's model v̄ = α v + (1 - α) w for floating entries; integer entries of v.
-
-    α = 1 gives the local model, α = 0 the global one. Source: Deng et al. 2020, Sec. 3.
-    """
-    return {
-        name: share * tensor + (1 - share) * global_[name] if tensor.is_floating_point() else tensor.clone()
-        for name, tensor in personal.items()
-    }
-
-
-def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], anchor: Sequence[Tensor], strength: float) -> list[Tensor]:
-    """g + λ (θ - w): the task gradient with a quadratic pull to an anchor; the plain gradient where θ = w.
-
-    Source: pFedMe's inner problem (Dinh et al. 2020, Eq. 3, λ); FedProx is the same step with strength μ (Li et al. 2020, Eq. 2).
-    """
-    return [g + strength * (t - a) for g, t, a in zip(gradients, weights, anchor, strict=True)]
-
-
-def pfedme_outer(weights: Sequence[Tensor], personal: Sequence[Tensor], rate: float, strength: float) -> list[Tensor]:
-    """w <- w - η λ (w - θ), pFedMe's step of a site's copy of the shared model (Dinh et al. 2020, Alg. 1, line 8)."""
-    return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
 
 
 def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float) -> tuple[StateDict, StateDict]:
@@ -64,16 +42,15 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: float, oute
     """
     weights = trainable(model)
     model.train()
-    with seeded(site.seed, site.name, round, "personal", "dropout"):
-        for epoch in range(site.task.local_epochs):
-            batches = list(site.batches("train", round, "personal", epoch))
-            for first, second in zip(batches[::2], batches[1::2] or batches[:1], strict=False):
-                start = [weight.detach().clone() for weight in weights]
-                _descend(weights, _gradients(model, site, first), rate)
-                gradients = _gradients(model, site, second)
-                with torch.no_grad():
-                    for weight, origin, gradient in zip(weights, start, gradients, strict=True):
-                        weight.copy_(origin - outer_rate * gradient)
+    for epoch in epochs(site, round, "personal"):
+        batches = list(epoch)
+        for first, second in zip(batches[::2], batches[1::2] or batches[:1], strict=False):
+            start = [weight.detach().clone() for weight in weights]
+            _descend(weights, _gradients(model, site, first), rate)
+            gradients = _gradients(model, site, second)
+            with torch.no_grad():
+                for weight, origin, gradient in zip(weights, start, gradients, strict=True):
+                    weight.copy_(origin - outer_rate * gradient)
 
 
 def adapt(model: nn.Module, site: Site, round: int, rate: float, steps: int) -> None:
@@ -90,21 +67,20 @@ def train_pfedme(
     """One round of pFedMe in place: θ approximates the proximal point of w on each batch, then w moves towards θ."""
     weights, thetas = trainable(shared), trainable(personal)
     personal.train()
-    with seeded(site.seed, site.name, round, "personal", "dropout"):
-        for epoch in range(site.task.local_epochs):
-            for batch in site.batches("train", round, "personal", epoch):
-                for _ in range(inner_steps):
-                    gradients = proximal_gradients(_gradients(personal, site, batch), thetas, weights, strength)
-                    _descend(thetas, gradients, rate)
-                with torch.no_grad():
-                    for weight, moved in zip(weights, pfedme_outer(weights, thetas, outer_rate, strength), strict=True):
-                        weight.copy_(moved)
+    for batches in epochs(site, round, "personal"):
+        for batch in batches:
+            for _ in range(inner_steps):
+                gradients = proximal_gradients(_gradients(personal, site, batch), thetas, weights, strength)
+                _descend(thetas, gradients, rate)
+            with torch.no_grad():
+                for weight, moved in zip(weights, pfedme_outer(weights, thetas, outer_rate, strength), strict=True):
+                    weight.copy_(moved)
     with torch.no_grad():  # running statistics follow the model that saw the images
         for own, seen in zip(shared.buffers(), personal.buffers(), strict=True):
             own.copy_(seen)
 
 
-def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyper: Any) -> None:
+def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyper: FedSMSiteHyper) -> None:
     """One round of Per-FedAvg or pFedMe in place: the site's copy of the shared model, and the personal model that comes from it.
 
     Per-FedAvg's personal model is an adaptation of the copy that this round has just trained.
@@ -115,11 +91,11 @@ def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyp
         personal.load_state_dict(meta.state_dict())
         adapt(personal, site, round, hyper.adapt_lr, hyper.adapt_steps)
     else:
-        rates = {"rate": hyper.adapt_lr, "strength": hyper.pfedme_lambda, "inner_steps": hyper.pfedme_steps}
-        train_pfedme(meta, personal, site, round, outer_rate=hyper.meta_lr, **rates)
+        inner = {"rate": hyper.adapt_lr, "strength": hyper.pfedme_lambda}
+        train_pfedme(meta, personal, site, round, inner_steps=hyper.pfedme_steps, outer_rate=hyper.meta_lr, **inner)
 
 
-def _gradients(model: nn.Module, site: Site, batch: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
     images, targets, _ = batch
     return list(torch.autograd.grad(site.loss(model(images), targets), trainable(model)))
 

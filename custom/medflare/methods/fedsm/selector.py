@@ -1,4 +1,4 @@
-"""FedSM's model selector: which network it is, and how a site trains it with one label for all its images."""
+"""FedSM's model selector: which network it is, how a site trains it with one label for all its images, how the server steps it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -6,49 +6,122 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medflare.core.rng import seeded
-from medflare.core.states import StateDict
-from medflare.methods.base import Plan
-from medflare.networks.catalogue import build_network
-from medflare.sites.site import Batch, Site
+from medflare.core.manifest import Entry
+from medflare.core.message import Message
+from medflare.core.rng import Key, seeded
+from medflare.core.states import StateDict, copy_state, weighted_mean
+from medflare.data.splits import Batch
+from medflare.methods.base import Plan, ServerContext, SiteHalf
+from medflare.methods.fedsm.formulas import adam_step
+from medflare.methods.fedsm.hyper import FedSMSiteHyper
+from medflare.methods.parts.training import epochs
+from medflare.sites.site import Site
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # VGG-11: the paper's
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SENT = (Entry("selector"), *(Entry(f"selector_{moment}") for moment in MOMENTS))  # what a site needs to train it
 SelectorLoss = Callable[[Tensor, Batch], Tensor]
+SelectorPlan = Plan[FedSMSiteHyper, Any]
 
 
-def selector_spec(plan: Plan) -> Mapping[str, Any]:
+# -- what it is --------------------------------------------------------------------------------------------------------------
+
+
+def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
     """The selector's network: the one asked for, or with "auto" VGG-11 unless it would dwarf the task's own network.
 
     VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published example. "auto" takes the
     compact selector where VGG-11 is larger than the task's network.
     """
-    if plan.hyper.selector != "auto":
-        return {"name": plan.hyper.selector}
+    if plan.site_hyper.selector != "auto":
+        return {"name": plan.site_hyper.selector}
     size = {name: sum(t.numel() for t in plan.template(spec).values()) for name, spec in (("task", None), ("vgg", {"name": VGG11}))}
     return {"name": COMPACT if size["vgg"] > size["task"] else VGG11}
 
 
-def selector_rate(plan: Plan) -> float:
-    rate = plan.hyper.selector_lr
+def selector_rate(plan: SelectorPlan) -> float:
+    """Adam's rate for it."""
+    rate = plan.site_hyper.selector_lr
     return RATES[selector_spec(plan)["name"]] if rate == "auto" else float(rate)
 
 
-def parameter_names(plan: Plan, outputs: int) -> set[str]:
-    """Names of the selector's parameters: what Adam keeps moments for."""
-    with torch.device("meta"):
-        network = build_network(selector_spec(plan), plan.task.channels, outputs)
-    return {name for name, _ in network.named_parameters()}
+def selector_entries(outputs: Callable[[SelectorPlan], int]) -> tuple[Entry, ...]:
+    """The declared entries of a selector with so many outputs: its gradient, or itself with Adam's moments, as the settings say."""
+
+    def whole(plan: SelectorPlan) -> StateDict:
+        return plan.template(selector_spec(plan), outputs(plan))
+
+    def parameters(plan: SelectorPlan) -> StateDict:
+        names = dict(plan.network(selector_spec(plan), outputs(plan)).named_parameters())
+        return {name: tensor for name, tensor in whole(plan).items() if name in names}
+
+    def steps_at_server(plan: SelectorPlan) -> bool:
+        return plan.site_hyper.selector_steps == "server"
+
+    def moments_too(plan: SelectorPlan) -> bool:
+        return not steps_at_server(plan) and plan.site_hyper.sync_moments
+
+    purpose = "Adam's {} of the selector: a site sees one label only, the mean has seen all"
+    return (
+        Entry("selector_gradient", "the gradient of the selector, which tells sites apart", parameters, steps_at_server),
+        Entry("selector", "the selector that tells sites apart", whole, lambda plan: not steps_at_server(plan)),
+        *(Entry(f"selector_{moment}", purpose.format(moment), parameters, moments_too) for moment in MOMENTS),
+    )
 
 
-def initial_moments(state: StateDict, parameters: set[str]) -> dict[str, StateDict]:
-    """Adam's moments before the first step: zeros for every parameter."""
-    return {moment: {name: torch.zeros_like(tensor) for name, tensor in state.items() if name in parameters} for moment in MOMENTS}
+# -- at a site ---------------------------------------------------------------------------------------------------------------
+
+
+class SiteSelector:
+    """The selector's training at one site; its moments, where the server does not average them, lie in the half's memory.
+
+    Args:
+        outputs: one score for every site, or for the global model too.
+    """
+
+    def __init__(self, half: SiteHalf[Any], outputs: int):
+        self.half, self.outputs = half, outputs
+        self.plan: SelectorPlan = half.plan
+        self.hyper = self.plan.site_hyper
+
+    def network(self, state: StateDict) -> nn.Module:
+        """The selector with these weights."""
+        return self.half.network("selector", state, selector_spec(self.plan), self.outputs)
+
+    @torch.no_grad()
+    def scores(self, state: StateDict, split: str) -> Tensor:
+        """Softmax scores (N, outputs) of the split's images, on the CPU."""
+        selector = self.network(state).eval()
+        return torch.cat([selector(batch.images).softmax(dim=1).cpu() for batch in self.half.site.ordered(split)])
+
+    def round(self, round: int, incoming: Message, loss: SelectorLoss) -> tuple[dict[str, StateDict], float]:
+        """One update of the selector: its gradient for the server, or local steps with the server's (else the site's) moments.
+
+        Returns:
+            The entries to answer with, and the mean loss.
+        """
+        selector, site = self.network(incoming.states["selector"]), self.half.site
+        keys = (round, "selector", incoming.facts.get("update", 0))
+        if self.hyper.selector_steps == "server":
+            value = accumulate_gradient(selector, site, (*keys, 0), loss)
+            return {"selector_gradient": gradient_of(selector)}, value
+        memory, synced = self.half.memory, self.hyper.sync_moments
+        source = incoming.states if synced else memory.states
+        moments = {moment: source.get(f"selector_{moment}", {}) for moment in MOMENTS}
+        optimizer = adam_with_moments(selector, selector_rate(self.plan), moments, memory.facts.get("selector_step", 0))
+        value = train_selector(selector, optimizer, site, keys, loss, self.hyper.selector_steps)
+        moments, memory.facts["selector_step"] = moments_of(selector, optimizer)
+        named = {f"selector_{moment}": state for moment, state in moments.items()}
+        states = {"selector": copy_state(selector.state_dict())}
+        if synced:
+            return {**states, **named}, value
+        memory.states.update(named)
+        return states, value
 
 
 def train_selector(
-    model: nn.Module, optimizer: torch.optim.Optimizer, site: Site, keys: tuple[str | int, ...], loss: SelectorLoss, steps: str
+    model: nn.Module, optimizer: torch.optim.Optimizer, site: Site, keys: tuple[Key, ...], loss: SelectorLoss, steps: str
 ) -> float:
     """One round of the selector's training at a site; returns its mean loss.
 
@@ -64,31 +137,30 @@ def train_selector(
         return value
     total = 0.0
     model.train()
-    with seeded(site.seed, site.name, *keys, "dropout"):
-        for epoch in range(site.task.local_epochs):
-            for batch_loss, share in _batch_losses(model, site, (*keys, epoch), loss):
-                optimizer.zero_grad(set_to_none=True)
-                batch_loss.backward()
-                optimizer.step()
-                total += batch_loss.item() * share
+    for batches in epochs(site, *keys):
+        for batch_loss, share in _losses(model, site, batches, loss):
+            optimizer.zero_grad(set_to_none=True)
+            batch_loss.backward()
+            optimizer.step()
+            total += batch_loss.item() * share
     return total / site.task.local_epochs
 
 
-def accumulate_gradient(model: nn.Module, site: Site, keys: tuple[str | int, ...], loss: SelectorLoss) -> float:
+def accumulate_gradient(model: nn.Module, site: Site, keys: tuple[Key, ...], loss: SelectorLoss) -> float:
     """Leave the gradient of the mean loss over all training images in the model's parameters; returns that loss."""
     total = 0.0
     model.train()
     model.zero_grad(set_to_none=True)
     with seeded(site.seed, site.name, *keys, "dropout"):
-        for value, share in _batch_losses(model, site, keys, loss):
+        for value, share in _losses(model, site, site.batches("train", *keys), loss):
             (value * share).backward()
             total += value.item() * share
     return total
 
 
-def _batch_losses(model: nn.Module, site: Site, keys: tuple[str | int, ...], loss: SelectorLoss) -> Iterator[tuple[Tensor, float]]:
+def _losses(model: nn.Module, site: Site, batches: Iterator[Batch], loss: SelectorLoss) -> Iterator[tuple[Tensor, float]]:
     """Each batch's mean loss and its share of the training images."""
-    for batch in site.batches("train", *keys):
+    for batch in batches:
         yield loss(model(batch.images), batch), len(batch.images) / site.n["train"]
 
 
@@ -117,19 +189,46 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Adam) -> tuple[dict[str,
     return moments, step
 
 
-def adam_step(
-    weights: StateDict, gradient: StateDict, moments: Mapping[str, StateDict], step: int, rate: float
-) -> tuple[StateDict, dict[str, StateDict]]:
-    """w - η m̂ / (√v̂ + ε) and the new moments: step number `step` (from 1) of Adam (Kingma and Ba 2015, Alg. 1), on named tensors.
+# -- at the server -----------------------------------------------------------------------------------------------------------
 
-    At the server, with the mean of the sites' gradients, this is full-batch Adam over the images of all sites: the one gradient
-    that no site, which sees a single label, could follow alone. Entries without a gradient (buffers) stay as they are.
-    """
-    beta1, beta2, epsilon = 0.9, 0.999, 1e-8  # torch's defaults
-    first = {name: torch.lerp(moments["exp_avg"][name], g, 1 - beta1) for name, g in gradient.items()}
-    second = {name: torch.lerp(moments["exp_avg_sq"][name], g * g, 1 - beta2) for name, g in gradient.items()}
-    moved = dict(weights)
-    for name, mean in first.items():
-        spread = (second[name] / (1 - beta2**step)).sqrt() + epsilon
-        moved[name] = weights[name] - rate / (1 - beta1**step) * mean / spread
-    return moved, {"exp_avg": first, "exp_avg_sq": second}
+
+class ServerSelector:
+    """The selector at the server, in the half's memory: what is sent of it, and its next version from the sites' answers."""
+
+    def __init__(self, context: ServerContext, memory: Message, outputs: int):
+        self.plan: SelectorPlan = context.plan
+        self.memory = memory
+        spec = selector_spec(self.plan)
+        state = context.initial_state("selector", spec, outputs)
+        names = dict(self.plan.network(spec, outputs).named_parameters())
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items() if name in names}
+        self.steps_here = self.plan.site_hyper.selector_steps == "server"
+        synced = self.steps_here or self.plan.site_hyper.sync_moments
+        self._moments = tuple(f"selector_{moment}" for moment in MOMENTS) if synced else ()
+        memory.states |= {"selector": state, **{entry: dict(zeros) for entry in self._moments}}
+        memory.facts["selector_step"] = 0
+
+    @property
+    def state(self) -> StateDict:
+        """The selector's weights."""
+        return self.memory.states["selector"]
+
+    @property
+    def sent(self) -> dict[str, StateDict]:
+        """The entries that a site needs to train it."""
+        entries = ("selector",) if self.steps_here else ("selector", *self._moments)
+        return {entry: self.memory.states[entry] for entry in entries}
+
+    def aggregate(self, replies: Mapping[str, Message], weights: Mapping[str, float]) -> None:
+        """The selector (and its moments) averaged with the weights of the global model, or one step along the mean gradient."""
+        states = self.memory.states
+        if not self.steps_here:
+            for entry in self.sent:
+                states[entry] = weighted_mean({site: reply.states[entry] for site, reply in replies.items()}, weights)
+            return
+        mean = weighted_mean({site: reply.states["selector_gradient"] for site, reply in replies.items()}, weights)
+        step = self.memory.facts["selector_step"] + 1
+        moments = {moment: states[f"selector_{moment}"] for moment in MOMENTS}
+        states["selector"], moments = adam_step(self.state, mean, moments, step, selector_rate(self.plan))
+        states |= {f"selector_{moment}": moments[moment] for moment in MOMENTS}
+        self.memory.facts["selector_step"] = step

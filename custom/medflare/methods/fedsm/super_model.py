@@ -1,8 +1,6 @@
 """FedSM's deployed model: the selector reads an image, a personal model or the global one answers."""
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,28 +9,11 @@ from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.inference.deployed import network_with
+from medflare.methods.fedsm.formulas import GAMMAS, choose_model
 from medflare.networks.catalogue import build_network
 from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import score
-
-GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the tuning
-
-
-def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
-    """Which model serves each image (FedSM, Sec. 3.1): 0 the global one, k + 1 the personal model of site k.
-
-    The personal model of the most probable site is taken where its probability exceeds γ (strictly), so γ = 1 always gives the
-    global model and γ = 0 never does.
-
-    Args:
-        probabilities: (N, K) selector scores, rows sum to 1.
-
-    Returns:
-        (N,) long tensor in 0..K.
-    """
-    top, site = probabilities.max(dim=1)
-    return torch.where(top > gamma, site + 1, torch.zeros_like(site))
 
 
 class SuperModel(nn.Module):
@@ -158,18 +139,3 @@ def metric_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
             known[assignment] = score(outputs, data.targets, data.patients, task, [task.metric]).values[task.metric]
         found[f"{gamma:g}"] = known.get(assignment)
     return found
-
-
-def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
-    """The γ with the best validation metric over all sites, weighted by validation images; of equals the smallest.
-
-    Args:
-        facts: site -> {"gammas": {"0.5": metric or None, ...}, "n_validation": count}.
-    """
-    totals: dict[float, float] = {}
-    for gamma in GAMMAS:
-        pairs = [(f["gammas"][f"{gamma:g}"], f["n_validation"]) for _, f in sorted(facts.items())]
-        known = [(metric, count) for metric, count in pairs if metric is not None and count > 0]
-        if known:
-            totals[gamma] = sum(metric * count for metric, count in known) / sum(count for _, count in known)
-    return max(totals, key=lambda gamma: (totals[gamma], -gamma)) if totals else GAMMAS[0]

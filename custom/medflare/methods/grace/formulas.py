@@ -7,7 +7,7 @@ from the sites; each function says which reading it takes.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from medflare.core.errors import UpdateError
 from medflare.core.packages import require
 from medflare.core.states import StateDict, blend, weighted_mean
 
-GRANULARITIES = ("total", "split", "reweight")
-NEGATIVE_RULES = ("shift", "clip", "none")
-CORAL_FORMS = ("domainbed", "deep_coral")
-MMD_KERNELS = ("mixture", "dan")
+Granularity = Literal["total", "split", "reweight"]
+NegativeRule = Literal["shift", "clip", "none"]
+CoralForm = Literal["domainbed", "deep_coral"]
+MMDKernel = Literal["mixture", "dan"]
 
 _FLOOR = 1e-3  # consistency that the shift and clip rules leave to the least consistent site
 _EQUAL = 1e-6  # consistencies closer than this say nothing about who is more consistent
@@ -78,7 +78,7 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
     if granularity == "reweight":
         depth = torch.linspace(1, 0, len(grams), dtype=grams.dtype)
         return torch.einsum("l,lij->ij", depth / depth.sum(), _cosines(grams))
-    raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    raise ValueError(f"granularity must be one of {', '.join(get_args(Granularity))}, got {granularity!r}")
 
 
 def _cosines(gram: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def reweighted(c: Tensor, p: Tensor, negative: str = "shift") -> Tensor:
         p: FedAvg's weights (M,), >= 0.
         negative: "shift", "clip" or "none".
     """
-    if negative not in NEGATIVE_RULES:
-        raise ValueError(f"negative must be one of {', '.join(NEGATIVE_RULES)}, got {negative!r}")
+    if negative not in get_args(NegativeRule):
+        raise ValueError(f"negative must be one of {', '.join(get_args(NegativeRule))}, got {negative!r}")
     if not bool((p >= 0).all()) or not 0 < float(p.sum()) < math.inf:
         raise ValueError(f"p must be finite, >= 0 and not all zero, got {p.tolist()}")
     lowest = float(c.min())
@@ -176,8 +176,8 @@ def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
     C is the unbiased covariance. "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2), whose size does not depend on
     D; "deep_coral": ||C_x - C_y||_F^2 / (4 D^2), without the means. 0 where a set has fewer than two rows: no covariance.
     """
-    if form not in CORAL_FORMS:
-        raise ValueError(f"form must be one of {', '.join(CORAL_FORMS)}, got {form!r}")
+    if form not in get_args(CoralForm):
+        raise ValueError(f"form must be one of {', '.join(get_args(CoralForm))}, got {form!r}")
     if min(len(x), len(y)) < 2:
         return 0 * (x.sum() + y.sum())  # still part of the graph, so that a caller may differentiate it
     gap = (_covariance(x) - _covariance(y)).square()
@@ -206,7 +206,7 @@ def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
         bandwidth = (squared.detach().sum() / pairs).clamp(min=torch.finfo(squared.dtype).eps)
         gammas = [2.0**power / bandwidth for power in range(-2, 3)]
     else:
-        raise ValueError(f"kernel must be one of {', '.join(MMD_KERNELS)}, got {kernel!r}")
+        raise ValueError(f"kernel must be one of {', '.join(get_args(MMDKernel))}, got {kernel!r}")
     values = torch.stack([torch.exp(-gamma * squared) for gamma in gammas]).sum(dim=0)
     n = len(x)
     return values[:n, :n].mean() + values[n:, n:].mean() - 2 * values[:n, n:].mean()

@@ -1,0 +1,26 @@
+"""IOP-FL (Jiang et al., IEEE TMI 2023): personal models for sites inside and outside the federation.
+
+Inside, FedAvg runs unchanged and every site keeps a local adapted model beside it, P_k <- (1 - τ) P_k + τ w_k (Eq. 4), which is
+never sent while training goes on. Outside, a site that never trained receives {P_1, ..., P_K, w_g} and mixes their layers by
+coefficients that it fits to its unlabelled images (Eq. 5-10).
+"""
+
+from typing import Any
+
+from medflare.core.facade import public
+from medflare.methods.method import Method
+
+METHOD = Method(
+    name="iop_fl",
+    title="Local adapted models inside, test-time routing outside",
+    paper="Jiang et al., IOP-FL, IEEE TMI 2023",
+    site="medflare.methods.iop_fl.site:IOPSite",
+    server="medflare.methods.iop_fl.server:IOPServer",
+    models={"ensemble": "medflare.methods.iop_fl.outside:ensemble_model", "routed": "medflare.methods.iop_fl.outside:routed_model"},
+)
+
+_PUBLIC = dict.fromkeys(("consistency_loss", "entropy_loss", "local_adapted", "shape_loss"), "formulas")
+
+
+def __getattr__(name: str) -> Any:
+    return public(__name__, _PUBLIC, name)

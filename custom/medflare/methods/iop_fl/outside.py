@@ -6,78 +6,24 @@ noise, shape and entropy (Eq. 7-10); the state with the lowest loss is kept, so 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from medflare.core.hyper import build_hyper, param
+from medflare.core.hyper import build_hyper
+from medflare.core.manifest import Entry
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
-from medflare.core.states import StateDict
 from medflare.inference.deployed import MODEL, network_with
-from medflare.inference.routing import RoutedNetwork, Routing
-from medflare.methods.iop_fl import formulas as iop_math
+from medflare.inference.routing import RoutedNetwork
+from medflare.methods.iop_fl import formulas
+from medflare.methods.iop_fl.hyper import OutsideHyper
 from medflare.tasks.config import TaskConfig
 
-EXPERT = "expert/"  # entries of the sites' personal models: "expert/<site>"
+EXPERT = Entry("expert/")  # the sites' personal models
 ROUTER = "router"  # the entry of the fitted coefficients
-
-
-@dataclass(frozen=True)
-class OutsideHyper:
-    router: str = param(
-        "mlp", "coefficients from a layer's pooled input, or free numbers", symbol="θ", source="Eq. 6", choices=("mlp", "free")
-    )
-    routing: str = param(
-        "layer", "coefficients for every layer, or one set for the network", symbol="R", source="Table III", choices=("layer", "global")
-    )
-    router_start: str = param(
-        "uniform", "every coefficient 1/(K+1), or random as in the code", source="Alg. 1", choices=("uniform", "random")
-    )
-    router_dropout: float = param(0.2, "dropout of the mlp router while it is fitted", source="code", low=0, high=0.99)
-    predict_dropout: bool = param(False, "leave that dropout on for predictions, as in the code", source="code")
-    fixed_layers: str = param("", "layers, separated by commas, that keep their first coefficients (code: the bottleneck)", source="code")
-    bn_statistics: str = param(
-        "batch", "normalise by the test batch, each image, or as in training", source="Sec. III-C", choices=("batch", "instance", "running")
-    )
-    train_bn_affine: bool = param(False, "fit scale and shift of BatchNorm too, as in the code", source="code")
-    route_epochs: int = param(10, "passes over the test images", source="Sec. III-D", low=0)
-    route_lr: float = param(1e-3, "Adam rate of the routers", source="Sec. III-D", low=0)
-    beta: float = param(0.01, "weight of shape and entropy beside consistency", symbol="β", source="Eq. 10", low=0)
-    radius: int = param(10, "the shape term's neighbourhood radius in pixels", symbol="d", source="Eq. 8; value of the code", low=0)
-    noise: float = param(0.5, "standard deviation of the noise added to images", symbol="ε", source="Eq. 7", low=0)
-    perturbation: str = param(
-        "noise", "noise alone, or quarter turns and flips too", source="Eq. 7 / code", choices=("noise", "noise+turns")
-    )
-    fresh_noise: bool = param(True, "new noise at every step; false: the same each time, as in the code", source="code")
-    stop_gradient: bool = param(False, "treat the prediction of the clean image as fixed in the consistency term", source="Eq. 7")
-    use_consistency: bool = param(True, "the consistency term", symbol="L_cons", source="Eq. 7, Fig. 8")
-    use_shape: bool = param(True, "the shape term (segmentation only)", symbol="L_s", source="Eq. 9, Fig. 8")
-    use_entropy: bool = param(True, "the entropy term", symbol="L_e", source="Eq. 9, Fig. 8")
-    shape_classes: str = param("all", "classes in the shape term", source="Eq. 8", choices=("all", "foreground"))
-    shape_sum: str = param("mean", "shape term per pixel, or summed over an image as printed", source="Eq. 9", choices=("mean", "sum"))
-    objective: str = param(
-        "paper", "Eq. 10, or the published code's terms and weights", source="Eq. 10 / code", choices=("paper", "official")
-    )
-    choose: str = param("lowest", "keep the state with the lowest loss, or the last one", source="Sec. III-D", choices=("lowest", "last"))
-    online: bool = param(False, "one more step on every batch just before it is predicted", source="code")
-    comparisons: bool = param(False, "deliver each single model, their ensemble and Tent on the global model too", source="Table II")
-    ensemble_global: bool = param(False, "the global model takes part in the ensemble", source="Table II")
-
-    def routed(self, seed: int) -> Routing:
-        return Routing(
-            router="mlp" if self.router == "mlp" else "free",
-            per_layer=self.routing == "layer",
-            uniform=self.router_start == "uniform",
-            dropout=self.router_dropout,
-            statistics=self.bn_statistics,  # type: ignore[arg-type]  # one of `Statistics` by its choices
-            train_affine=self.train_bn_affine,
-            fixed_layers=tuple(name.strip() for name in self.fixed_layers.split(",") if name.strip()),
-            seed=seed,
-        )
 
 
 class RoutedModel(nn.Module):
@@ -174,8 +120,8 @@ class RoutedModel(nn.Module):
         step = 1 if images.shape[-1] == images.shape[-2] else 2  # a quarter turn would swap the sides of an oblong image
         turns = step * torch.randint(4 // step, (len(images),), generator=generator)
         flips = torch.randint(2, (len(images),), generator=generator)
-        p = self._probabilities(iop_math.turned(noisy, turns, flips))
-        return iop_math.turned_back(p, turns, flips) if self.task.kind == "segmentation" else p
+        p = self._probabilities(formulas.turned(noisy, turns, flips))
+        return formulas.turned_back(p, turns, flips) if self.task.kind == "segmentation" else p
 
     def report(self) -> dict[str, Any]:
         return self.adaptation
@@ -187,18 +133,18 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
     Args:
         p, p_noisy: the network's probabilities (N, outputs, ...) for the images and their perturbed copies.
     """
-    every, every_noisy = (iop_math.all_classes(q, task.target) for q in (p, p_noisy))
+    every, every_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
     official, nothing = hyper.objective == "official", p.new_zeros(())
     consistency = shape = entropy = nothing
     if hyper.use_consistency:
-        consistency = iop_math.consistency_loss(every.detach() if hyper.stop_gradient else every, every_noisy)
+        consistency = formulas.consistency_loss(every.detach() if hyper.stop_gradient else every, every_noisy)
     if hyper.use_shape and task.kind == "segmentation":
         shape = _shape_term(p, every, task, hyper)
     if hyper.use_entropy:
-        entropy = (iop_math.entropy_loss_official if official else iop_math.entropy_loss)(every)
+        entropy = (formulas.entropy_loss_official if official else formulas.entropy_loss)(every)
     if official:
-        return iop_math.total_loss_official(consistency, shape, entropy, every.shape[1])
-    return iop_math.total_loss(consistency, shape, entropy, hyper.beta)
+        return formulas.total_loss_official(consistency, shape, entropy, every.shape[1])
+    return formulas.total_loss(consistency, shape, entropy, hyper.beta)
 
 
 test_time_loss.__test__ = False  # type: ignore[attr-defined]  # the paper's name for it, not a test
@@ -206,18 +152,13 @@ test_time_loss.__test__ = False  # type: ignore[attr-defined]  # the paper's nam
 
 def _shape_term(p: Tensor, every: Tensor, task: TaskConfig, hyper: OutsideHyper) -> Tensor:
     if hyper.objective == "official":
-        return iop_math.shape_loss_official(iop_math.foreground(p, task.target), hyper.radius)
-    chosen = every if hyper.shape_classes == "all" else iop_math.foreground(p, task.target)
-    loss = iop_math.shape_loss(chosen, hyper.radius)
+        return formulas.shape_loss_official(formulas.foreground(p, task.target), hyper.radius)
+    chosen = every if hyper.shape_classes == "all" else formulas.foreground(p, task.target)
+    loss = formulas.shape_loss(chosen, hyper.radius)
     return loss * (p.shape[-2] * p.shape[-1]) if hyper.shape_sum == "sum" else loss
 
 
 # -- delivered models ----------------------------------------------------------------------------------------------------------
-
-
-def experts_of(states: Mapping[str, StateDict]) -> dict[str, StateDict]:
-    """site -> P_k, sorted, of a message that holds "expert/<site>" entries."""
-    return {entry.removeprefix(EXPERT): states[entry] for entry in sorted(states) if entry.startswith(EXPERT)}
 
 
 def routed_message(incoming: Message, hyper: OutsideHyper, seed: int) -> Message:
@@ -233,7 +174,7 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
         StateError: experts that do not fit the task's network, or coefficients of other settings.
     """
     hyper, seed = build_hyper(OutsideHyper, message.facts["routing"]), int(message.facts["seed"])
-    states = [*experts_of(message.states).values(), message.states[MODEL]]
+    states = [*EXPERT.family(message.states).values(), message.states[MODEL]]
     network = RoutedNetwork(network_with(task, states[-1]), states, hyper.routed(seed))
     model = RoutedModel(task, network, hyper, seed)
     if ROUTER in message.states:

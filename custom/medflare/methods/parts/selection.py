@@ -8,15 +8,36 @@ from medflare.core.states import StateDict, copy_state
 
 
 class Best:
-    """The best state seen so far by a validation metric (higher is better); the earliest of equals wins.
+    """The best state seen so far by a validation metric (higher is better), kept in a half's memory; the earliest of equals wins.
 
     Until a metric was ever defined, the latest state stands in, so a federation without validation images still delivers.
+
+    Args:
+        memory: of the half that chooses.
+        name: tells several choices of a half apart.
     """
 
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self.round: int | None = None
-        self.state: StateDict | None = None
+    def __init__(self, memory: Message, name: str):
+        self._memory = memory
+        self._name = f"{name}/best"
+
+    @property
+    def state(self) -> StateDict | None:
+        return self._memory.states.get(self._name)
+
+    @property
+    def round(self) -> int | None:
+        """The number of rounds of training behind the state."""
+        return self._found.get("round")
+
+    @property
+    def value(self) -> float | None:
+        """Its metric."""
+        return self._found.get("value")
+
+    @property
+    def _found(self) -> dict[str, Any]:
+        return self._memory.facts.get(self._name, {})
 
     def offer(self, value: float | None, round: int, state: StateDict) -> None:
         """`state` is the model that entered round `round`; the untrained model of round 0 is no candidate."""
@@ -24,18 +45,8 @@ class Best:
             return
         better = value is not None and (self.value is None or value > self.value)
         if better or (value is None and self.value is None):
-            self.value, self.round, self.state = value, round, copy_state(state)
-
-    def pack(self, name: str, message: Message) -> None:
-        """Add this to a message that stores a half."""
-        message.facts[f"{name}/best"] = {"value": self.value, "round": self.round}
-        if self.state is not None:
-            message.states[f"{name}/best"] = self.state
-
-    def unpack(self, name: str, message: Message) -> None:
-        stored = message.facts.get(f"{name}/best", {})
-        self.value, self.round = stored.get("value"), stored.get("round")
-        self.state = message.states.get(f"{name}/best")
+            self._memory.facts[self._name] = {"value": value, "round": round}
+            self._memory.states[self._name] = copy_state(state)
 
 
 def mean_validation(replies: Mapping[str, Message], role: str) -> float | None:

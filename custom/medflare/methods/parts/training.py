@@ -1,32 +1,46 @@
-"""Local training: the loop that every method's site half shares."""
+"""Local training: the loops that every method's site half shares, and the optimizer's memory."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from medflare.core.message import Message
-from medflare.core.rng import seeded
+from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict
-from medflare.sites.site import Batch, Site
+from medflare.data.splits import Batch
+from medflare.sites.site import Site
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
+_OPTIMIZER = "optimizer/"  # entries of a half's memory
+
+
+def epochs(site: Site, *keys: Key) -> Iterator[Iterator[Batch]]:
+    """The task's local epochs, each as its batches of training images; dropout and everything else that draws is keyed.
+
+    Args:
+        keys: what sets this training apart, by habit round and purpose: two models of one round see other orders and augmentations.
+    """
+    with seeded(site.seed, site.name, *keys, "dropout"):
+        for epoch in range(site.task.local_epochs):
+            yield site.batches("train", *keys, epoch)
 
 
 def run_epochs(site: Site, round: int, purpose: str, step: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, float]:
-    """The task's local epochs, `step` on every batch of training images; returns the mean over all images of each loss it returned.
+    """The task's local epochs, `step` on every batch; returns the mean over all images of each loss it returned.
 
     Args:
-        purpose: keys the order of the images, the augmentation and dropout, so that two models of one round differ.
+        purpose: see `epochs`.
         step: trains on a batch and returns its losses by name.
     """
     totals: dict[str, float] = {}
     seen = 0
-    with seeded(site.seed, site.name, round, purpose, "dropout"):
-        for epoch in range(site.task.local_epochs):
-            for batch in site.batches("train", round, purpose, epoch):
-                for name, loss in step(batch).items():
-                    totals[name] = totals.get(name, 0.0) + loss.item() * len(batch.images)
-                seen += len(batch.images)
+    for batches in epochs(site, round, purpose):
+        for batch in batches:
+            for name, loss in step(batch).items():
+                totals[name] = totals.get(name, 0.0) + loss.item() * len(batch.images)
+            seen += len(batch.images)
     return {name: total / seen for name, total in totals.items()}
 
 
@@ -37,12 +51,14 @@ def train_epochs(
     round: int,
     purpose: str,
     *,
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
+    loss: Loss | None = None,
+    correct: Callable[[], None] | None = None,
 ) -> float:
     """The task's local epochs of `model` in place, see `run_epochs`; returns the mean loss over all images, NaN without any.
 
     Args:
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
+        correct: called between gradient and step, to change the gradients in place (a proximal term, control variates).
     """
     model.train()
 
@@ -51,6 +67,8 @@ def train_epochs(
         optimizer.zero_grad(set_to_none=True)
         value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
         value.backward()
+        if correct is not None:
+            correct()
         optimizer.step()
         return {"loss": value}
 
@@ -58,6 +76,7 @@ def train_epochs(
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that take a gradient, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -81,35 +100,28 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> Non
 
 
 class OptimizerMemory:
-    """Optimizer states that a site half keeps from round to round, by purpose.
+    """Optimizer states that a site half keeps from round to round, by purpose, in its memory.
 
     The weights are replaced every round while the moments stay: what the published FedSM and GRACE code does. Kept as packed
     tensors, so a half restored in a new process goes on with the very same numbers.
     """
 
-    def __init__(self) -> None:
-        self._packed: dict[str, StateDict] = {}
+    def __init__(self, memory: Message):
+        self._memory = memory
 
     def recall(self, purpose: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        if purpose in self._packed:
-            unpack_optimizer(optimizer, self._packed[purpose])
+        """The optimizer with the moments of its purpose, where there are any."""
+        packed = self._memory.states.get(_OPTIMIZER + purpose)
+        if packed is not None:
+            unpack_optimizer(optimizer, packed)
         return optimizer
 
     def keep(self, purpose: str, optimizer: torch.optim.Optimizer) -> None:
-        self._packed[purpose] = {name: tensor.detach().cpu().clone() for name, tensor in pack_optimizer(optimizer).items()}
-
-    def pack(self, message: Message) -> None:
-        message.states.update({f"optimizer/{purpose}": packed for purpose, packed in self._packed.items()})
-
-    def unpack(self, message: Message) -> None:
-        prefix = "optimizer/"
-        self._packed = {entry.removeprefix(prefix): state for entry, state in message.states.items() if entry.startswith(prefix)}
+        """Remember the optimizer's moments."""
+        packed = pack_optimizer(optimizer)
+        self._memory.states[_OPTIMIZER + purpose] = {name: tensor.detach().cpu().clone() for name, tensor in packed.items()}
 
 
 def finite_or_none(value: float | None) -> float | None:
     """JSON has no NaN: an undefined number travels as None."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def total_bytes(messages: Iterable[Message]) -> int:
-    return sum(message.nbytes for message in messages)

@@ -203,3 +203,11 @@ def aggregate_models(
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
+
+
+def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]:
+    """What becomes of each entry, where only states are at hand: two or more axes make a weight, the last of them the classifier."""
+    first = next(iter(states.values()))
+    weights = [name for name, tensor in first.items() if tensor.ndim >= 2 and tensor.is_floating_point()]
+    found = {name: Treatment("kernel" if name in weights else "mean") for name in first}
+    return {**found, **{name: Treatment("classifier") for name in weights[-1:]}}

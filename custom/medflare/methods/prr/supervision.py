@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from medflare.core.states import StateDict
+from medflare.methods.base import meta_network
 from medflare.methods.prr.formulas import PrototypeMean, cpa_loss, prototype_gamma
-from medflare.networks.catalogue import build_network
-from medflare.networks.features import FeatureNetwork
 from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
@@ -60,12 +59,6 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
             counts = torch.stack([facts["n"]["train"] * pixels - counts, counts], dim=1)
         totals += counts.reshape(groups, classes)
     return totals
-
-
-def meta_network(task: TaskConfig) -> FeatureNetwork:
-    """The task's network without memory or random numbers (meta device)."""
-    with torch.device("meta"):
-        return build_network(task.network, task.channels, task.outputs)
 
 
 def prototype_width(task: TaskConfig, embedding: str) -> int:

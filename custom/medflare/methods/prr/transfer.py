@@ -1,21 +1,17 @@
 """Deputy-Enhanced Transfer: a site's two models train on the same batches and teach each other in stages (PRR, Sec. III-C)."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.parts.training import trainable
+from medflare.methods.parts.training import epochs, trainable
 from medflare.methods.prr.formulas import EXCHANGE, RECOVER, SUBLIMATE, distillation_loss, next_stage
+from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_logits
 from medflare.networks.features import FeatureNetwork
 from medflare.sites.site import Site
-
-if TYPE_CHECKING:
-    from medflare.methods.prr.halves import PRRHyper
 
 
 class Transfer:
@@ -31,7 +27,7 @@ class Transfer:
     def __init__(
         self,
         site: Site,
-        hyper: "PRRHyper",
+        hyper: PRRSiteHyper,
         personal: FeatureNetwork,
         deputy: FeatureNetwork,
         supervision: Supervision,
@@ -57,18 +53,17 @@ class Transfer:
         halvings = round // self.hyper.halve_every if self.hyper.halve_every else 0
         optimizer = self.site.optimizer(trainable(both), lr=self.site.task.optimizer["lr"] * 0.5**halvings)
         total, seen = 0.0, 0
-        with seeded(self.site.seed, self.site.name, round, "model", "dropout"):
-            for epoch in range(self.site.task.local_epochs):
-                gathered = self._begin_epoch(validation)
-                both.train()
-                for images, targets, _ in self.site.batches("train", round, "model", epoch):
-                    losses = self._losses(images, targets, gathered)
-                    optimizer.zero_grad(set_to_none=True)
-                    torch.stack(losses).sum().backward()
-                    optimizer.step()
-                    total, seen = total + losses[0].item() * len(images), seen + len(images)
-                if gathered is not None:
-                    self.prototypes = copy_state(gathered.state())
+        for batches in epochs(self.site, round, "model"):
+            gathered = self._begin_epoch(validation)
+            both.train()
+            for images, targets, _ in batches:
+                losses = self._losses(images, targets, gathered)
+                optimizer.zero_grad(set_to_none=True)
+                torch.stack(losses).sum().backward()
+                optimizer.step()
+                total, seen = total + losses[0].item() * len(images), seen + len(images)
+            if gathered is not None:
+                self.prototypes = copy_state(gathered.state())
         return total / seen
 
     @property

@@ -1,0 +1,46 @@
+"""`medflare job`: a federation as a FLARE job folder."""
+
+import argparse
+from pathlib import Path
+
+from medflare.cli.options import Commands, add_command, add_federation_options, chosen_method, hyper_and_task, run_settings
+
+
+def add_commands(commands: Commands) -> None:
+    """Declare it."""
+    parser = add_command(
+        commands,
+        "job",
+        _job,
+        help="write a FLARE job folder for the simulator, POC or production",
+        examples=(
+            "medflare job fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm",
+            "medflare job fedsm --no-byoc --out jobs/my_fedsm          # for hospitals that take no code",
+            "medflare job fedsm --step-timeout 600 --min-sites 3 --out jobs/my_fedsm",
+        ),
+    )
+    add_federation_options(parser)
+    parser.add_argument("--out", type=Path, required=True, help="job folder to write")
+    form = parser.add_argument_group("form (default: app/custom/ with a README, the place for classes of your own; medflare is installed)")
+    form.add_argument("--no-byoc", action="store_true", help="without app/custom/: what hospitals accept that refuse jobs with code")
+    form.add_argument("--embed-code", action="store_true", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
+
+
+def _job(options: argparse.Namespace) -> int:
+    from medflare.evaluation.presentation import format_bytes
+    from medflare.flare.jobs.building import build_job
+    from medflare.flare.jobs.embedding import size_of
+
+    hyper, task = hyper_and_task(options, chosen_method(options))
+    folder = build_job(
+        options.method,
+        task,
+        rounds=options.rounds,
+        hyper=hyper,
+        out=options.out,
+        byoc=not options.no_byoc,
+        embed_code=options.embed_code,
+        **run_settings(options),
+    )
+    print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: nvflare simulator {folder} -n 4 -t 4 -w workspace")
+    return 0

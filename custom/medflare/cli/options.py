@@ -1,0 +1,235 @@
+"""What several subcommands share: how they are declared, their options, the grammar of --set, and where sites find their data."""
+
+import argparse
+import os
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from medflare.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medflare.methods.method import Method
+    from medflare.tasks.config import TaskConfig
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+DEFAULT_ROUNDS: Final = 10
+_TASK: Final = "task."  # before the name of a task's setting
+
+# What somebody may take for a hyper-parameter; most have an option of that name.
+_OF_THE_RUN: Final = frozenset(
+    {"rounds", "seed", "outside", "min_sites", "sites_per_round", "step_timeout", "silence", "resume", "resplit"}
+    | {"sites", "data_root", "site_half", "server_half", "out"}
+)
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+    *,
+    help: str,
+    description: str = "",
+    examples: Iterable[str],
+) -> argparse.ArgumentParser:
+    """Declare a subcommand.
+
+    Args:
+        command: called with the options; returns the exit status.
+        help: its line among the subcommands.
+        description: what its own help begins with; like `help` where it is empty.
+        examples: command lines for the end of its own help.
+
+    Returns:
+        The parser that takes its options.
+    """
+    about = description or f"{help[0].upper()}{help[1:]}."
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=textwrap.fill(about, shutil.get_terminal_size().columns - 2),
+        epilog="\n  ".join(["examples:", *examples]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # an example stays on its line
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+# -- options ---------------------------------------------------------------------------------------------------------------
+
+
+def add_federation_options(parser: argparse.ArgumentParser) -> None:
+    """The method with its halves and hyper-parameters, the task, and the settings of the run."""
+    add_method_options(parser)
+    add_task_options(parser, "a hyper-parameter (lam=0.3, where both halves have it site.beta=1 or server.beta=1)")
+    parser.add_argument("--resplit", type=int, metavar="SEED", help="draw the training / validation / test split anew by patient")
+    run = parser.add_argument_group("settings of the run")
+    add_rounds(run)
+    run.add_argument("--seed", type=int, default=0, help="seed of everything that is drawn (default: %(default)s)")
+    run.add_argument("--outside", default="", metavar="NAMES", help="comma-separated sites that only receive the final models")
+    run.add_argument("--min-sites", type=int, metavar="N", help="usable answers a step needs (default: 2); a job starts with no fewer")
+    run.add_argument("--sites-per-round", type=int, metavar="N", help="draw this many sites for each round (default: all)")
+    flare = parser.add_argument_group("settings of the run under FLARE (a plain loop waits for nobody)")
+    flare.add_argument(
+        "--step-timeout", type=float, metavar="SECONDS", help="go on without sites that have not answered by then (default: wait)"
+    )
+    flare.add_argument("--silence", type=float, metavar="SECONDS", help="without a sign of life a site counts as gone (default: 120)")
+
+
+def add_method_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """A method by name, and the halves of other methods in it."""
+    about = "fedavg, fedsm, ...; `medflare methods` lists them with their hyper-parameters"
+    parser.add_argument("method", nargs="?" if optional else None, help="one method (default: all)" if optional else about)
+    parser.add_argument("--site-half", metavar="METHOD", help="use the site half of another method")
+    parser.add_argument("--server-half", metavar="METHOD", help="use the server half of another method")
+
+
+def add_task_options(parser: argparse.ArgumentParser, settings: str = "") -> None:
+    """The task and --set; `settings` says what --set takes beside the task's settings."""
+    parser.add_argument("--task", default="phantom", help="preset name or a JSON file, see app_configs/ (default: phantom, synthetic)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"{settings}{' or ' if settings else ''}a setting of the task (task.batch_size=8); may be repeated",
+    )
+
+
+def add_rounds(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """--rounds."""
+    parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="federation rounds (default: %(default)s)")
+
+
+def add_data_root(parser: argparse.ArgumentParser) -> None:
+    """--data-root, to be entered as `data_root`."""
+    parser.add_argument("--data-root", type=Path, help="folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else embedded)")
+
+
+def run_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the run and the choice of halves, as both engines take them; what has a default of FLARE's is left out."""
+    names = ("seed", "min_sites", "sites_per_round", "site_half", "server_half")
+    chosen = {name: value for name in ("step_timeout", "silence") if (value := getattr(options, name)) is not None}
+    return {**{name: getattr(options, name) for name in names}, "outside": names_in(options.outside), **chosen}
+
+
+# -- what they say ---------------------------------------------------------------------------------------------------------
+
+
+def chosen_method(options: argparse.Namespace) -> "Method":
+    """The method, with the halves of others where they were asked for.
+
+    Raises:
+        ConfigError: no such method.
+    """
+    from medflare.methods.catalogue import get_method
+
+    return get_method(options.method, site=options.site_half, server=options.server_half)
+
+
+def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
+    """The hyper-parameters under their halves and the task, from --set, --task and --resplit.
+
+    Raises:
+        ConfigError: a name that neither the method nor the task has, or a value that the task cannot have.
+    """
+    from medflare.core.hyper import described, halved
+
+    given = set_values(options.set)
+    hyper = {name: value for name, value in given.items() if not name.startswith(_TASK)}
+    owned = {name for owner in method.hyper_classes.values() for name in described(owner)}
+    for name in hyper:
+        if name in _OF_THE_RUN - owned:
+            remedy = f": use --{name.replace('_', '-')}" if name in options else ""
+            raise ConfigError(f"{name} is a setting of the run, not a hyper-parameter of {method.name}{remedy}")
+    changes = {name: value for name, value in given.items() if name.startswith(_TASK)}
+    if options.resplit is not None:
+        changes[f"{_TASK}resplit"] = options.resplit
+    return halved(hyper, method.hyper_classes, method.name), task_with(options.task, changes)
+
+
+def set_values(settings: Sequence[str]) -> dict[str, Any]:
+    """Name -> value of every --set NAME=VALUE, the last one of a name.
+
+    Raises:
+        ConfigError: one has no value.
+    """
+    from medflare.core.hyper import parsed_value
+
+    found = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {setting!r} is not NAME=VALUE; write for example lam=0.3 or task.batch_size=8")
+        found[name] = parsed_value(value)
+    return found
+
+
+def task_with(source: str, changes: Mapping[str, Any]) -> "TaskConfig":
+    """A task with some settings changed.
+
+    Args:
+        source: preset name or JSON file.
+        changes: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
+
+    Raises:
+        ConfigError: no such task or setting, or a value that it cannot have.
+    """
+    from medflare.tasks.config import load_task
+
+    task = load_task(source)
+    if not changes:
+        return task
+    content = task.to_dict()
+    for name, value in changes.items():
+        if not name.startswith(_TASK):
+            raise ConfigError(f"--set {name} is no setting of the task; write {_TASK}NAME=VALUE")
+        *path, last = name.removeprefix(_TASK).split(".")
+        target = content
+        for part in path:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"--set {name}: {part} of task {task.name} is a value and has nothing within; set {part} itself")
+        target[last] = value
+    return load_task(content)
+
+
+def names_in(text: str) -> list[str]:
+    """Names separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def site_names(text: str) -> list[str]:
+    """Sites by name, or as many as a number says: "2" -> site-1, site-2.
+
+    Raises:
+        ConfigError: no site, or one twice.
+    """
+    names = [f"site-{place + 1}" for place in range(int(text))] if text.isdecimal() else names_in(text)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"--sites {text!r}: give a number of sites, 1 or more, or different names separated by commas")
+    return names
+
+
+@contextmanager
+def data_root(folder: Path | None) -> Iterator[None]:
+    """While it is entered, sites look for their data in `folder`, in this process and in those that it starts; None: as before.
+
+    The environment is the one way that reaches the sites of every engine: FLARE's simulator gives each a process of its own.
+    """
+    from medflare.data.loading import ENVIRONMENT
+
+    before = os.environ.get(ENVIRONMENT)
+    if folder is not None:
+        os.environ[ENVIRONMENT] = str(folder.expanduser().resolve())
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(ENVIRONMENT, None)
+        else:
+            os.environ[ENVIRONMENT] = before

@@ -1,0 +1,121 @@
+"""`medflare run` and `medflare resume`: a federation on this machine, and one that was interrupted."""
+
+import argparse
+from pathlib import Path
+
+from medflare.cli.options import (
+    Commands,
+    add_command,
+    add_data_root,
+    add_federation_options,
+    chosen_method,
+    data_root,
+    hyper_and_task,
+    run_settings,
+    site_names,
+)
+from medflare.core.errors import ConfigError
+
+_OF_FLARE = ("step_timeout", "silence", "threads")  # the plain loop calls one site after the other and waits for each
+
+
+def add_commands(commands: Commands) -> None:
+    """Declare both."""
+    _add_run(commands)
+    _add_resume(commands)
+
+
+# -- run -------------------------------------------------------------------------------------------------------------------
+
+
+def _add_run(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "run",
+        _run,
+        help="run a federation on this machine",
+        description="Run a federation here and print its results.",
+        examples=(
+            "medflare run fedsm --sites 4                                      # synthetic images, FLARE's simulator",
+            "medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4 never trains",
+            "medflare run fedsm --set lam=0.3 --set task.batch_size=8          # a hyper-parameter, a setting of the task",
+            "medflare run moon --server-half grace --rounds 20                 # GRACE's aggregation of MOON's sites",
+            "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
+        ),
+    )
+    add_federation_options(parser)
+    parser.add_argument("--sites", default="4", help="number of sites (site-1, ...) or comma-separated names (default: %(default)s)")
+    parser.add_argument("--engine", choices=("flare", "local"), default="flare", help="FLARE's simulator (default) or a plain loop")
+    add_data_root(parser)
+    parser.add_argument("--threads", type=int, metavar="N", help="sites that train at the same time under FLARE (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="where results go (default: %(default)s)")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from medflare.evaluation.console import show_results
+
+    method = chosen_method(options)
+    hyper, task = hyper_and_task(options, method)
+    settings = run_settings(options)
+    sites = list(dict.fromkeys([*site_names(options.sites), *settings["outside"]]))
+    folder = options.out / f"{method.name}-{task.name}-seed{options.seed}"
+    if options.engine == "local":
+        if given := [name for name in _OF_FLARE if getattr(options, name) is not None]:
+            raise ConfigError(f"--{given[0].replace('_', '-')} is for FLARE's simulator; leave it out with --engine local")
+        from medflare.federation.local import run_local
+
+        inside = [site for site in sites if site not in settings["outside"]]
+        with data_root(options.data_root):
+            run_local(options.method, task, inside, rounds=options.rounds, out=folder, say=print, **settings, **hyper)
+    else:
+        from medflare.flare.recipes import MedflareRecipe
+
+        recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **settings, **hyper)
+        with data_root(options.data_root):
+            recipe.simulate(sites, folder, threads=options.threads)
+    return 0 if show_results(folder) else 1
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------------
+
+
+def _add_resume(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "resume",
+        _resume,
+        help="go on with an interrupted run after the last step that it finished",
+        description="Go on with an interrupted run: here (a folder of `medflare run --engine local`), or as a job for the federation "
+        "whose server was interrupted (a job folder and --job).",
+        examples=(
+            "medflare resume runs/fedsm-phantom-seed0",
+            "medflare resume jobs/fedsm --job 0b9e31c5-6a0c-4d3c-8f0e-0c6b5b0d8a55 --out jobs/fedsm-resumed",
+        ),
+    )
+    parser.add_argument("path", type=Path, help="folder of the interrupted run, or the job folder that was submitted")
+    parser.add_argument("--job", metavar="ID", help="FLARE's id of the interrupted job: writes a job that takes it up")
+    parser.add_argument("--out", type=Path, help="with --job: job folder to write (default: PATH-resumed)")
+    add_data_root(parser)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    if options.job is not None:
+        return _resume_job(options)
+    from medflare.evaluation.console import show_results
+    from medflare.federation.local import resume_local
+
+    if options.out is not None:
+        raise ConfigError("--out is for the job that --job ID writes; a run of the plain loop goes on in its own folder")
+    with data_root(options.data_root):
+        resume_local(options.path, say=print)
+    return 0 if show_results(options.path) else 1
+
+
+def _resume_job(options: argparse.Namespace) -> int:
+    from medflare.flare.jobs.building import resumed_job
+
+    if options.data_root is not None:
+        raise ConfigError("--data-root is for a run on this machine; with --job every site has its own, in local/medflare.json")
+    folder = resumed_job(options.path, options.job, options.out or options.path.with_name(f"{options.path.name}-resumed"))
+    print(f"job folder: {folder}\nsubmit it to the federation that job {options.job} ran in: nvflare job submit -j {folder}")
+    return 0

@@ -1,0 +1,21 @@
+"""A package that offers names of its modules without importing them before they are used."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+
+def public(package: str, names: Mapping[str, str], name: str) -> Any:
+    """What the `__getattr__` of a package answers.
+
+    Args:
+        package: its `__name__`.
+        names: public name -> module of the package that defines it.
+        name: what was asked for.
+
+    Raises:
+        AttributeError: the package offers no such name.
+    """
+    if name not in names:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{package}.{names[name]}"), name)

@@ -1,0 +1,64 @@
+"""Images decoded once: per process, or with a folder once per site."""
+
+import hashlib
+import json
+import logging
+from collections import OrderedDict
+from pathlib import Path
+
+from medflare.core.errors import StateError
+from medflare.core.message import Message
+from medflare.core.store import StateStore
+from medflare.data.datalist import Entry
+from medflare.data.decoding import Decoded, decode
+from medflare.data.sources import Source
+from medflare.tasks.config import TaskConfig
+
+_FORMAT = 1  # raise when the meaning of cached tensors changes
+_KEPT_SITES = 16  # decoded sites that one process keeps
+_memory: OrderedDict[str, Decoded] = OrderedDict()
+_log = logging.getLogger(__name__)
+
+
+def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[Entry], cache: Path | None) -> Decoded:
+    """The decoded images of `entries`: from memory, else from the cache folder, else from the source."""
+    key = _key(task, source, entries)
+    decoded = _memory.pop(key, None)
+    if decoded is None and cache is not None:
+        decoded = _read_cache(cache, f"{task.name}-{site}", key)
+    if decoded is None:
+        decoded = decode(task, source, entries)
+        if cache is not None:
+            _write_cache(cache, f"{task.name}-{site}", key, decoded)
+    _memory[key] = decoded
+    while len(_memory) > _KEPT_SITES:
+        _memory.popitem(last=False)
+    return decoded
+
+
+def _key(task: TaskConfig, source: Source, entries: list[Entry]) -> str:
+    settings = task.to_dict()
+    used = ("kind", "target", "labels", "channels", "size", "intensity", "slices", "label_values", "unlisted_labels")
+    labels = [str(entry.label) for entry in entries]
+    content = [_FORMAT, {name: settings[name] for name in used}, source.state(entries), labels]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def _read_cache(folder: Path, name: str, key: str) -> Decoded | None:
+    try:
+        message = StateStore(folder).load(name)
+    except StateError as error:
+        _log.warning("data cache is read anew: %s", error)
+        return None
+    if message is None or message.facts.get("key") != key:
+        return None
+    data = message.states["data"]
+    return Decoded(data["images"], data["targets"], message.facts["entries"], message.facts["names"])
+
+
+def _write_cache(folder: Path, name: str, key: str, decoded: Decoded) -> None:
+    facts = {"key": key, "entries": decoded.entries, "names": decoded.names}
+    try:
+        StateStore(folder).save(name, Message({"data": {"images": decoded.images, "targets": decoded.targets}}, facts))
+    except OSError as error:
+        _log.warning("data cache %s cannot be written (%s); the next process decodes the images again", folder, error)

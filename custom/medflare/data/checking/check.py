@@ -1,0 +1,130 @@
+"""Data and task looked at before a site joins: everything read, counted, measured and drawn; problems listed, not hidden."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.core.rng import numpy_generator, seeded
+from medflare.data.checking.contact_sheet import write_contact_sheet
+from medflare.data.checking.report import CheckReport, SiteReport
+from medflare.data.checking.shift import site_shift
+from medflare.data.datalist import FILE, Entry
+from medflare.data.decoding import target_of
+from medflare.data.loading import load_site_data
+from medflare.data.sources import FileSource
+from medflare.data.splits import SiteData, class_counts
+from medflare.data.targets import encode_label
+from medflare.data.transforms import Augmentation
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.losses import build_loss
+
+_MOST_PROBLEMS = 10  # shown per site
+
+
+def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None) -> CheckReport:
+    """Reads everything below a data root: one site's folder, or a folder with one folder per site.
+
+    Args:
+        root: holds datalist.json itself, or folders that do.
+        task: what the data are for.
+        out: folder for the contact sheet `thumbnails.png`, or None.
+
+    Raises:
+        ConfigError: the task itself cannot work, see `check_task`.
+        DataError: `root` holds no site. Problems of a site's data are listed in the report instead.
+    """
+    root = Path(root)
+    check_task(task)
+    folders = [root] if (root / FILE).is_file() else sorted(path.parent for path in root.glob(f"*/{FILE}"))
+    if not folders:
+        raise DataError(f"{root}: neither a {FILE} nor folders that hold one; give a site's folder or the folder of several sites")
+    report = CheckReport(task, root, {})
+    data = {}
+    for folder in folders:
+        name = folder.resolve().name
+        report.sites[name], found = _check_folder(name, folder, task)
+        if found is not None:
+            data[name] = found
+    if len(data) < 2:
+        report.shift_reason = "it takes two sites"
+    else:
+        report.shift, report.shift_reason = site_shift(data)
+    if out is not None and data:
+        report.thumbnails = write_contact_sheet(Path(out) / "thumbnails.png", data, task)
+    return report
+
+
+def check_task(task: TaskConfig) -> None:
+    """One training step on noise, so that what does not fit shows before a federation starts.
+
+    Raises:
+        ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
+    """
+    loss, augmentation = build_loss(task), Augmentation(task)
+    random = numpy_generator(0, "check task")
+    images = torch.tensor(random.random((2, task.channels, *task.size), dtype=np.float32))
+    area = task.size if task.kind == "segmentation" else ()
+    targets = torch.ones(2, len(task.labels), *area) if task.target == "multilabel" else torch.ones(2, *area, dtype=torch.long)
+    network = initial_network(task, seed=0)
+    try:
+        images, targets = augmentation(images, targets, np.random.RandomState(0))
+        with seeded(0, "check task"):
+            loss(network(images), targets).backward()
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"task {task.name}: a training step on {task.size} images fails ({reason}); change size, network or augment"
+        ) from error
+
+
+def _check_folder(name: str, folder: Path, task: TaskConfig) -> tuple[SiteReport, SiteData | None]:
+    report = SiteReport()
+    source = FileSource(folder, task)
+    try:
+        entries = source.entries()
+    except DataError as error:
+        report.problems.append(str(error))
+        return report, None
+    _read_everything(source, entries, task, report)
+    if report.problems:
+        return report, None
+    try:
+        data = load_site_data(name, task, folder)
+    except DataError as error:
+        report.problems.append(str(error))
+        return report, None
+    for split in ("train", "validation", "test"):
+        report.splits[split] = len(data.split(split)), len(set(data.split(split).patients))
+    counts = class_counts(data.train.targets, task).tolist()
+    report.classes = dict(zip(task.classes, counts, strict=True))
+    report.notes += data.notes
+    return report, data
+
+
+def _read_everything(source: FileSource, entries: list[Entry], task: TaskConfig, report: SiteReport) -> None:
+    """Every file, whatever the others are like: sizes, intensities and problems go into the report."""
+    sizes: Counter[str] = Counter()
+    moments = []
+    for entry in entries:
+        try:
+            if task.kind == "classification" and encode_label(entry.label, task, entry.place) is None:
+                continue
+            image = source.image(entry)
+            target_of(task, source, entry, image)
+        except DataError as error:
+            report.problems.append(str(error))
+            continue
+        sizes[" x ".join(map(str, image.shape[1:]))] += 1
+        moments.append((image.min(), image.mean(dtype=np.float64), np.square(image, dtype=np.float64).mean(), image.max()))
+    hidden = len(report.problems) - _MOST_PROBLEMS
+    if hidden > 0:
+        report.problems[_MOST_PROBLEMS:] = [f"... and {hidden} more"]
+    report.sizes = dict(sizes.most_common())
+    if moments:
+        low, mean, square, high = np.array(moments).T
+        deviation = float(np.sqrt(max(square.mean() - mean.mean() ** 2, 0.0)))
+        report.intensity = {"minimum": float(low.min()), "mean": float(mean.mean()), "deviation": deviation, "maximum": float(high.max())}

@@ -1,0 +1,152 @@
+"""What is known of a run when it ends, and the results dict made of it: the content of results.json."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from medflare.core.events import Event
+from medflare.core.versions import installed_versions
+from medflare.evaluation.names import COMPLETED, FAILED, MODELS, ROLES, SCHEMA, SPLITS, UNKNOWN
+from medflare.tasks.config import TaskConfig
+
+
+def _no_hyper() -> dict[str, dict[str, Any]]:
+    return {"site": {}, "server": {}}
+
+
+@dataclass
+class SiteRecord:
+    """What is known about one site when a run ends.
+
+    Attributes:
+        role: "inside" (trains) or "outside" (never trains).
+        n: split -> number of images; a split that the site never reported is left out.
+        metrics: model ("global", "personal", "deployed", or another that the method compares) -> metric -> test value, None
+            where undefined.
+        reports: model -> what it says about its own work, for example how often each network of a super model answered.
+        privacy: what training with differential privacy has cost ("epsilon", "delta", "steps"); empty without it.
+    """
+
+    role: str
+    n: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    reports: Mapping[str, Any] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RunRecord:
+    """A finished run, in whatever way it finished; knows nothing of the engine.
+
+    Attributes:
+        task: None where it could not be read; then there is a reason.
+        sites: every site of the federation by name, also those that failed.
+        reason: why the run failed, one line; empty for a completed run.
+        down_bytes, up_bytes: tensors sent to all sites and received from them.
+        seconds: stage ("training", "total", ...) -> wall-clock seconds.
+        hyper: half of the method ("site", "server") -> its hyper-parameters as they were used.
+        settings: further settings that shaped the run (engine, min_sites, resplit, ...).
+        history: one mapping a step, as `results.append_round` takes them.
+        pictures: title -> PNG file content, shown in the report.
+    """
+
+    method: str
+    task: TaskConfig | None
+    seed: int
+    rounds: int
+    sites: Mapping[str, SiteRecord]
+    reason: str = ""
+    events: Iterable[Event] = ()
+    down_bytes: int = 0
+    up_bytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    hyper: Mapping[str, Mapping[str, Any]] = field(default_factory=_no_hyper)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def build_results(record: RunRecord) -> dict[str, Any]:
+    """The results dict of a run; `contract.validate_results` holds for it.
+
+    Every site and every mean names the same models and metrics, so that a reader need not ask what is there; what is
+    undefined is None.
+
+    Raises:
+        TypeError: the record holds what JSON cannot.
+    """
+    metrics = record.task.metrics if record.task else ()
+    models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
+    sites = {name: _site_results(record.sites[name], models, metrics) for name in sorted(record.sites)}
+    results = {
+        "schema": SCHEMA,
+        "method": record.method,
+        "task": record.task.name if record.task else UNKNOWN,
+        "seed": record.seed,
+        "rounds": record.rounds,
+        "status": FAILED if record.reason else COMPLETED,
+        "reason": record.reason or None,
+        "sites": sites,
+        "mean": mean_over_sites(sites, dict.fromkeys(models, metrics)),
+        "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
+        "seconds": dict(record.seconds),
+        "events": list(record.events),
+        "versions": installed_versions(),
+        "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
+    }
+    return json_ready(results)
+
+
+def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...]) -> dict[str, Any]:
+    found = {
+        "role": site.role,
+        "n": {split: site.n.get(split) for split in SPLITS},
+        "metrics": {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models},
+    }
+    more = {"reports": site.reports, "privacy": site.privacy}
+    return {**found, **{name: content for name, content in more.items() if content}}
+
+
+def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+    """role -> model -> metric -> mean over the sites of that role, sites without a value left out.
+
+    Args:
+        sites: the `sites` of a results dict.
+        shape: model -> its metrics.
+    """
+    chosen = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}
+    return {
+        role: {model: {m: mean_of_defined(site[model][m] for site in found) for m in shape[model]} for model in shape}
+        for role, found in chosen.items()
+    }
+
+
+def mean_of_defined(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are neither None nor NaN nor infinite; None where there is none."""
+    defined = [value for value in values if value is not None and math.isfinite(value)]
+    return fmean(defined) if defined else None
+
+
+def json_ready(value: Any) -> Any:
+    """The same content in plain JSON types: keys as text, tuples as lists, numbers of numpy as Python's, NaN and infinity as None.
+
+    Raises:
+        TypeError: something that JSON has no type for.
+    """
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_ready(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} of type {type(value).__name__} cannot stand in results")

@@ -1,0 +1,91 @@
+"""What a site does with its final models: measure them on its own test images, and keep them with their cards."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from medflare.core.events import EventLog
+from medflare.core.message import Message
+from medflare.core.store import write_atomically
+from medflare.inference.deployed import save_model
+from medflare.methods.catalogue import build_deployed
+from medflare.methods.method import Method
+from medflare.methods.parts.training import finite_or_none
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig
+
+ROLES = ("global", "personal", "deployed")
+Keep = Callable[[str, Message, Mapping[str, Any]], None]  # (role, delivered model, metrics)
+
+
+@runtime_checkable
+class SelfReporting(Protocol):
+    """A deployed model that can say how it came to its answers, for example which member answered how often."""
+
+    def report(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class SiteFolder:
+    """A site's own folder in a run, for `Participant`'s `keep` and `show`: delivered models with their cards, and pictures.
+
+    Pictures show patients: they stay here.
+    """
+
+    folder: Path
+    site: str
+    method: Method
+    task: TaskConfig
+    seed: int
+
+    def keep(self, role: str, model: Message, metrics: Mapping[str, Any]) -> None:
+        """Write a delivered model and its card."""
+        card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
+        save_model(self.folder / role, self.task, model, card)
+
+    def show(self, title: str, png: bytes) -> None:
+        """Write a picture."""
+        write_atomically(self.folder / "pictures" / f"{title}.png", png)
+
+
+def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str, Any]:
+    """Build the final models, measure them on the site's test images and hand them to `keep`.
+
+    Args:
+        models: role -> delivered model. A method may deliver further roles, to be compared with its own; equal objects are
+            measured once.
+
+    Returns:
+        Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), "n" and "events".
+    """
+    log = EventLog()
+    metrics: dict[str, dict[str, float | None]] = {}
+    seen: dict[int, dict[str, float | None]] = {}
+    reports: dict[str, Any] = {}
+    for role in dict.fromkeys([*ROLES, *models]):
+        if role not in models:
+            metrics[role] = dict.fromkeys(site.task.metrics)
+            log.add("undefined", f"{role}: a site that did not train has no such model", site=site.name)
+            continue
+        if id(models[role]) not in seen:
+            module = build_deployed(site.task, models[role]).to(site.device)
+            seen[id(models[role])] = _measured(site, module, role, log)
+            if isinstance(module, SelfReporting):
+                reports[role] = module.report()
+        metrics[role] = seen[id(models[role])]
+        keep(role, models[role], metrics[role])
+    return {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
+
+
+def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> dict[str, float | None]:
+    scores = site.score(module, "test")
+    for metric, reason in scores.undefined.items():
+        log.add("undefined", f"{role} {metric}: {reason}", site=site.name)
+    for metric, count in (("dice and iou", scores.left_out), ("hd95", scores.hd95_left_out)):
+        if count:
+            words = f"{role} {metric}: undefined for {count} patients and structures, left out of the means"
+            log.add("undefined", words, site=site.name)
+    return {metric: finite_or_none(value) for metric, value in scores.values.items()}

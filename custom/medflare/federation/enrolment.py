@@ -1,0 +1,90 @@
+"""Who takes part: sites say what they have before anything is trained; a site that cannot take part ends the run, a late one joins."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from medflare.core.errors import FederationFailed
+from medflare.core.message import Message
+from medflare.federation.exchange import ENROL, Courier
+from medflare.methods.base import ServerContext, Step
+
+
+class Enrolment:
+    """The members of a federation.
+
+    Args:
+        context: names the inside and outside sites, takes their counts and what is noticed.
+        courier: reaches them.
+        identity: facts that a site must agree with; it refuses, by name, where its task or method differs.
+        returning: sites that were enrolled when the run that is taken up was interrupted; they go on from what they remember.
+        finished: steps that were done before.
+    """
+
+    def __init__(
+        self, context: ServerContext, courier: Courier, identity: Mapping[str, Any], returning: Collection[str] = (), finished: int = 0
+    ):
+        self.context, self.courier, self.identity = context, courier, identity
+        self.returning, self.finished = returning, finished
+
+    @property
+    def enrolled(self) -> dict[str, dict[str, Any]]:
+        """site -> what it enrolled with."""
+        return self.courier.outcome.enrolled
+
+    @property
+    def inside(self) -> list[str]:
+        """The enrolled sites that train, sorted."""
+        return [site for site in self.context.sites if site in self.enrolled]
+
+    def open(self, needed: int) -> None:
+        """Every site that is present says what it has.
+
+        Raises:
+            FederationFailed: a site cannot take part, or fewer than `needed` inside sites are there.
+        """
+        if problems := self.admit(0):
+            raise FederationFailed(listed(problems))
+        if len(self.inside) < needed:
+            raise FederationFailed(
+                f"{len(self.inside)} of the sites {', '.join(self.context.sites)} enrolled ({', '.join(self.inside) or 'none'}), "
+                f"min_sites is {needed}; start the missing sites or lower min_sites"
+            )
+        for site in sorted({*self.context.sites, *self.context.outside} - self.enrolled.keys()):
+            self.context.events.add("missing", "not there when the federation started; it may join later", site=site, round=0)
+
+    def members(self, step: Step) -> list[str]:
+        """The enrolled inside sites that are there for a step, sorted; sites that came in since the last step enrol first."""
+        before, events = set(self.enrolled), self.context.events
+        for site, problem in self.admit(step.round).items():
+            events.add("warning", f"wants to join and cannot: {problem}", site=site, round=step.round)
+        for site in sorted(self.enrolled.keys() - before):
+            events.add("joined", f"joined in round {step.round}", site=site, round=step.round)
+        present = self.courier.present(step.round)
+        for site in self.inside:
+            if site not in present:
+                events.add("missing", f"not there for '{step.phase}' of round {step.round}", site=site, round=step.round)
+        return [site for site in self.inside if site in present]
+
+    def admit(self, round: int) -> dict[str, str]:
+        """Ask newcomers what they have; returns site -> problem for those that cannot take part."""
+        context, problems = self.context, {}
+        known = {*context.sites, *context.outside}
+        new = [site for site in sorted(self.courier.present(round)) if site in known and site not in self.enrolled]
+        roles = {site: "outside" if site in context.outside else "inside" for site in new}
+        invitation = {**self.identity, "sites": list(context.sites)}
+        finished = {site: self.finished if site in self.returning else 0 for site in new}
+        outgoing = {site: Message({}, {**invitation, "role": roles[site], "finished": finished[site]}) for site in new}
+        for site, reply in self.courier.ask(Step(ENROL, round), outgoing).items():
+            if reply.message is None:
+                problems[site] = reply.problem
+                context.events.add(reply.kind, reply.problem, site=site, round=round)
+                continue
+            facts = dict(reply.message.facts)
+            context.events.extend(facts.pop("events", []), site=site)
+            self.enrolled[site] = context.site_counts[site] = {**facts, "role": roles[site]}
+        return problems
+
+
+def listed(problems: Mapping[str, str]) -> str:
+    """Every site's problem on one line, each with the site's name once."""
+    return "; ".join(problem if site in problem else f"{site}: {problem}" for site, problem in sorted(problems.items()))

@@ -1,0 +1,73 @@
+"""How the schedule reaches the sites: the exchange that an engine supplies, and the courier that counts what travels over it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from medflare.core.message import Message
+from medflare.federation.outcome import Outcome
+from medflare.federation.screening import not_plain
+from medflare.methods.base import Step
+
+ENROL, DELIVER = "enrol", "deliver"
+PHASES_OF_ALL: Final = (ENROL, DELIVER)  # answered by the participant, whatever the method
+
+
+@dataclass
+class Reply:
+    """A site's answer: a message, or why there is none.
+
+    Attributes:
+        problem: empty when the message is there; else one line.
+        kind: the event that a problem becomes: "failed" (the site reported an error), "late" or "missing".
+    """
+
+    message: Message | None = None
+    problem: str = ""
+    kind: str = "failed"
+
+
+class Exchange(Protocol):
+    """How messages reach the sites. Implementations never raise for one site's fault: they return a Reply that says so."""
+
+    def present(self, round: int) -> list[str]:
+        """Names of the sites that can be asked in this round."""
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> Mapping[str, Reply]:
+        """Ask every site in `outgoing`; a site without an entry in the answer is missing."""
+
+
+class Courier:
+    """Asks sites over an exchange: counts what travels, answers for those that are silent, keeps back facts that nobody can write down."""
+
+    def __init__(self, exchange: Exchange, outcome: Outcome):
+        self.exchange, self.outcome = exchange, outcome
+
+    def present(self, round: int) -> list[str]:
+        """Names of the sites that can be asked."""
+        return self.exchange.present(round)
+
+    def ask(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        """site -> reply, in sorted order, one for every site that was asked."""
+        answers = self.exchange(step, outgoing) if outgoing else {}
+        silent = Reply(problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing")
+        replies = {site: _plain(answers.get(site, silent)) for site in sorted(outgoing)}
+        self.outcome.down_bytes += total_bytes(outgoing.values())
+        self.outcome.up_bytes += total_bytes(reply.message for reply in replies.values() if reply.message is not None)
+        return replies
+
+
+def numbered(message: Message, index: int) -> Message:
+    """The message with the number of its step, by which a site knows a step that it has done before."""
+    return Message(message.states, {**message.facts, "step": index})
+
+
+def total_bytes(messages: Iterable[Message]) -> int:
+    """Bytes of all tensors of all messages."""
+    return sum(message.nbytes for message in messages)
+
+
+def _plain(reply: Reply) -> Reply:
+    """The reply, or why its facts must not get as far as the results."""
+    problem = not_plain(reply.message.facts) if reply.message is not None else None
+    return reply if problem is None else Reply(problem=problem, kind="rejected")

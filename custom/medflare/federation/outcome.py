@@ -1,0 +1,51 @@
+"""What the schedule leaves behind: a report after every step, and the outcome of the whole."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from medflare.methods.base import Step
+
+
+@dataclass
+class StepReport:
+    """What an observer learns after a step.
+
+    Attributes:
+        index: 0-based number of the step in the run.
+        facts: site -> facts of its usable reply.
+        rejected: site -> why there is none.
+        aggregation: site -> numbers that the server half noted about it, see `ServerContext.note`.
+    """
+
+    step: Step
+    index: int
+    facts: dict[str, dict[str, Any]]
+    rejected: dict[str, str]
+    seconds: float
+    down_bytes: int
+    up_bytes: int
+    aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+    def line(self) -> dict[str, Any]:
+        """The step as metrics.jsonl and the report have it."""
+        place = {"step": self.index, "phase": self.step.phase, "round": self.step.round, "seconds": self.seconds}
+        return {**place, "sites": self.facts, "aggregation": self.aggregation}
+
+
+@dataclass
+class Outcome:
+    """How a federation ended.
+
+    Attributes:
+        enrolled: site -> facts it enrolled with ("n", "class_counts", ...).
+        delivered: site -> facts of its final evaluation ("metrics": role -> metric -> value).
+        history: one line a step, see `StepReport.line`.
+        seconds: stage -> wall-clock seconds.
+    """
+
+    enrolled: dict[str, dict[str, Any]] = field(default_factory=dict)
+    delivered: dict[str, dict[str, Any]] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    down_bytes: int = 0
+    up_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)

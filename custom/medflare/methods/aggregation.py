@@ -1,0 +1,90 @@
+"""A server half's formula, apart from its schedule: from the sites' models to the next global one, or to one for each site.
+
+The same object works in both worlds: a server half calls it on the replies of a round, and the FLARE aggregator that holds it calls
+it on the models of FLARE's own workflows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from medflare.core.message import Message
+from medflare.core.states import StateDict, weighted_mean
+from medflare.tasks.config import TaskConfig
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class SiteModel:
+    """One site's part in an aggregation.
+
+    Attributes:
+        samples: its number of training samples n_k.
+        facts: what came with it, for example a score.
+    """
+
+    state: StateDict
+    samples: float = 1.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
+    """site -> state."""
+    return {site: model.state for site, model in models.items()}
+
+
+def samples_of(models: Mapping[str, SiteModel]) -> dict[str, float]:
+    """site -> number of samples."""
+    return {site: model.samples for site, model in models.items()}
+
+
+class Aggregation(ABC, Generic[V]):
+    """The formula of a server half.
+
+    Attributes:
+        hyper: the server half's hyper-parameters.
+        rounds: of the federation, for formulas with a schedule; None where nobody has said.
+        weights: site -> its weight in the latest call, for the record; empty where the formula has none to tell.
+    """
+
+    def __init__(self, hyper: V):
+        self.hyper = hyper
+        self.rounds: int | None = None
+        self.weights: dict[str, float] = {}
+
+    def prepare(self, task: TaskConfig, rounds: int) -> None:
+        """Learn what only a federation of medflare's own can tell; FLARE's own workflows do without."""
+        self.rounds = rounds
+
+    @abstractmethod
+    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        """The next model for everybody.
+
+        Args:
+            models: site -> its model, in sorted order.
+            round: 0-based.
+            previous: the model that the round started from, where there is one.
+        """
+
+    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+        """site -> the next model for that site alone; empty where all get the shared one."""
+        return {}
+
+    def pack(self, message: Message) -> None:
+        """Add what the formula remembers of earlier rounds to a message that stores a half."""
+
+    def unpack(self, message: Message) -> None:
+        """Take up what `pack` stored."""
+
+
+class WeightedMean(Aggregation[Any]):
+    """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K where `hyper.weighting` is "uniform" (McMahan et al. 2017, Alg. 1)."""
+
+    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        return weighted_mean(states_of(models), self.shares(models))
+
+    def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
+        """site -> p_k, up to a common factor."""
+        return dict.fromkeys(models, 1.0) if self.hyper.weighting == "uniform" else samples_of(models)

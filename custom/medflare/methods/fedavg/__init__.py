@@ -1,0 +1,25 @@
+"""FedAvg (McMahan et al., AISTATS 2017): every site trains the global model, the server averages.
+
+    w <- sum_k p_k w_k,   p_k = n_k / n      (FedSM paper, Sec. 2; its printed 1/K in front is a double normalisation)
+
+Also the base of the other methods: their halves change one thing each.
+"""
+
+from typing import Any
+
+from medflare.core.facade import public
+from medflare.methods.method import Method
+
+METHOD = Method(
+    name="fedavg",
+    title="Federated averaging",
+    paper="McMahan et al., AISTATS 2017",
+    site="medflare.methods.fedavg.site:FedAvgSite",
+    server="medflare.methods.fedavg.server:FedAvgServer",
+)
+
+_PUBLIC = {"FedAvgSite": "site", "FedAvgServer": "server"}
+
+
+def __getattr__(name: str) -> Any:
+    return public(__name__, _PUBLIC, name)

@@ -1,0 +1,98 @@
+"""FedAvg of a part of the model: what a `LocalPart` names never leaves its site, as FedBN and FedRep need it.
+
+Inside, a site's model is the shared part with the site's own. An outside site has no part of its own: where there is one, every
+inside site sends its part once, after the last round, and the outside site gets their mean. `FedAvgServer` does the server's side for
+every site half that declares a smaller model.
+"""
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.manifest import Entry, Phase
+from medflare.core.message import Message
+from medflare.core.states import StateDict, copy_state
+from medflare.inference.deployed import plain_message
+from medflare.methods.base import MEASURED, Kept, Plan
+from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.parts.partial import LocalPart
+from medflare.methods.parts.selection import Best
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig
+
+F = TypeVar("F", bound=FedAvgSiteHyper)
+
+
+class PartialSite(FedAvgSite[F]):
+    """Trains the shared part together with the site's own; a subclass says which part that is, see `phases_of`.
+
+    The site keeps its model of the best round by its own validation, both parts together.
+    """
+
+    unprotected = "the part that stays at home is trained on the same images and is not counted"
+    own = Kept("own")  # the part that stays
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.part = self.local_part(plan.network())
+        self.best = Best(self.memory, "personal")
+
+    @classmethod
+    def local_part(cls, network: nn.Module) -> LocalPart:
+        """The entries of a network that stay at home."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
+        super().check(task, hyper, server_hyper)
+        network = Plan(task, (), hyper, server_hyper).network()
+        if not cls.local_part(network).shared(network.state_dict()):
+            raise ConfigError(f"task {task.name}: all of network {task.network['name']} would stay at home, nothing is left to share")
+
+    def joined(self, shared: StateDict) -> StateDict:
+        """The site's model: the shared part with its own, which is that of the common initial model before the first training."""
+        if self.own is None:
+            self.own = self.part.kept(copy_state(self.site.network().state_dict()))
+        return {**shared, **self.own}
+
+    def train(self, round: int, incoming: Message) -> Message:
+        start = self.joined(incoming.states[GLOBAL])
+        reply = super().train(round, Message({GLOBAL: start}, incoming.facts))
+        self.best.offer(reply.facts["validation"]["global"], round, start)
+        trained = reply.states[MODEL]
+        self.own = self.part.kept(trained)
+        return Message({MODEL: self.part.shared(trained)}, reply.facts)
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        model = self.joined(incoming.states[GLOBAL])
+        reply = super().validate(round, Message({GLOBAL: model}, incoming.facts))
+        self.best.offer(reply.facts["validation"]["global"], round, model)
+        return reply
+
+    def share(self, round: int, incoming: Message) -> Message:
+        """The part that stays at home, asked for once, after the last round, where there are outside sites."""
+        return Message({OWN: self.part.kept(self.joined({}))}, self.facts(validation={}))
+
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        """Inside, all a site has is its own model. Outside, it is what the server made of everybody's parts."""
+        if not self.inside:
+            return dict.fromkeys(("global", "deployed"), plain_message(incoming.states[GLOBAL]))
+        best = self.best.state if self.plan.server_hyper.selection == "best" else None
+        own = plain_message(self.joined(self.part.shared(incoming.states[GLOBAL])) if best is None else best)
+        return dict.fromkeys(("global", "personal", "deployed"), own)
+
+
+def phases_of(site_class: type[PartialSite[Any]]) -> tuple[Phase, ...]:
+    """The phases of a half that shares all but its `local_part`."""
+
+    def part(plan: Plan[Any, Any]) -> LocalPart:
+        return site_class.local_part(plan.network())
+
+    shared = Entry(MODEL, "the shared part of the site's model, for the weighted mean", lambda plan: part(plan).shared(plan.template()))
+    own = Entry(OWN, "the part that stays at home, for the mean that outside sites get", lambda plan: part(plan).kept(plan.template()))
+    return (
+        Phase("train", sends=(GLOBAL,), answers=(shared,), reports=MEASURED),
+        Phase("validate", sends=(GLOBAL,), reports=MEASURED),
+        Phase("share", answers=(own,), reports=MEASURED),
+    )

@@ -1,0 +1,94 @@
+"""FedAvg's server half: a global model, the formula that makes the next one, and the best round so far."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic.dataclasses import dataclass
+
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.settings import STRICT
+from medflare.core.states import StateDict
+from medflare.inference.deployed import plain_message
+from medflare.methods.aggregation import Aggregation, WeightedMean
+from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step, site_models
+from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND
+from medflare.methods.parts.selection import Best, mean_validation
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedAvgServerHyper(ServerHyper):
+    """What every half that averages has."""
+
+    weighting: Literal["samples", "uniform"] = param("samples", "aggregation weights: n_k/n or 1/K", symbol="p_k")
+
+
+G = TypeVar("G", bound=ServerHyper)
+
+
+class FedAvgServer(ServerHalf[G]):
+    """Aggregates the sites' models into the next global one; remembers the best round.
+
+    Works with every site half that answers with the entry "model". One that declares a part of the network alone is sent that part
+    alone, and is asked for the rest, once, where an outside site needs a whole model (`partial.PartialSite`).
+    """
+
+    Hyper: ClassVar[type] = FedAvgServerHyper
+    aggregation_class: ClassVar[type[Aggregation[Any]]] = WeightedMean
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        self.model = context.initial_state()
+        self.best = Best(self.memory, "global")
+        declared = context.answer("train", MODEL)
+        self._sent = list(self.model if declared is None else declared.tensors)
+
+    @property
+    def model(self) -> StateDict:
+        """The global model."""
+        return self.memory.states["model"]
+
+    @model.setter
+    def model(self, state: StateDict) -> None:
+        self.memory.states["model"] = state
+
+    @property
+    def partial(self) -> bool:
+        """Whether a part of the model stays at the sites."""
+        return len(self._sent) < len(self.model)
+
+    def steps(self) -> list[Step]:
+        share = [Step("share", self.context.rounds, everyone=True)] if self.partial and self.context.outside else []
+        return [*super().steps(), *share]
+
+    def configure(self, step: Step, site: str) -> Message:
+        return Message() if step.phase == "share" else Message({GLOBAL: {name: self.model[name] for name in self._sent}})
+
+    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        if step.phase == "share":
+            self.model = {**self.model, **self.aggregation.shared(site_models(replies, OWN), step.round)}
+            self.memory.facts["whole"] = True
+            return
+        self.best.offer(mean_validation(replies, "global"), step.round, self.model)
+        if step.phase == "train":
+            self.model = {**self.model, **self.next_model(step.round, replies)}
+
+    def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:
+        """What the sites' models become, by this half's formula; its weights are left in the record where they say something."""
+        model = self.aggregation.shared(site_models(replies, MODEL), round, self.model)
+        self.context.note(weight=self.aggregation.weights)
+        return model
+
+    @property
+    def selected(self) -> tuple[StateDict, int]:
+        """The model to deliver, of the best round or of the last one, and the rounds of training behind it."""
+        best = self.best.state if self.hyper.selection == "best" and not self.partial else None
+        return (self.model, self.context.rounds) if best is None else (best, self.best.round or self.context.rounds)
+
+    def configure_delivery(self, site: str) -> Message:
+        model, round = self.selected
+        return Message({GLOBAL: model}, {SELECTED_ROUND: round})
+
+    def models(self) -> dict[str, Message]:
+        whole = not self.partial or "whole" in self.memory.facts
+        return {"global": plain_message(self.selected[0])} if whole else {}

@@ -1,0 +1,113 @@
+"""FedAvg's site half: trains the incoming global model and sends it back. Most other site halves change one thing of it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import nn
+
+from medflare.core.hyper import param
+from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.message import Message
+from medflare.core.settings import STRICT
+from medflare.core.states import copy_state
+from medflare.inference.deployed import plain_message
+from medflare.methods.base import MEASURED, Plan, SiteHalf, SiteHyper
+from medflare.methods.parts.training import Loss, OptimizerMemory, train_epochs, trainable
+from medflare.networks.features import FeatureNetwork
+from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private, privacy_cost, train_privately
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig
+
+T = TypeVar("T")
+
+# What the messages of FedAvg and of most other methods hold.
+GLOBAL = Entry("model")
+MODEL = Entry("model", "the site's locally trained model, for the weighted mean")
+OWN = Entry("own")  # what stays at home of a model that is shared in part
+PRIVACY = Fact("privacy", "what the run has cost the site's patients, with DP-SGD")
+SELECTED_ROUND = Fact("selected_round", "rounds of training behind a model")
+
+TRAIN = Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY))
+VALIDATE = Phase("validate", sends=(GLOBAL,), reports=MEASURED)
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedAvgSiteHyper(SiteHyper):
+    """What every half that trains with the task's optimizer has."""
+
+    reset_optimizer: bool = param(True, "start every round with a fresh optimizer; false keeps its moments at the site")
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
+    """FedAvg's own site half; others inherit `PrivacyHyper` where DP-SGD protects all that they send."""
+
+
+F = TypeVar("F", bound=FedAvgSiteHyper)
+
+
+class FedAvgSite(SiteHalf[F]):
+    """Trains the incoming global model for the task's local epochs and sends it back."""
+
+    Hyper: ClassVar[type] = FedAvgHyper
+    phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE)
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.optimizers = OptimizerMemory(self.memory)
+        if is_private(self.hyper) and self.inside:
+            check_private_site(site, self.hyper)
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
+        if is_private(hyper):
+            check_private(task)
+
+    def train(self, round: int, incoming: Message) -> Message:
+        model = self.network("model", incoming.states[GLOBAL])
+        validation = self.validation(model)
+        loss = self.optimized(model, "model", lambda optimizer: self.fit(model, optimizer, round))
+        cost = self.privacy()
+        more = {} if cost is None else {PRIVACY: cost}
+        return Message({MODEL: copy_state(model.state_dict())}, self.facts(loss=loss, validation={"global": validation}, **more))
+
+    def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
+        """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss."""
+        optimizer = self.site.optimizer(trainable(model))
+        with self.continued({purpose: optimizer}):
+            return train(optimizer)
+
+    @contextmanager
+    def continued(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[None]:
+        """Training with optimizers, by purpose, that go on with the last round's moments; afresh where `reset_optimizer` says so."""
+        kept = {} if self.hyper.reset_optimizer else optimizers
+        for purpose, optimizer in kept.items():
+            self.optimizers.recall(purpose, optimizer)
+        yield
+        for purpose, optimizer in kept.items():
+            self.optimizers.keep(purpose, optimizer)
+
+    def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
+        """One round of local training; the one thing that most local variants change."""
+        return self.descend(model, optimizer, round)
+
+    def descend(self, model: nn.Module, optimizer: torch.optim.Optimizer, round: int, loss: Loss | None = None) -> float | None:
+        """Epochs of the task's loss or of another that is a mean over images; with DP-SGD where asked for, whose loss stays untold."""
+        if is_private(self.hyper):
+            train_privately(model, optimizer, self.site, self.account, self.hyper, loss)
+            return None
+        return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
+
+    def privacy(self) -> dict[str, Any] | None:
+        return privacy_cost(self.site, self.account, self.hyper) if is_private(self.hyper) else None
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        return Message({}, self.facts(validation={"global": self.validation(self.network("model", incoming.states[GLOBAL]))}))
+
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        """Global and deployed are the selected global model; it is also all that a site has of its own."""
+        plain = plain_message(incoming.states[GLOBAL])
+        return dict.fromkeys(("global", "personal", "deployed"), plain)

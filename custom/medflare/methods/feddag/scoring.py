@@ -1,0 +1,114 @@
+"""What SHA asks of a site beside training: a perturbed model, and scores of the perturbed models of other sites (Sec. III-C1)."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.message import Message
+from medflare.core.settings import no_such
+from medflare.core.states import StateDict, moved
+from medflare.data.splits import Batch
+from medflare.methods.base import SiteHalf
+from medflare.methods.fedavg.site import MODEL
+from medflare.methods.feddag.formulas import sharpness_perturbation
+from medflare.methods.feddag.hyper import SHAHyper
+from medflare.methods.parts.training import finite_or_none, trainable
+from medflare.privacy.settings import is_private
+from medflare.tasks.config import TaskConfig
+
+PERTURBED = Entry(
+    "perturbed",
+    "the site's model moved along its last batch's gradient (whose direction it reveals), for other sites to score",
+    when=lambda plan: _perturbs(plan.server_hyper),
+)
+CANDIDATE = Entry("candidate/")  # the model of another site, to be scored
+SCORES = Fact("scores", "site -> score of its model on this site's validation images")
+
+
+class ScoredSite(SiteHalf[Any]):
+    """What SHA asks of a site beside training, mixed into any half whose `train` replies with a model.
+
+    `train` adds the perturbed model to the reply; `score` measures the perturbed models of other sites.
+    """
+
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase("train", answers=(PERTURBED,)),
+        Phase("score", sends=(CANDIDATE,), reports=(SCORES,)),
+    )
+
+    @property
+    def asked(self) -> SHAHyper:
+        """The server's hyper-parameters, which say what it wants of a site."""
+        return self.plan.server_hyper
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:
+        super().check(task, hyper, server_hyper)
+        if not isinstance(server_hyper, SHAHyper):  # FedDAG's site with another server
+            return
+        if is_private(hyper) and server_hyper.perturbs:
+            raise ConfigError("dp_noise: the perturbed model shows the direction of a gradient without noise; set rho=0 (CEA)")
+        known = ("task", "exp_loss", *(name for name in task.metrics if name != "hd95"))
+        if server_hyper.score_metric not in known:
+            raise ConfigError(no_such("score_metric", server_hyper.score_metric, known, f"a {task.kind} task"))
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply: Message = super().train(round, incoming)  # type: ignore[misc]
+        self.add_perturbed(round, reply)
+        return reply
+
+    def add_perturbed(self, round: int, reply: Message) -> None:
+        """θ^ beside θ in a reply to `train`, where the settings ask for it; one more backward pass."""
+        if _perturbs(self.plan.server_hyper):
+            gradients = self.gradients(self.network("model", reply.states[MODEL]), self.last_batch(round))
+            reply.states[PERTURBED] = perturbed(reply.states[MODEL], gradients, self.asked.rho)
+
+    def last_batch(self, round: int) -> Batch:
+        """The batch that the round's training ended with."""
+        return deque(self.site.batches("train", round, "model", self.site.task.local_epochs - 1), maxlen=1)[0]
+
+    def perturbation_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss whose gradient perturbs the model: the task's."""
+        return self.site.loss(model(batch.images), batch.targets)
+
+    def gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Gradients in evaluation mode: of the model as others will measure it, its running statistics untouched."""
+        model.eval()
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(self.perturbation_loss(model, batch), trainable(model), allow_unused=True)
+        return {name: gradient.cpu() for name, gradient in zip(names, found, strict=True) if gradient is not None}
+
+    def score(self, round: int, incoming: Message) -> Message:
+        """Scores of the incoming models on this site's validation images, by entry; None where undefined."""
+        found = {site: finite_or_none(self._score(state)) for site, state in CANDIDATE.family(incoming.states).items()}
+        return Message({}, {SCORES: found})
+
+    def _score(self, state: StateDict) -> float | None:
+        model = self.network("model", state).eval()
+        if self.asked.score_metric == "exp_loss":
+            return self._exp_loss(model)
+        metric = self.site.task.metric if self.asked.score_metric == "task" else self.asked.score_metric
+        return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
+
+    @torch.no_grad()
+    def _exp_loss(self, model: nn.Module) -> float | None:
+        total, seen = 0.0, 0
+        for images, targets, _ in self.site.ordered("validation"):
+            total += self.site.loss(model(images), targets).item() * len(images)
+            seen += len(images)
+        return math.exp(-total / seen) if seen else None
+
+
+def _perturbs(server_hyper: Any) -> bool:
+    return isinstance(server_hyper, SHAHyper) and server_hyper.perturbs
+
+
+def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
+    """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); what has no gradient (buffers, frozen weights) stays as it is."""
+    return {**state, **moved({name: state[name] for name in gradients}, sharpness_perturbation(gradients, rho))}

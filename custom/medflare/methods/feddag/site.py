@@ -1,0 +1,139 @@
+"""FedDAG's site half: generator, student and teacher on every batch; sends back the teacher (or the student), the generator and θ^."""
+
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.manifest import Entry, Fact, Phase, merged_phases
+from medflare.core.message import Message
+from medflare.core.packages import installed
+from medflare.core.states import StateDict, copy_state
+from medflare.data.splits import Batch
+from medflare.methods.base import MEASURED, Kept, Plan
+from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite
+from medflare.methods.feddag.formulas import ema_decay
+from medflare.methods.feddag.generation import AdversarialGeneration, build_generator, initial_generator
+from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
+from medflare.methods.feddag.hyper import FedDAGSiteHyper
+from medflare.methods.feddag.scoring import ScoredSite
+from medflare.methods.parts.training import run_epochs
+from medflare.networks.features import FeatureNetwork
+from medflare.sites.site import Site
+
+
+def _generator(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:
+    with torch.device("meta"):
+        return build_generator(plan.task, plan.site_hyper).state_dict()
+
+
+GENERATOR = Entry(
+    "generator",
+    "the site's generator of perturbations, for the mean; without an image it yields none",
+    _generator,
+    lambda plan: plan.site_hyper.ndag,
+)
+STUDENT = Entry(
+    "student", "the site's student, for the mean that students start from", when=lambda plan: plan.site_hyper.distribution == "type2"
+)
+LOSSES = Fact("losses", "mean of each loss of the round")
+
+
+class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
+    """Trains generator, student and teacher on every batch; sends back the teacher (or the student), the generator and θ^.
+
+    In distribution type 3 one of the two models never leaves the site: it is the site's state.
+    """
+
+    Hyper: ClassVar[type] = FedDAGSiteHyper
+    phases: ClassVar[tuple[Phase, ...]] = merged_phases(
+        (
+            Phase("warm_up", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY)),
+            Phase("train", sends=(GLOBAL, GENERATOR, STUDENT), answers=(MODEL, GENERATOR, STUDENT), reports=(*MEASURED, LOSSES)),
+            VALIDATE,
+        ),
+        ScoredSite.phases,
+    )
+    unprotected = "generator, student and teacher learn from each other on every batch, and the perturbed model shows a bare gradient"
+    kept = Kept("kept")  # type 3: the model that never leaves
+
+    def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
+        super().__init__(site, plan)
+        self._generation: AdversarialGeneration | None = None
+        self._last_batch: Batch | None = None
+
+    @cached_property
+    def generator(self) -> DomainGenerator:
+        return initial_generator(self.site.task, self.site.seed, self.hyper).to(self.site.device)
+
+    def warm_up(self, round: int, incoming: Message) -> Message:
+        """A round of FedAvg."""
+        return FedAvgSite.train(self, round, incoming)
+
+    def train(self, round: int, incoming: Message) -> Message:
+        validation = self.validation(self.network("model", incoming.states[GLOBAL]))
+        generation = self._begin(incoming)
+        losses = self._epochs(generation, round)
+        student, teacher = copy_state(generation.student.state_dict()), copy_state(generation.teacher.state_dict())
+        sends_teacher = self.hyper.distribution == "type2" or self.hyper.chain == "student_from_global"
+        states: dict[str, StateDict] = {MODEL: teacher if sends_teacher else student}
+        if self.hyper.ndag:
+            states[GENERATOR] = copy_state(generation.generator.state_dict())
+        if self.hyper.distribution == "type2":
+            states[STUDENT] = student
+        if self.hyper.distribution == "type3":
+            self.kept = states[MODEL]
+        reply = Message(states, self.facts(loss=losses["student"], validation={"global": validation}, losses=losses))
+        self.add_perturbed(round, reply)
+        return reply
+
+    def _begin(self, incoming: Message) -> AdversarialGeneration:
+        """Student, teacher and generator at the start of a round (Sec. III-D); what a site does not have yet is θ_g."""
+        received = incoming.states[GLOBAL]
+        kept = received if self.kept is None else self.kept
+        starts = {
+            "type1": (received, received),
+            "type2": (incoming.states.get(STUDENT, received), received),
+            "type3": (received, kept) if self.hyper.chain == "student_from_global" else (kept, received),
+        }
+        student, teacher = starts[self.hyper.distribution]
+        if GENERATOR in incoming.states:
+            self.generator.load_state_dict(incoming.states[GENERATOR])
+        networks = self.network("model", student), self.network("teacher", teacher)
+        self._generation = AdversarialGeneration(self.site, self.hyper, *networks, self.generator)
+        return self._generation
+
+    def _epochs(self, generation: AdversarialGeneration, round: int) -> dict[str, float]:
+        """The task's local epochs; mean losses by name."""
+
+        def step(batch: Batch) -> dict[str, Tensor]:
+            done = self.memory.facts.get("ema_steps", 0)
+            losses = generation.step(batch, ema_decay(done, self.hyper.ema, self.hyper.ema_ramp))
+            self.memory.facts["ema_steps"] = done + 1
+            self._last_batch = batch
+            return losses
+
+        with self.continued(generation.optimizers):
+            return run_epochs(self.site, round, "model", step)
+
+    def last_batch(self, round: int) -> Batch:
+        return cast(Batch, self._last_batch)  # `train` has just set it
+
+    def perturbation_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if self.hyper.perturbation_loss == "task" or not self.hyper.ndag:
+            return super().perturbation_loss(model, batch)
+        generation = cast(AdversarialGeneration, self._generation)  # `train` has just made it
+        x_hat, reference = generation.student_images(batch.images), generation.reference(batch.images)
+        return generation.student_losses(cast(FeatureNetwork, model), batch.images, x_hat, batch.targets, reference)["student"]
+
+    def pictures(self, incoming: Message) -> dict[str, bytes]:
+        """Some of the site's training images, what the final generator adds to them, and the sums; none without Pillow to store them."""
+        images = self.site.data.train.images[: self.hyper.pictures]
+        if GENERATOR not in incoming.states or not len(images) or not installed("PIL"):
+            return {}
+        self.generator.load_state_dict(incoming.states[GENERATOR])
+        with torch.no_grad():
+            perturbations = self.generator(images.to(self.site.device)).cpu()
+        x_hat = generated(images, perturbations, self.hyper.alpha, self.hyper.clamp)
+        return {"generated": picture_grid(images, perturbations, x_hat)}

@@ -1,0 +1,123 @@
+"""FedSM's mathematics (Xu et al., "Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation", CVPR 2022).
+
+Also the formulas of what its Table 6 and Sec. 3.1 compare: APFL, pFedMe, FedSM-extra and the ensemble.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medflare.core.states import StateDict
+
+GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the tuning
+
+
+
+def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDict]:
+    """w_p,k <- λ w_p,k + (1 - λ) / (K - 1) Σ_{k' ≠ k} w_p,k'  (FedSM, Eq. 11).
+
+    The mean over sites stays where it is and deviations from it shrink by (λK - 1)/(K - 1): λ = 1 leaves every model alone,
+    λ = 1/K gives everybody the uniform mean, λ < 1/K overshoots it. Accumulated in float64, sites in sorted order. Integer
+    entries keep each site's own value. One site alone is left as it is (the formula is undefined for K = 1).
+
+    Args:
+        states: site -> personal model; all with the same names and shapes.
+        lam: λ in [0, 1].
+    """
+    sites = sorted(states)
+    count = len(sites)
+    if count < 2:
+        return {site: dict(states[site]) for site in sites}
+    pulled: dict[str, StateDict] = {site: {} for site in sites}
+    for name, first in states[sites[0]].items():
+        if not first.is_floating_point():
+            for site in sites:
+                pulled[site][name] = states[site][name].clone()
+            continue
+        total = torch.zeros_like(first, dtype=torch.float64)
+        for site in sites:
+            total += states[site][name].to(torch.float64)
+        for site in sites:
+            own = states[site][name].to(torch.float64)
+            pulled[site][name] = (lam * own + (1 - lam) / (count - 1) * (total - own)).to(first.dtype)
+    return pulled
+
+
+def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
+    """Which model serves each image (FedSM, Sec. 3.1): 0 the global one, k + 1 the personal model of site k.
+
+    The personal model of the most probable site is taken where its probability exceeds γ (strictly), so γ = 1 always gives the
+    global model and γ = 0 never does.
+
+    Args:
+        probabilities: (N, K) selector scores, rows sum to 1.
+
+    Returns:
+        (N,) long tensor in 0..K.
+    """
+    top, site = probabilities.max(dim=1)
+    return torch.where(top > gamma, site + 1, torch.zeros_like(site))
+
+
+def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
+    """The γ with the best validation metric over all sites, weighted by validation images; of equals the smallest.
+
+    Args:
+        facts: site -> {"gammas": {"0.5": metric or None, ...}, "n_validation": count}.
+    """
+    totals: dict[float, float] = {}
+    for gamma in GAMMAS:
+        pairs = [(f["gammas"][f"{gamma:g}"], f["n_validation"]) for _, f in sorted(facts.items())]
+        known = [(metric, count) for metric, count in pairs if metric is not None and count > 0]
+        if known:
+            totals[gamma] = sum(metric * count for metric, count in known) / sum(count for _, count in known)
+    return max(totals, key=lambda gamma: (totals[gamma], -gamma)) if totals else GAMMAS[0]
+
+
+def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:
+    """h = Σ_k ŷ_k h_k (Sec. 3.1.1): outputs (N, K+1, ...) weighted by scores (N, K+1), giving (N, ...)."""
+    return (outputs * scores.reshape(*scores.shape, *[1] * (outputs.ndim - 2))).sum(dim=1)
+
+
+def extra_labels(losses: Tensor) -> Tensor:
+    """FedSM-extra's label of each image, argmin_k L(h_k, y) over the K + 1 models (Eq. 1): losses (N, K+1) -> (N,).
+
+    Eq. 1 prints L(h, h_k), which cannot be meant: the super model's output h does not exist before its selector does.
+    """
+    return losses.argmin(dim=1)
+
+
+def apfl_mixture(personal: StateDict, global_: StateDict, share: float) -> StateDict:
+    """APFL's model v̄ = α v + (1 - α) w for floating entries; integer entries of v.
+
+    α = 1 gives the local model, α = 0 the global one. Source: Deng et al. 2020, Sec. 3.
+    """
+    return {
+        name: share * tensor + (1 - share) * global_[name] if tensor.is_floating_point() else tensor.clone()
+        for name, tensor in personal.items()
+    }
+
+
+def pfedme_outer(weights: Sequence[Tensor], personal: Sequence[Tensor], rate: float, strength: float) -> list[Tensor]:
+    """w <- w - η λ (w - θ), pFedMe's step of a site's copy of the shared model (Dinh et al. 2020, Alg. 1, line 8)."""
+    return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
+
+
+def adam_step(
+    weights: StateDict, gradient: StateDict, moments: Mapping[str, StateDict], step: int, rate: float
+) -> tuple[StateDict, dict[str, StateDict]]:
+    """w - η m̂ / (√v̂ + ε) and the new moments: step number `step` (from 1) of Adam (Kingma and Ba 2015, Alg. 1), on named tensors.
+
+    At the server, with the mean of the sites' gradients, this is full-batch Adam over the images of all sites: the one gradient
+    that no site, which sees a single label, could follow alone. Entries without a gradient (buffers) stay as they are.
+    """
+    beta1, beta2, epsilon = 0.9, 0.999, 1e-8  # torch's defaults
+    first = {name: torch.lerp(moments["exp_avg"][name], g, 1 - beta1) for name, g in gradient.items()}
+    second = {name: torch.lerp(moments["exp_avg_sq"][name], g * g, 1 - beta2) for name, g in gradient.items()}
+    moved = dict(weights)
+    for name, mean in first.items():
+        spread = (second[name] / (1 - beta2**step)).sqrt() + epsilon
+        moved[name] = weights[name] - rate / (1 - beta1**step) * mean / spread
+    return moved, {"exp_avg": first, "exp_avg_sq": second}

@@ -1,0 +1,73 @@
+"""FedSM's hyper-parameters, by the half that owns them."""
+
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from medflare.core.hyper import param
+from medflare.core.settings import STRICT
+from medflare.methods.fedavg.server import FedAvgServerHyper
+from medflare.methods.fedavg.site import FedAvgSiteHyper
+
+SHARED_META: Final = ("perfedavg", "pfedme")  # personalizations whose sites also share a model of their own beside w_g
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedSMSiteHyper(FedAvgSiteHyper):
+    """What a site trains, and how; the server reads from it what the sites send."""
+
+    personalization: Literal["softpull", "finetune", "apfl", "perfedavg", "pfedme"] = param(
+        "softpull", "where personal models come from", source="Table 6"
+    )
+    selector: Literal["auto", "compact_selector", "vgg11"] = param("auto", "selector; auto: VGG-11 unless larger than the task's")
+    selector_lr: Annotated[float, Field(ge=0)] | Literal["auto"] = param(
+        "auto", "Adam rate of the selector; auto: 0.001 for VGG-11, 0.01 for the compact one"
+    )
+    selector_steps: Literal["server", "fullbatch", "minibatch"] = param(
+        "server",
+        "server: one Adam step with the sites' mean gradient; fullbatch: one at each site; minibatch: one a batch",
+        source="code / Alg. 1",
+    )
+    sync_moments: bool = param(True, "fullbatch, minibatch: average Adam's moments; a site sees one label only", source="code")
+    reset_optimizer: bool = param(False, "fresh optimizers every round; false keeps the moments of w_g and w_p", source="code")
+    apfl_share: float = param(0.5, "APFL's share of the local model", symbol="α", source="Table 6", low=0, high=1)
+    adapt_steps: int = param(1, "Per-FedAvg's adaptation steps", source="Table 6", low=1)
+    adapt_lr: float = param(1e-3, "rate of Per-FedAvg's and pFedMe's inner steps", symbol="α", low=0)
+    meta_lr: float = param(1e-3, "rate of their outer steps", symbol="β, η", low=0)
+    pfedme_lambda: float = param(15.0, "pFedMe's pull to the shared model", symbol="λ", low=0)
+    pfedme_steps: int = param(5, "pFedMe's inner steps per batch", symbol="K", low=1)
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedSMExtraSiteHyper(FedSMSiteHyper):
+    """FedSM-extra's and the ensemble's site."""
+
+    combine: Literal["extra", "ensemble"] = param("extra", "label by the best model, or learn the weighted output", source="Sec. 3.1")
+
+
+@dataclass(frozen=True, config=STRICT)
+class SuperServerHyper(FedAvgServerHyper):
+    """What every server half with personal models has."""
+
+    lam: float = param(
+        0.7, "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone", symbol="λ", source="Eq. 11", low=0, high=1
+    )
+    pfedme_beta: float = param(1.0, "pFedMe's server mixing", symbol="β", source="Table 6", low=0, high=1)
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedSMServerHyper(SuperServerHyper):
+    """FedSM's own server."""
+
+    selector_updates: int = param(1, "selector updates a round; each further one is an exchange of the selector alone", low=1)
+    gamma: float | Literal["tune"] = param(
+        "tune", "confidence below which the global model answers, or tune on validation", symbol="γ", source="Sec. 3.2"
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedSMExtraServerHyper(SuperServerHyper):
+    """The server of FedSM-extra and the ensemble; their K + 1 scores include the global model, so there is no γ."""
+
+    selector_rounds: int = param(50, "extra rounds for the selector", source="Sec. 4", low=1)

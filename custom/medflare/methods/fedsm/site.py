@@ -1,0 +1,158 @@
+"""FedSM's site half: every round a site trains three models on the same images, one after the other.
+
+The global model w_g (averaged as in FedAvg), its personal model w_p,k (pulled towards the others' by SoftPull, Eq. 11) and the
+selector w_s (cross entropy with the site's own label, Eq. 2).
+"""
+
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.message import Message
+from medflare.core.states import StateDict, copy_state
+from medflare.data.splits import Batch
+from medflare.inference.deployed import plain_message
+from medflare.methods.base import MEASURED, Kept, Plan
+from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite
+from medflare.methods.fedsm.hyper import SHARED_META, FedSMSiteHyper
+from medflare.methods.fedsm.personalization import train_apfl, train_meta
+from medflare.methods.fedsm.selector import SENT, SiteSelector, selector_entries
+from medflare.methods.fedsm.super_model import metric_by_gamma, super_model
+from medflare.methods.parts.training import train_epochs
+from medflare.sites.site import Site
+
+H = TypeVar("H", bound=FedSMSiteHyper)
+
+MODEL = Entry("model", "the site's locally trained global model, for the weighted mean")
+PERSONAL = Entry("personal", "the site's personal model, a part of everybody's super model")
+META = Entry(
+    "meta", "the site's copy of the model that personal models start from", when=lambda plan: plan.site_hyper.personalization in SHARED_META
+)
+PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
+SELECTOR = Entry("selector")
+LOSSES = Fact("losses", "mean training loss of each model")
+UPDATE = Fact("update", "number of the selector's update within a round")
+GAMMAS, N_VALIDATION = Fact("gammas", "γ -> the super model's validation metric"), Fact("n_validation", "validation images")
+SUPER = (Fact("gamma"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)  # what a super model is told with
+
+
+class PersonalSite(FedAvgSite[H]):
+    """Trains the global model and the site's personal model; what FedSM and its relatives share.
+
+    Attributes:
+        kind: of the deployed model.
+    """
+
+    unprotected = "the selector learns from the same images, and its gradient or weights leave the site without noise"
+    kind: ClassVar[str]
+    apfl_local = Kept("apfl_local")
+
+    def __init__(self, site: Site, plan: Plan[H, Any]):
+        super().__init__(site, plan)
+        self.selector = SiteSelector(self, self.selector_outputs(plan))
+
+    @staticmethod
+    def selector_outputs(plan: Plan[Any, Any]) -> int:
+        """How many scores the selector gives."""
+        raise NotImplementedError
+
+    def train(self, round: int, incoming: Message) -> Message:
+        validation = self.validations(incoming)
+        model = self.network("model", incoming.states[GLOBAL])
+        losses = {"global": self._fit(model, round, "model")}
+        states = {MODEL: copy_state(model.state_dict()), **self._personal(round, incoming)}
+        return Message(states, self.facts(loss=losses["global"], validation=validation, losses=losses))
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        return Message({}, self.facts(validation=self.validations(incoming)))
+
+    def validations(self, incoming: Message) -> dict[str, float | None]:
+        """The task's metric of the incoming models on this site's validation images."""
+        found = {"global": self.validation(self.network("model", incoming.states[GLOBAL]))}
+        found["personal"] = self.validation(self.network("personal", incoming.states[PERSONAL]))
+        return found
+
+    def _fit(self, model: nn.Module, round: int, purpose: str) -> float:
+        return self.optimized(model, purpose, lambda optimizer: train_epochs(model, optimizer, self.site, round, purpose))
+
+    def _personal(self, round: int, incoming: Message) -> dict[str, StateDict]:
+        """One round of the personal model (and of the shared model it starts from), by the chosen personalization."""
+        kind, start = self.hyper.personalization, incoming.states[PERSONAL]
+        personal = self.network("personal", incoming.states[GLOBAL] if kind == "finetune" else start)
+        if kind == "apfl":
+            local = start if self.apfl_local is None else self.apfl_local
+            trained = train_apfl(personal, local, incoming.states[GLOBAL], self.site, round, self.hyper.apfl_share)
+            self.apfl_local, mixture = trained
+            return {PERSONAL: mixture}
+        if kind in SHARED_META:
+            meta = self.network("meta", incoming.states[META])
+            train_meta(meta, personal, self.site, round, self.hyper)
+            return {PERSONAL: copy_state(personal.state_dict()), META: copy_state(meta.state_dict())}
+        self._fit(personal, round, "personal")
+        return {PERSONAL: copy_state(personal.state_dict())}
+
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        """The global model, this site's personal model (inside), and the super model."""
+        models = {"global": plain_message(incoming.states[GLOBAL])}
+        own = PERSONAL_OF.of(self.site.name)
+        if own in incoming.states:
+            models["personal"] = plain_message(incoming.states[own])
+        models["deployed"] = Message(incoming.states, {**incoming.facts, "kind": self.kind})
+        return models
+
+
+def one_score_a_site(plan: Plan[Any, Any]) -> int:
+    """Outputs of FedSM's selector."""
+    return len(plan.sites)
+
+
+class FedSMSite(PersonalSite[FedSMSiteHyper]):
+    """Trains the selector in every round beside the global and the personal model."""
+
+    Hyper: ClassVar[type] = FedSMSiteHyper
+    kind = "super"
+    selector_outputs = staticmethod(one_score_a_site)
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase(
+            "train",
+            sends=(GLOBAL, PERSONAL, META, *SENT),
+            answers=(MODEL, PERSONAL, META, *selector_entries(one_score_a_site)),
+            reports=(*MEASURED, LOSSES),
+        ),
+        Phase("train_selector", sends=SENT, answers=selector_entries(one_score_a_site), tells=(UPDATE,), reports=MEASURED),
+        Phase("validate", sends=(GLOBAL, PERSONAL, META, *SENT), reports=MEASURED),
+        Phase("tune", sends=(GLOBAL, PERSONAL_OF, SELECTOR), tells=SUPER, reports=(*MEASURED, GAMMAS, N_VALIDATION)),
+    )
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        selector, loss = self.selector.round(round, incoming, self._own_label_loss)
+        reply.facts[LOSSES]["selector"] = loss
+        return Message({**reply.states, **selector}, reply.facts)
+
+    def train_selector(self, round: int, incoming: Message) -> Message:
+        """A further update of the selector alone within a round."""
+        states, loss = self.selector.round(round, incoming, self._own_label_loss)
+        return Message(states, self.facts(loss=loss, validation={}))
+
+    def validations(self, incoming: Message) -> dict[str, float | None]:
+        """As for the other models; the selector's metric is its accuracy for the site's own label."""
+        found = super().validations(incoming)
+        if len(self.site.data.validation):
+            choices = self.selector.scores(incoming.states[SELECTOR], "validation").argmax(dim=1)
+            found["selector"] = float((choices == self.plan.sites.index(self.site.name)).float().mean())
+        return found
+
+    def _own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """y_s = one_hot(k) for all images of site k (Eq. 2)."""
+        return F.cross_entropy(logits, torch.full((len(logits),), self.plan.sites.index(self.site.name), device=logits.device))
+
+    def tune(self, round: int, incoming: Message) -> Message:
+        """The whole super model's validation metric for every candidate γ."""
+        model = super_model(self.site.task, incoming).to(self.site.device)
+        facts = self.facts(validation={})
+        facts |= {GAMMAS: metric_by_gamma(model, self.site), N_VALIDATION: self.site.n["validation"]}
+        return Message({}, facts)

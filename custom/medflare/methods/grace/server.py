@@ -1,0 +1,57 @@
+"""GRACE's server half: updates are averaged with weights that grow with their mean cosine to all updates (Eq. 3)."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from medflare.core.states import StateDict
+from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
+from medflare.methods.base import meta_network
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.grace.formulas import consistent_aggregate
+from medflare.methods.grace.hyper import GraceServerHyper
+from medflare.tasks.config import TaskConfig
+
+
+class ConsistencyAggregation(WeightedMean):
+    """Consistency-enhanced re-weighting. Without a model to measure updates from (the first round elsewhere) it is the weighted mean.
+
+    Cosines are taken over the trainable entries, shallow to deep; where no task says which those are, over all floating ones.
+    """
+
+    def __init__(self, hyper: GraceServerHyper):
+        super().__init__(hyper)
+        self.parameters: list[str] | None = None
+
+    def prepare(self, task: TaskConfig, rounds: int) -> None:
+        super().prepare(task, rounds)
+        self.parameters = trainable_names(task)
+
+    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        self.weights = {}
+        if previous is None or not self.hyper.consistency:
+            return super().shared(models, round, previous)
+        sent = next(iter(models.values())).state
+        chosen = [name for name, tensor in sent.items() if tensor.is_floating_point()] if self.parameters is None else self.parameters
+        model, self.weights = consistent_aggregate(
+            {name: previous[name] for name in sent},
+            states_of(models),
+            self.shares(models),
+            [name for name in chosen if name in sent],
+            include_self=self.hyper.include_self,
+            negative=self.hyper.negative,
+            granularity=self.hyper.granularity,
+            server_rate=self.hyper.server_rate,
+        )
+        return model
+
+
+class GraceServer(FedAvgServer[GraceServerHyper]):
+    """Works with every site half that sends a model as FedAvg's does."""
+
+    Hyper: ClassVar[type] = GraceServerHyper
+    aggregation_class: ClassVar[type[Aggregation[Any]]] = ConsistencyAggregation
+
+
+def trainable_names(task: TaskConfig) -> list[str]:
+    """Names of the trainable entries of the task's network, shallow to deep."""
+    return [name for name, parameter in meta_network(task).named_parameters() if parameter.requires_grad]

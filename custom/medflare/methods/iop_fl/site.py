@@ -1,0 +1,119 @@
+"""IOP-FL's site half: FedAvg's, with a local adapted model P_k beside it; outside, a network routed over all of them."""
+
+from typing import Any, ClassVar
+
+from medflare.core.errors import StateError
+from medflare.core.manifest import Entry, Phase
+from medflare.core.message import Message
+from medflare.core.states import StateDict, batch_norm_entries, copy_state, difference
+from medflare.inference.adaptation import with_tent
+from medflare.inference.deployed import plain_message
+from medflare.methods.base import N_SAMPLES, Kept, Plan
+from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite
+from medflare.methods.iop_fl.formulas import local_adapted, local_adapted_explicit, local_adapted_incremental
+from medflare.methods.iop_fl.hyper import IOPHyper
+from medflare.methods.iop_fl.outside import EXPERT, ROUTER, routed_message, routed_model
+from medflare.methods.parts.selection import Best
+from medflare.methods.parts.training import finite_or_none
+from medflare.sites.site import Site
+
+ADAPTED = Entry("adapted", "the site's local adapted model, of which outside sites route their own")
+
+
+class IOPSite(FedAvgSite[IOPHyper]):
+    """FedAvg's site with a local adapted model P_k, chosen over the rounds by the site's own validation."""
+
+    Hyper: ClassVar[type] = IOPHyper
+    phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
+    adapted = Kept("adapted")  # P_k
+    local_step = Kept("local_step")  # reading "explicit": a step that waits for its round's global model
+    last_global = Kept("last_global")  # reading "incremental": the global model of the last round that was seen
+
+    def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
+        super().__init__(site, plan)
+        self.best = Best(self.memory, "adapted")
+
+    def train(self, round: int, incoming: Message) -> Message:
+        global_ = incoming.states[GLOBAL]
+        personal = self._look(round, global_)
+        reply = super().train(round, incoming)
+        if self.adapted is None and self.hyper.start == "global":  # P_k^0 = w_g, which has just been measured
+            self.adapted, personal = copy_state(global_), reply.facts["validation"]["global"]
+        self._accumulate(global_, reply.states[MODEL])
+        reply.facts["validation"]["personal"] = personal
+        return reply
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        personal = self._look(round, incoming.states[GLOBAL])
+        reply = super().validate(round, incoming)
+        reply.facts["validation"]["personal"] = personal
+        return reply
+
+    def _look(self, round: int, global_: StateDict) -> float | None:
+        """P_k as of this round's start, measured and offered for delivery; None while there is none."""
+        if self.adapted is None:
+            return None
+        if self.local_step is not None:
+            self.adapted = local_adapted_explicit(self.adapted, global_, self.local_step, self.hyper.tau)
+            self.local_step = None
+        value = finite_or_none(self.validation(self.network("model", self.adapted)))
+        self.best.offer(value, round, self.adapted)
+        return value
+
+    def _accumulate(self, global_: StateDict, local: StateDict) -> None:
+        """Eq. 4 after local training, in the chosen reading."""
+        tau, last, self.last_global = self.hyper.tau, self.last_global, None
+        if self.adapted is None:
+            self.adapted = copy_state(local)  # start "local"
+        elif self.hyper.reading == "ema_local":
+            self.adapted = local_adapted(self.adapted, local, tau)
+        elif self.hyper.reading == "explicit":
+            self.local_step = difference(local, global_)
+        else:
+            global_step = difference(global_, global_ if last is None else last)
+            self.adapted = local_adapted_incremental(self.adapted, difference(local, global_), global_step, tau)
+        if self.hyper.reading == "incremental":
+            self.last_global = copy_state(global_)
+
+    @property
+    def selected(self) -> StateDict | None:
+        return self.best.state if self.plan.server_hyper.selection == "best" and self.best.state is not None else self.adapted
+
+    def submit(self, round: int, incoming: Message) -> Message:
+        """P_k leaves the site once, at the end, and only where an outside site takes part."""
+        if self.selected is None:
+            raise StateError(f"site {self.site.name} took part in no round and has no local adapted model to submit")
+        return Message({ADAPTED: self.selected}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: self.best.round})
+
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to this site's test images."""
+        models = {"global": plain_message(incoming.states[GLOBAL])}
+        if self.inside:
+            if self.selected is not None:
+                models["personal"] = plain_message(self.selected, selected_round=self.best.round)
+            models["deployed"] = models.get("personal", models["global"])
+        elif EXPERT.family(incoming.states):
+            models["deployed"] = self._routed(incoming)
+            if self.hyper.comparisons:
+                models |= self._comparisons(incoming)
+        else:
+            models["deployed"] = models["global"]
+        return models
+
+    def _routed(self, incoming: Message) -> Message:
+        message = routed_message(incoming, self.hyper, self.site.seed)
+        model = routed_model(self.site.task, message).to(self.site.device)
+        model.adapt([batch.images for batch in self.site.ordered("test", self.site.scoring_batch)])
+        message.states[ROUTER] = model.network.adapted_state()
+        message.facts["adaptation"] = model.adaptation
+        return message
+
+    def _comparisons(self, incoming: Message) -> dict[str, Message]:
+        """Table II beside routing: every personal model by itself (their mean metric is "Average"), their ensemble, and Tent."""
+        experts, global_ = EXPERT.family(incoming.states), incoming.states[GLOBAL]
+        members = {**experts, "global": global_} if self.hyper.ensemble_global else experts
+        models = {"ensemble": Message(dict(members), {"kind": "ensemble"})}
+        models |= {f"personal/{site}": plain_message(state) for site, state in experts.items()}
+        if batch_norm_entries(self.network("model", global_)):
+            models["tent"] = with_tent(plain_message(global_), self.site.task)
+        return models

@@ -1,0 +1,151 @@
+"""A method as one object: its halves, the models it delivers, its paper. Light to import; the halves are loaded when needed."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import Halved, build_hyper, halved, plain
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from medflare.core.message import Message
+    from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf
+    from medflare.sites.site import Site
+    from medflare.tasks.config import TaskConfig
+
+Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
+
+
+@dataclass(frozen=True)
+class Method:
+    """Declared as `METHOD` in the package or module of the method, where the catalogue finds it.
+
+    Attributes:
+        name: as commands, jobs and results spell it.
+        title: what it is, a few words.
+        paper: short citation.
+        site, server: the two halves, each a class or "module:Class".
+        models: kind of a delivered model -> builder of its module, or "module:function"; the kind "plain" needs none.
+        origin: names of the methods that site half and server half come from, where this is a pair of two methods' halves.
+    """
+
+    name: str
+    title: str
+    paper: str
+    site: "str | type[SiteHalf[Any]]"
+    server: "str | type[ServerHalf[Any]]"
+    models: "Mapping[str, str | Builder]" = field(default_factory=dict)
+    origin: tuple[str, str] | None = None
+
+    @property
+    def halves(self) -> tuple[str, str]:
+        """Names of the methods that site half and server half come from."""
+        return self.origin or (self.name, self.name)
+
+    @cached_property
+    def site_class(self) -> "type[SiteHalf[Any]]":
+        """The site half, with what the server half asks of any site mixed in."""
+        from medflare.methods.base import extended
+
+        return extended(loaded(self.site), self.server_class.site_extension)
+
+    @cached_property
+    def server_class(self) -> "type[ServerHalf[Any]]":
+        """The server half."""
+        return loaded(self.server)
+
+    # -- hyper-parameters ------------------------------------------------------------------------------------------------------
+
+    @property
+    def hyper_classes(self) -> dict[str, type]:
+        """half -> class of the hyper-parameters that it owns."""
+        return {"site": self.site_class.Hyper, "server": self.server_class.Hyper}
+
+    def check(self, values: Mapping[str, Any], task: "TaskConfig | None" = None) -> None:
+        """Every name and value, and whether they go with the task, before anything starts.
+
+        Args:
+            values: hyper-parameters, see `core.hyper.halved`.
+
+        Raises:
+            ConfigError: names the first that is wrong.
+        """
+        site, server = self._built(values)
+        if task is not None:
+            self.site_class.check(task, site, server)
+
+    def effective(self, values: Mapping[str, Any]) -> Halved:
+        """Every hyper-parameter as it is used, under its half: the given values, checked, and the defaults of the others."""
+        site, server = self._built(values)
+        return {"site": plain(site), "server": plain(server)}
+
+    def _built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
+        if self.unprotected and (asked := [name for name in _bare_names(values) if name.startswith("dp_")]):
+            raise ConfigError(f"{asked[0]}: {self.unprotected}")
+        owned = halved(values, self.hyper_classes, self.name)
+        built: list[Any] = [build_hyper(cls, owned[half], f"method {self.name}, {half} half") for half, cls in self.hyper_classes.items()]
+        return built[0], built[1]
+
+    @property
+    def unprotected(self) -> str:
+        """Why sites cannot train with differential privacy, one line; empty where they can."""
+        from medflare.privacy.settings import PrivacyHyper
+
+        if issubclass(self.site_class.Hyper, PrivacyHyper):
+            return ""
+        return f"method {self.name!r} cannot train with differential privacy: {self.site_class.unprotected}"
+
+    # -- objects ---------------------------------------------------------------------------------------------------------------
+
+    def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan[Any, Any]":
+        """What both halves know before anything is trained; ConfigError as `check`."""
+        from medflare.methods.base import Plan
+
+        return Plan(task, sites, *self._built(values))
+
+    def make_site(self, site: "Site", plan: "Plan[Any, Any]") -> "SiteHalf[Any]":
+        """The site half at one site."""
+        return self.site_class(site, plan)
+
+    def make_server(self, context: "ServerContext") -> "ServerHalf[Any]":
+        """The server half of one federation."""
+        return self.server_class(context)
+
+
+def paired(of_site: Method, of_server: Method) -> Method:
+    """The site half of one method with the server half of another."""
+    if of_site is of_server:
+        return of_site
+    return Method(
+        name=f"{of_site.name}+{of_server.name}",
+        title=f"{of_site.title} with the server half of {of_server.title}",
+        paper=f"{of_site.paper}; {of_server.paper}",
+        site=of_site.site,
+        server=of_server.server,
+        models={**of_server.models, **of_site.models},
+        origin=(of_site.halves[0], of_server.halves[1]),
+    )
+
+
+def loaded(target: Any) -> Any:
+    """A class or function, imported where "module:name" names it.
+
+    Raises:
+        ConfigError: there is no such module, or nothing of that name in it.
+    """
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{target!r} cannot be loaded ({error}); a method names its parts as 'module:name'") from error
+
+
+def _bare_names(values: Mapping[str, Any]) -> list[str]:
+    names = [name.rpartition(".")[2] for name in values]
+    return names + [name for value in values.values() if isinstance(value, Mapping) for name in value]

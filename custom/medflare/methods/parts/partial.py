@@ -1,0 +1,50 @@
+"""A model of which only a part is shared: which entries stay at the site, found by the type of their layer or by their path."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from medflare.core.states import StateDict, batch_norm_entries, split_state
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """The entries of a state that stay at the site.
+
+    Attributes:
+        names: of the entries.
+    """
+
+    names: frozenset[str]
+
+    @classmethod
+    def of_batch_norm(cls, network: nn.Module) -> "LocalPart":
+        """Weights and running statistics of every layer that keeps running statistics (FedBN), by the layers' type."""
+        return cls(batch_norm_entries(network))
+
+    @classmethod
+    def of_running_statistics(cls, network: nn.Module) -> "LocalPart":
+        """The running statistics alone (SiloBN)."""
+        return cls(batch_norm_entries(network) - {name for name, _ in network.named_parameters()})
+
+    @classmethod
+    def of_paths(cls, network: nn.Module, paths: Iterable[str]) -> "LocalPart":
+        """Everything below the given modules, for example "head" (FedPer, FedRep).
+
+        Raises:
+            ValueError: a path that names no module of the network.
+        """
+        chosen, modules = tuple(paths), dict(network.named_modules())
+        if missing := [path for path in chosen if path not in modules]:
+            known = ", ".join(sorted(name for name in modules if name and "." not in name))
+            raise ValueError(f"the network has no module {missing[0]!r}; it has {known}")
+        return cls(frozenset(name for name in network.state_dict() if any(name.startswith(f"{path}.") for path in chosen)))
+
+    def kept(self, state: Mapping[str, Tensor]) -> StateDict:
+        """The part that stays."""
+        return split_state(state, self.names)[0]
+
+    def shared(self, state: Mapping[str, Tensor]) -> StateDict:
+        """The part that is shared."""
+        return split_state(state, self.names)[1]

@@ -1,0 +1,40 @@
+"""A quadratic pull towards a model that everybody shares: FedProx, Ditto and pFedMe differ in what is pulled, and when."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from medflare.methods.parts.training import trainable
+
+
+def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], anchor: Sequence[Tensor], strength: float) -> list[Tensor]:
+    """g + λ (θ - w): the task gradient with a quadratic pull to an anchor; the plain gradient where θ = w.
+
+    Source: pFedMe's inner problem (Dinh et al. 2020, Eq. 3, λ); FedProx is the same step with strength μ (Li et al. 2020, Eq. 2), Ditto
+    with λ for the personal model (Li et al. 2021, Alg. 1).
+
+    >>> proximal_gradients([torch.tensor([1.0])], [torch.tensor([3.0])], [torch.tensor([2.0])], 0.5)
+    [tensor([1.5000])]
+    """
+    return [g + strength * (t - a) for g, t, a in zip(gradients, weights, anchor, strict=True)]
+
+
+def pull(model: nn.Module, anchor: Sequence[Tensor], strength: float) -> Callable[[], None]:
+    """What `train_epochs` calls between gradient and step to draw `model` towards an anchor.
+
+    Args:
+        anchor: one tensor for each trainable parameter of the model, in its order.
+        strength: λ or μ; 0 leaves the gradients as they are.
+    """
+    weights = trainable(model)
+
+    @torch.no_grad()
+    def correct() -> None:
+        moving = [(weight, origin) for weight, origin in zip(weights, anchor, strict=True) if weight.grad is not None]
+        gradients = [weight.grad for weight, _ in moving if weight.grad is not None]
+        drawn = proximal_gradients(gradients, [weight for weight, _ in moving], [origin for _, origin in moving], strength)
+        for (weight, _), gradient in zip(moving, drawn, strict=True):
+            weight.grad = gradient
+
+    return correct

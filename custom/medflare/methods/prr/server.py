@@ -1,0 +1,136 @@
+"""PRR's server half: gives every site a model of its own by Fourier aggregation, and samples the global prototypes."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from medflare.core.message import Message
+from medflare.core.rng import torch_generator
+from medflare.core.states import StateDict, weighted_mean
+from medflare.inference.deployed import plain_message
+from medflare.methods.aggregation import Aggregation, SiteModel, states_of
+from medflare.methods.base import Kept, ServerContext, ServerHalf, Step, meta_network, site_models
+from medflare.methods.prr.formulas import global_prototypes, most_representative
+from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
+from medflare.methods.prr.hyper import PRRServerHyper
+from medflare.methods.prr.site import CLASS_TOTALS, DEPUTY, NORMALISATION, PERSONAL, PROTOTYPES, local_part
+from medflare.methods.prr.supervision import class_names, class_totals
+from medflare.tasks.config import TaskConfig
+
+_ROUNDS = 50  # of the published schedule, where nobody says how many there will be
+
+
+class FourierAggregation(Aggregation[PRRServerHyper]):
+    """Progressive Fourier Aggregation (Eq. 1-4): a model for every site, and the plain mean for everybody else.
+
+    Without a task at hand (FLARE's own workflows) the layers are told apart by their shapes.
+    """
+
+    def __init__(self, hyper: PRRServerHyper):
+        super().__init__(hyper)
+        self.treatments: dict[str, Treatment] | None = None
+
+    def prepare(self, task: TaskConfig, rounds: int) -> None:
+        super().prepare(task, rounds)
+        self.treatments = treatments(meta_network(task))
+
+    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        return weighted_mean(states_of(models), dict.fromkeys(models, 1.0))
+
+    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+        states, hyper = states_of(models), self.hyper
+        rounds = self.rounds or _ROUNDS
+        low_band = frequency_ratio(min(round, rounds), rounds, hyper.r0, hyper.r1)
+        options = {name: getattr(hyper, name) for name in ("layout", "window", "components", "phase_mean")}
+        return aggregate_models(states, self.treatments or treatments_by_shape(states), low_band, fourier=hyper.pfa, **options)
+
+
+class PRRServer(ServerHalf[PRRServerHyper]):
+    """A site that misses a round keeps its last model; one that comes later starts from the mean of the others' deputies.
+
+    Attributes:
+        mean: the mean deputy, without batch normalisation.
+        outside: the model for sites that never trained; `complete` says whether it has normalisation of its own, where it needs any.
+        prototypes: the global ones, None before the first round.
+    """
+
+    Hyper: ClassVar[type] = PRRServerHyper
+    aggregation_class: ClassVar[type[Aggregation[Any]]] = FourierAggregation
+    mean, outside, prototypes = Kept("mean"), Kept("outside"), Kept("prototypes")
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        part = local_part(context.plan)
+        self.refines = context.plan.site_hyper.refines
+        self.outside = context.initial_state()
+        self.mean = part.shared(self.outside)
+        self.normalised = bool(part.names)
+        self.memory.facts["complete"] = not part.names
+        if not part.names:
+            context.events.add("warning", f"network {context.task.network['name']} has no batch normalisation: PRR keeps none local")
+
+    @property
+    def aggregated(self) -> dict[str, StateDict]:
+        """S_k of the sites that have trained."""
+        return {site: self.memory.states[f"model/{site}"] for site in self.context.sites if f"model/{site}" in self.memory.states}
+
+    def steps(self) -> list[Step]:
+        personal = self.hyper.outside_model == "personal"
+        if not self.context.outside or not (personal or self.normalised):
+            return super().steps()
+        return [*super().steps(), Step("share_personal" if personal else "share_normalisation", self.context.rounds, everyone=True)]
+
+    @property
+    def class_totals(self) -> Tensor:
+        """(G, C) training images or pixels of each class over the inside sites that have enrolled."""
+        counts = self.context.site_counts
+        return class_totals(self.context.task, {site: counts[site] for site in self.context.sites if site in counts})
+
+    def configure(self, step: Step, site: str) -> Message:
+        message = Message({DEPUTY: self.aggregated.get(site, self.mean)}, {CLASS_TOTALS: self.class_totals.tolist()})
+        if self.prototypes is not None:
+            message.states[PROTOTYPES] = self.prototypes
+        return message
+
+    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        if step.phase == "train":
+            self._aggregate(step.round, replies)
+        elif step.phase.startswith("share"):
+            self.outside, self.memory.facts["complete"] = self._outside(replies), True
+
+    def _aggregate(self, round: int, replies: Mapping[str, Message]) -> None:
+        if round == 0:
+            self._note_absent_classes(self.class_totals)
+        deputies = site_models(replies, DEPUTY)
+        self.memory.states |= {f"model/{site}": state for site, state in self.aggregation.own(deputies, round).items()}
+        self.mean = self.aggregation.shared(deputies, round)
+        self.outside = {**self.outside, **self.mean}
+        if self.refines:
+            local = torch.stack([reply.states[PROTOTYPES]["prototypes"] for reply in replies.values()])
+            counts = torch.stack([reply.states[PROTOTYPES]["counts"] for reply in replies.values()])
+            noise = torch.randn(local.shape[1:], generator=torch_generator(self.context.seed, "server", round, "prototypes"))
+            self.prototypes = {"prototypes": global_prototypes(local, counts > 0, noise, self.hyper.prototypes)}
+
+    def _note_absent_classes(self, totals: Tensor) -> None:
+        for names, counts in zip(class_names(self.context.task), totals, strict=True):
+            for name, count in zip(names, counts, strict=True):
+                if count == 0:
+                    self.context.events.add("warning", f"class {name} is in no site's training images: the CPA loss leaves it as it is")
+
+    def _outside(self, replies: Mapping[str, Message]) -> StateDict:
+        """The model for sites that never trained: the mean deputy, or the personal model of the most representative site."""
+        if self.hyper.outside_model == "mean":
+            parts = {site: reply.states[NORMALISATION] for site, reply in replies.items()}
+            return {**self.mean, **weighted_mean(parts, dict.fromkeys(parts, 1.0))}
+        counts = self.context.site_counts
+        chosen = most_representative({site: class_totals(self.context.task, {site: counts[site]}) for site in replies})
+        return replies[chosen].states[PERSONAL]
+
+    def configure_delivery(self, site: str) -> Message:
+        return Message({DEPUTY: self.outside if site in self.context.outside else self.aggregated.get(site, self.outside)})
+
+    def models(self) -> dict[str, Message]:
+        """The model for sites that never trained, where the sites have given what it is made of."""
+        return {"global": plain_message(self.outside)} if self.memory.facts["complete"] else {}

@@ -1,0 +1,152 @@
+"""PRR's site half: trains a deputy and a personal model together; only the deputy, without batch normalisation, leaves the site."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.message import Message
+from medflare.core.states import StateDict, copy_state
+from medflare.inference.deployed import plain_message
+from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf
+from medflare.methods.parts.partial import LocalPart
+from medflare.methods.parts.selection import Best
+from medflare.methods.parts.training import finite_or_none
+from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
+from medflare.methods.prr.supervision import SitePrototypes, Supervision, prototype_width
+from medflare.methods.prr.transfer import Transfer
+from medflare.networks.features import FeatureNetwork
+from medflare.sites.site import Site
+
+PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
+
+
+def local_part(plan: PRRPlan) -> LocalPart:
+    """Batch normalisation stays at the site."""
+    return LocalPart.of_batch_norm(plan.network())
+
+
+def _prototypes(plan: PRRPlan) -> StateDict:
+    embedding = plan.site_hyper.embedding
+    return SitePrototypes(plan.task, prototype_width(plan.task, embedding), embedding, "meta").state()
+
+
+DEPUTY = Entry(
+    "model",
+    "the site's deputy model without batch normalisation, for the Fourier aggregation",
+    lambda plan: local_part(plan).shared(plan.template()),
+)
+PROTOTYPES = Entry(
+    "prototypes",
+    "mean embedding of each class, and of how many training images or pixels it is the mean",
+    _prototypes,
+    lambda plan: plan.site_hyper.refines,
+)
+NORMALISATION = Entry(
+    "normalisation",
+    "the deputy's batch normalisation, for the mean that outside sites get",
+    lambda plan: local_part(plan).kept(plan.template()),
+)
+PERSONAL = Entry("personal", "the site's personal model, a candidate for outside sites")
+CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites")
+STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate")
+_RECEIVED: dict[str, Any] = {"sends": (DEPUTY, PROTOTYPES), "tells": (CLASS_TOTALS,)}
+
+
+class PRRSite(SiteHalf[PRRSiteHyper]):
+    """Deputy-Enhanced Transfer under the CPA loss. With DET off there is one model: the incoming one with the site's own normalisation."""
+
+    Hyper: ClassVar[type] = PRRSiteHyper
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase("train", answers=(DEPUTY, PROTOTYPES), reports=(*MEASURED, STAGES), **_RECEIVED),
+        Phase("validate", reports=MEASURED, **_RECEIVED),
+        Phase("share_normalisation", answers=(NORMALISATION,), reports=MEASURED, **_RECEIVED),
+        Phase("share_personal", answers=(PERSONAL,), reports=MEASURED, **_RECEIVED),
+    )
+    unprotected = "class prototypes are means of image features that leave the site, and two models teach each other on every batch"
+    personal = Kept("personal")  # P_k, None before the first training
+    normalisation = Kept("normalisation")  # the deputy's
+    prototypes = Kept("prototypes")
+
+    def __init__(self, site: Site, plan: Plan[PRRSiteHyper, Any]):
+        super().__init__(site, plan)
+        self.part = local_part(plan)
+        self.width = prototype_width(site.task, self.hyper.embedding) if self.hyper.refines else 0
+        self.best = {role: Best(self.memory, role) for role in ("global", "personal")}
+
+    # a round
+
+    def train(self, round: int, incoming: Message) -> Message:
+        personal, deputy = self._models(incoming)
+        validation = self._measure(round, personal, deputy)
+        prototypes = incoming.states.get(PROTOTYPES, {}).get("prototypes")
+        supervision = Supervision(
+            self.site,
+            self.hyper.supervision,
+            beta=self.hyper.beta,
+            tau=self.hyper.tau,
+            totals=torch.tensor(incoming.facts[CLASS_TOTALS]),
+            global_=prototypes if round >= self.hyper.warm_up else None,
+            mix=self.hyper.segmentation_loss,
+        )
+        transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.width, self.prototypes or {})
+        loss = transfer.run(round, validation)
+        self.prototypes = transfer.prototypes
+        self.personal = copy_state(personal.state_dict())
+        trained = copy_state(deputy.state_dict())
+        self.normalisation = self.part.kept(trained)
+        states: dict[str, StateDict] = {DEPUTY: self.part.shared(trained)}
+        if self.hyper.refines:
+            states[PROTOTYPES] = transfer.prototypes
+        return Message(states, self.facts(loss=loss, validation=validation, stages=transfer.stages))
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        return Message({}, self.facts(validation=self._measure(round, *self._models(incoming))))
+
+    def share_normalisation(self, round: int, incoming: Message) -> Message:
+        """What a mean deputy lacks: asked for once, after the last round, where there are outside sites."""
+        return Message({NORMALISATION: self.part.kept(self._deputy_state(incoming))}, self.facts(validation={}))
+
+    def share_personal(self, round: int, incoming: Message) -> Message:
+        """A candidate for outside sites: asked for once, after the last round, where `outside_model` says so."""
+        return Message({PERSONAL: self._delivered(incoming)["personal"]}, self.facts(validation={}))
+
+    def _deputy_state(self, incoming: Message) -> StateDict:
+        """S_k with the site's own batch normalisation; that of the common initial model before the first training."""
+        if self.normalisation is None:
+            self.normalisation = self.part.kept(copy_state(self.site.network().state_dict()))
+        return {**self.normalisation, **incoming.states[DEPUTY]}
+
+    def _models(self, incoming: Message) -> tuple[FeatureNetwork, FeatureNetwork]:
+        """(P_k, D_k); P_k starts as the first model that the site is sent. With DET off both are the deputy."""
+        state = self._deputy_state(incoming)
+        deputy = self.network("model", state)
+        if not self.hyper.det:
+            return deputy, deputy
+        return self.network("personal", self.personal or state), deputy
+
+    def _measure(self, round: int, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
+        """Validation metric of both models as the round begins; the site itself keeps its best ones."""
+        models = {"global": deputy, "personal": personal}
+        found = {"global": finite_or_none(self.validation(deputy))}
+        found["personal"] = found["global"] if personal is deputy else finite_or_none(self.validation(personal))
+        for role, model in models.items():
+            self.best[role].offer(found[role], round, model.state_dict())
+        return found
+
+    # delivery, state
+
+    def _delivered(self, incoming: Message) -> dict[str, StateDict]:
+        """The site's final deputy and personal model: of its best round or of the last one."""
+        deputy = self._deputy_state(incoming)
+        last = {"global": deputy, "personal": self.personal if self.hyper.det and self.personal else deputy}
+        chosen = {role: self.best[role].state if self.plan.server_hyper.selection == "best" else None for role in last}
+        return {role: chosen[role] or state for role, state in last.items()}
+
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        """Inside, a site uses its personal model; "global" is its deputy. A site that never trained uses what it is sent."""
+        if self.personal is None:
+            return dict.fromkeys(("global", "deployed"), plain_message(self._deputy_state(incoming)))
+        models = {role: plain_message(state) for role, state in self._delivered(incoming).items()}
+        return {**models, "deployed": models["personal"]}

@@ -1,0 +1,86 @@
+"""What a site decides for itself, in its own local/medflare.json. Light to import: torch is not needed to read it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
+
+from medflare.core.errors import ConfigError
+from medflare.core.settings import STRICT, checked, nested
+
+PLACE: Final = "local/medflare.json"
+
+
+def _trains(size: int) -> int:
+    if size < 2:
+        raise ValueError("2 or more, since batch normalisation cannot train on a single image")
+    return size
+
+
+@dataclass(frozen=True, config=STRICT)
+class OutboundLimits:
+    """What may leave the site, beyond what every method declares.
+
+    Attributes:
+        entries: names of a message's entries that may leave; None for all that the method declares, none for an empty list.
+        bytes: most bytes of tensors in one reply; None for no limit.
+    """
+
+    entries: tuple[str, ...] | None = None
+    bytes: Annotated[int, Field(ge=0)] | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class PrivacyLimit:
+    """The most that the site gives away of its patients' privacy over all jobs.
+
+    Attributes:
+        epsilon: limit of the privacy loss ε at `delta`.
+        ledger: folder for the site's ledger; None for the engine's choice.
+    """
+
+    epsilon: Annotated[float, Field(gt=0)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    ledger: str | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class LocalSettings:
+    """The content of local/medflare.json; every setting may be left out.
+
+    Attributes:
+        batch_size: most images that go through a network at once; None as the task says.
+        cache: folder for decoded images; true for the job's own, false for none.
+        data_root: folder of the data; "" where it is found otherwise, see `data.loading.resolve_data_root`.
+        device: where networks run, as torch spells it.
+        outbound: limits of what leaves the site.
+        privacy: limit of what training gives away; None for no limit.
+    """
+
+    batch_size: Annotated[int, AfterValidator(_trains)] | None = None
+    cache: str | bool = True
+    data_root: str = ""
+    device: str = "cpu"
+    outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
+    privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
+
+
+def local_settings(content: Mapping[str, Any]) -> LocalSettings:
+    """The settings as JSON has them, checked: one that is misspelt must not be taken for none.
+
+    Raises:
+        ConfigError: a setting that is unknown, missing, of another type or outside its range.
+    """
+    if nulls := list(_null_limits(content)):
+        raise ConfigError(f"{PLACE}: {nulls[0]} must not be null, which looks like a limit and is none; leave it out where none is meant")
+    return checked(LocalSettings, content, PLACE)
+
+
+def _null_limits(content: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("outbound", "privacy"):
+        limits = content.get(name, {})
+        if limits is None:
+            yield name
+        elif isinstance(limits, Mapping):
+            yield from (f"{name}.{inner}" for inner, limit in limits.items() if limit is None)

@@ -1,0 +1,64 @@
+"""How a finished model is measured at a site: in evaluation mode, without gradients, in batches that suit the machine."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from medflare.data.splits import Batch, Split
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import Scores, score
+from medflare.tasks.metrics_table import selection_metrics
+
+Predictor = Callable[[Tensor], Tensor]  # images (N, C, H, W) -> probabilities (N, outputs, H, W) or (N, outputs)
+_SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
+
+
+def scoring_batch(task: TaskConfig) -> int:
+    """How many images a finished model is given at once: at least the task's batch, as test-time adaptation needs."""
+    return max(_SCORING_BATCH, task.batch_size)
+
+
+def predict(predictor: Predictor, batches: Iterable[Batch], outputs: int) -> Tensor:
+    """Probabilities of all images of `batches` in their order.
+
+    Args:
+        predictor: a module is put in evaluation mode meanwhile.
+        batches: images (N, C, H, W) each.
+        outputs: of the task, for the shape where there is no image.
+
+    Returns:
+        float32 (images, outputs, H, W) or (images, outputs), on the CPU.
+    """
+    with torch.no_grad(), evaluating(predictor):
+        parts = [predictor(batch.images).float().cpu() for batch in batches]
+    return torch.cat(parts) if parts else torch.zeros(0, outputs)
+
+
+def score_outputs(probabilities: Tensor, data: Split, task: TaskConfig, metrics: Sequence[str] | None) -> Scores:
+    """Metrics of probabilities (N, outputs, H, W) or (N, outputs) that stand in a split's order.
+
+    Args:
+        probabilities: for example from `predict`.
+        data: the split.
+        task: says what its targets mean.
+        metrics: which of `task.metrics`; None for those by which models are selected.
+    """
+    chosen = selection_metrics(task.kind) if metrics is None else metrics
+    return score(probabilities.cpu(), data.targets, data.patients, task, chosen)
+
+
+@contextmanager
+def evaluating(predictor: Predictor) -> Iterator[None]:
+    """Evaluation mode for a module and all its parts, each of which returns to its own mode afterwards."""
+    if not isinstance(predictor, nn.Module):
+        yield
+        return
+    modes = {part: part.training for part in predictor.modules()}
+    predictor.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

@@ -1,0 +1,113 @@
+"""The two references of a study: every site alone, and one model of everybody's images."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from medflare.data.splits import SiteData, Split
+from medflare.evaluation.results import FAILED, mean_over_sites
+from medflare.federation.local import run_local
+from medflare.sites.opening import open_site
+from medflare.sites.site import Site
+from medflare.studies.setting import Setting
+
+SINGLE_SITE, CENTRALISED = "single-site", "centralised"
+TRAINED_AS: Final = "fedavg"  # the method whose halves the references train with, and whose hyper-parameters they take
+POOLED: Final = "all-sites"  # name of the one site that centralised training has
+
+
+def single_site(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Every site trains alone, for as many epochs as in the federation, and is measured on its own test images.
+
+    Args:
+        seed: of everything that is drawn, the split included.
+        outside: sites that are left out.
+        hyper: of `TRAINED_AS`, under their halves.
+
+    Returns:
+        One results dict for all sites.
+    """
+    runs = {
+        site: run_local(
+            TRAINED_AS,
+            setting.task,
+            [site],
+            rounds=setting.rounds,
+            seed=seed,
+            data_root=setting.data_root,
+            resplit=seed,
+            **_uninterrupted(hyper or {}),
+        )
+        for site in setting.sites
+        if site not in outside
+    }
+    merged = next(iter(runs.values()))
+    merged["sites"] = {site: run["sites"][site] for site, run in runs.items()}
+    merged["events"] = [event for run in runs.values() for event in run["events"]]
+    merged["seconds"] = {"total": sum(run["seconds"]["total"] for run in runs.values())}
+    failed = [f"{site}: {run['reason']}" for site, run in runs.items() if run["reason"]]
+    return _reference(SINGLE_SITE, merged) | ({"status": FAILED, "reason": "; ".join(failed)} if failed else {})
+
+
+def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """One model trained on the pooled training images of all sites, measured at each: what privacy forbids, as an upper mark.
+
+    Args:
+        seed: of everything that is drawn, the split included.
+        outside: sites whose training images are left out; the model is measured there too.
+        hyper: of `TRAINED_AS`, under their halves.
+
+    Returns:
+        The results dict of all sites, without the one that holds everybody's images.
+    """
+    task = replace(setting.task, resplit=seed)
+    inside = [site for site in setting.sites if site not in outside]
+
+    def opened(name: str, role: str) -> Site:
+        def real(site: str, as_role: str) -> Site:
+            return open_site(site, task, seed=seed, role=as_role, data_root=setting.data_root)
+
+        return Site(name, task, pooled([real(site, "inside").data for site in inside]), seed) if name == POOLED else real(name, role)
+
+    results = run_local(
+        TRAINED_AS,
+        task,
+        [POOLED],
+        rounds=setting.rounds,
+        seed=seed,
+        outside=setting.sites,
+        opener=opened,
+        **_uninterrupted(hyper or {}),
+    )
+    del results["sites"][POOLED]
+    for name, site in results["sites"].items():
+        site["role"] = "outside" if name in outside else "inside"
+    return _reference(CENTRALISED, results)
+
+
+def _uninterrupted(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters, with an optimizer that keeps its moments as if there were no rounds, unless they say otherwise."""
+    return {**hyper, "site": {"reset_optimizer": False, **hyper.get("site", {})}}
+
+
+def _reference(method: str, results: dict[str, Any]) -> dict[str, Any]:
+    """The results under the reference's name: nothing was sent, and the means are those of the sites that are left."""
+    mean = mean_over_sites(results["sites"], results["mean"]["inside"])
+    return results | {"method": method, "traffic": {"down_bytes": 0, "up_bytes": 0}, "mean": mean}
+
+
+def pooled(parts: Sequence[SiteData]) -> SiteData:
+    """All sites' images as one site's; a patient's name carries the place of its site, so that equal names stay two patients."""
+
+    def joined(splits: list[Split]) -> Split:
+        return Split(
+            torch.cat([split.images for split in splits]),
+            torch.cat([split.targets for split in splits]),
+            tuple(f"{place}/{patient}" for place, split in enumerate(splits) for patient in split.patients),
+            tuple(f"{place}/{name}" for place, split in enumerate(splits) for name in split.names),
+        )
+
+    train, validation, test = (joined([part.split(name) for part in parts]) for name in ("train", "validation", "test"))
+    return SiteData(train, validation, test)

@@ -1,0 +1,52 @@
+"""What the site is made of besides the pages in this folder: README, CONTRIBUTING and CHANGELOG of the repository, and a page of API
+reference for every room of the package. Called by mkdocs (mkdocs.yml)."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "custom" / "medflare"
+FROM_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the generated pages."""
+    for source, page in FROM_THE_ROOT.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for room in sorted(path.parent for path in PACKAGE.glob("*/__init__.py")):
+        files.append(File.generated(config, f"api/{room.name}.md", content=reference(room)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Links that lead to files of the repository, as a forge shows them, lead to the site's pages."""
+    source = next((name for name, target in FROM_THE_ROOT.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
+    return LINK.sub(lambda link: relinked(link, source, page.file.src_uri), markdown)
+
+
+def relinked(link: re.Match[str], source: str, page: str) -> str:
+    """The link of a file `source` of the repository, as it stands on a page of the site; the mere text where the site lacks its target."""
+    text, target, anchor = link.groups()
+    wanted = os.path.normpath(os.path.join(os.path.dirname(source), target))
+    if wanted.startswith("docs/") and source.startswith("docs/"):
+        return link[0]
+    found = FROM_THE_ROOT.get(wanted) or (wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
+    if found is not None:
+        return f"[{text}]({os.path.relpath(found, os.path.dirname(page) or '.')}{anchor or ''})"
+    if (ROOT / wanted).exists():
+        return f"`{wanted}`" if text.strip("`") in wanted else f"{text} (`{wanted}`)"
+    return link[0]  # leads nowhere, and mkdocs says so
+
+
+def reference(room: Path) -> str:
+    """The page of a room: its modules with everything public in them."""
+    modules = sorted(path for path in room.rglob("*.py") if path.stem != "__main__" and path.read_text(encoding="utf-8").strip())
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in modules]
+    return "\n\n".join([f"# {room.name}", *(f"::: {name}" for name in names)]) + "\n"

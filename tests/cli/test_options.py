@@ -1,0 +1,140 @@
+"""What is written on the command line becomes hyper-parameters of a half, settings of the task, or one line that says what is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.pair import EMPTY, PAIR
+from medflare.cli import command_line
+from medflare.cli.options import data_root, hyper_and_task, run_settings, set_values, site_names, task_with
+from medflare.core.errors import ConfigError
+from medflare.methods.method import Method
+
+ROOT = "MEDFLARE_DATA_ROOT"
+
+
+def read(*settings: str, method: Method = PAIR, more: tuple[str, ...] = ()) -> tuple[dict[str, Any], Any]:
+    """What `medflare run pair --set ...` makes of its settings."""
+    written = [part for setting in settings for part in ("--set", setting)]
+    return hyper_and_task(command_line().parse_args(["run", "pair", *written, *more]), method)
+
+
+# -- --set -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bare_name_goes_to_the_half_that_owns_it() -> None:
+    hyper, task = read("lam=0.3", "selection=last", "warm=false")
+    assert hyper == {"site": {"lam": 0.3}, "server": {"selection": "last", "warm": False}}
+    assert task == task_with("phantom", {})
+
+
+def test_a_name_with_its_half_is_always_accepted() -> None:
+    hyper, _ = read("site.beta=1", "server.beta=0.2", "site.lam=none")
+    assert hyper == {"site": {"beta": 1, "lam": None}, "server": {"beta": 0.2}}
+
+
+def test_the_last_one_of_a_name_counts() -> None:
+    assert set_values(["lam=1", "beta=2", "lam=3"]) == {"lam": 3, "beta": 2}
+    assert set_values(["text=a=b", "list=1,2"]) == {"text": "a=b", "list": (1, 2)}
+
+
+def test_settings_of_the_task_reach_into_it() -> None:
+    hyper, task = read("task.batch_size=8", "task.optimizer.lr=0.5", more=("--resplit", "4"))
+    assert hyper == {"site": {}, "server": {}}
+    assert (task.batch_size, task.optimizer["lr"], task.resplit) == (8, 0.5, 4)
+    assert task.optimizer["name"] == task_with("phantom", {}).optimizer["name"]
+
+
+def test_a_hyper_parameter_may_be_called_like_a_setting_of_the_run() -> None:
+    hyper, _ = read("rounds=3")
+    assert hyper["site"] == {"rounds": 3}
+
+
+@pytest.mark.parametrize(
+    ("setting", "method", "reason"),
+    [
+        ("beta=1", PAIR, "write site.beta or server.beta"),
+        ("lamm=1", PAIR, "did you mean 'lam'"),
+        ("server.lam=1", PAIR, "'server.lam'"),
+        ("client.lam=1", PAIR, "'client.lam'"),
+        ("lam", PAIR, "'lam' is not NAME=VALUE"),
+        ("=1", PAIR, "'=1' is not NAME=VALUE"),
+        ("rounds=3", EMPTY, "rounds is a setting of the run, not a hyper-parameter of empty: use --rounds"),
+        ("min_sites=3", PAIR, "min_sites is a setting of the run, not a hyper-parameter of pair: use --min-sites"),
+        ("step_timeout=3", PAIR, "use --step-timeout"),
+        ("silence=3", PAIR, "use --silence"),
+        ("sites=3", PAIR, "use --sites"),
+        ("data_root=x", PAIR, "use --data-root"),
+        ("site_half=moon", PAIR, "use --site-half"),
+        ("out=x", PAIR, "use --out"),
+        ("resume=x", PAIR, "resume is a setting of the run, not a hyper-parameter of pair"),
+        ("task.batch_sice=8", PAIR, "batch_size"),
+        ("task.batch_size.x=8", PAIR, "batch_size of task phantom is a value"),
+        ("task.batch_size=0", PAIR, "batch_size"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(setting: str, method: Method, reason: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(setting, method=method)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_option_that_a_command_lacks_is_not_recommended() -> None:
+    options = command_line().parse_args(["job", "pair", "--out", "job", "--set", "sites=3"])
+    with pytest.raises(ConfigError, match=r"^sites is a setting of the run, not a hyper-parameter of pair$"):
+        hyper_and_task(options, PAIR)
+
+
+def test_without_the_prefix_there_is_no_setting_of_the_task() -> None:
+    with pytest.raises(ConfigError, match=r"--set lam.*task\.NAME=VALUE"):
+        task_with("phantom", {"lam": 1})
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_run_under_flare_are_given_on_where_they_were_given() -> None:
+    plain = command_line().parse_args(["run", "pair", "--seed", "3", "--outside", " X, Y,"])
+    assert run_settings(plain) == {
+        "seed": 3,
+        "outside": ["X", "Y"],
+        "min_sites": None,
+        "sites_per_round": None,
+        "site_half": None,
+        "server_half": None,
+    }
+    patient = command_line().parse_args(["job", "pair", "--out", "x", "--step-timeout", "60", "--silence", "0"])
+    assert run_settings(patient).items() >= {"step_timeout": 60.0, "silence": 0.0}.items()
+
+
+def test_sites_by_name_or_number() -> None:
+    assert site_names("2") == ["site-1", "site-2"]
+    assert site_names("B, A,") == ["B", "A"]
+    for text in ("0", "", ",", "A,A"):
+        with pytest.raises(ConfigError, match="--sites"):
+            site_names(text)
+
+
+# -- the data root ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_data_root_reaches_other_processes_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ROOT, raising=False)
+    monkeypatch.chdir(tmp_path)
+    with data_root(Path("data")):
+        said = subprocess.run([sys.executable, "-c", f"import os; print(os.environ[{ROOT!r}])"], capture_output=True, text=True, check=True)
+        assert said.stdout.strip() == str(tmp_path / "data")
+    assert ROOT not in os.environ
+    monkeypatch.setenv(ROOT, "before")
+    with pytest.raises(KeyError, match="failed"), data_root(tmp_path):  # noqa: PT012 (what it leaves behind when it fails)
+        assert os.environ[ROOT] == str(tmp_path)
+        raise KeyError("failed")
+    assert os.environ[ROOT] == "before"
+    with data_root(None):
+        assert os.environ[ROOT] == "before"
+    assert os.environ[ROOT] == "before"

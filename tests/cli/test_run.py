@@ -1,0 +1,144 @@
+"""`medflare run`, `resume`, `job` and `study` hand on what was asked for; the engines have tests of their own."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medflare.cli import main
+
+ROOT = "MEDFLARE_DATA_ROOT"
+EMPTY: dict[str, dict[str, Any]] = {"site": {}, "server": {}}
+
+
+class Engine:
+    """Takes the place of an engine's function and keeps what it was called with, and the data root at that time."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any], str | None]] = []
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.calls.append((arguments, named, os.environ.get(ROOT)))
+        return self.answer
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Stands for the plain loop; what it leaves behind counts as completed."""
+    found = Engine()
+    monkeypatch.delenv(ROOT, raising=False)
+    monkeypatch.setattr("medflare.federation.local.run_local", found)
+    monkeypatch.setattr("medflare.federation.local.resume_local", found)
+    monkeypatch.setattr("medflare.evaluation.console.show_results", lambda path: True)
+    return found
+
+
+class Recipe:
+    """Stands for FLARE's recipe."""
+
+    made: dict[str, Any]
+    simulated = Engine()
+
+    def __init__(self, **settings: Any) -> None:
+        Recipe.made = settings
+        Recipe.simulated = Engine()
+
+    def simulate(self, *arguments: Any, **named: Any) -> None:
+        Recipe.simulated(*arguments, **named)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a command ends with."""
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("medflare: ") and said.count("\n") == 1
+    return said
+
+
+def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
+    options = ["--sites", "A,B,X", "--outside", "X,Y", "--rounds", "3", "--seed", "5", "--min-sites", "1", "--sites-per-round", "2"]
+    settings = ["--set", "server.selection=last", "--set", "task.batch_size=4"]
+    where = ["--data-root", str(tmp_path), "--out", str(tmp_path / "out"), "--engine", "local"]
+    assert main(["run", "fedavg", "--server-half", "grace", *options, *settings, *where]) == 0
+    (((method, task, sites), named, root),) = engine.calls
+    assert (method, task.name, task.batch_size, sites) == ("fedavg", "phantom", 4, ["A", "B"])
+    assert named.pop("say") is print
+    assert named.pop("out") == tmp_path / "out" / "fedavg+grace-phantom-seed5"
+    expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2}
+    halves = {"site_half": None, "server_half": "grace", "site": {}, "server": {"selection": "last"}}
+    assert named == {**expected, **halves}
+    assert root == str(tmp_path) and ROOT not in os.environ
+
+
+@pytest.mark.parametrize("option", ["--step-timeout", "--silence", "--threads"])
+def test_the_plain_loop_waits_for_nobody(option: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "run", "fedavg", "--engine", "local", option, "3")
+    assert said == f"medflare: {option} is for FLARE's simulator; leave it out with --engine local\n"
+    assert not engine.calls
+
+
+def test_flares_simulator_gets_everything(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medflare.flare.recipes.MedflareRecipe", Recipe)
+    options = ["--sites", "2", "--outside", "X", "--step-timeout", "9", "--silence", "30", "--threads", "1", "--set", "selection=last"]
+    assert main(["run", "fedavg", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 0
+    assert Recipe.made.pop("task").name == "phantom"
+    run = {"method": "fedavg", "num_rounds": 10, "seed": 0, "outside": ["X"], "min_sites": None, "sites_per_round": None}
+    more = {"step_timeout": 9.0, "silence": 30.0, "site_half": None, "server_half": None, "site": {}, "server": {"selection": "last"}}
+    assert Recipe.made == {**run, **more}
+    folder = tmp_path / "fedavg-phantom-seed0"
+    assert Recipe.simulated.calls == [((["site-1", "site-2", "X"], folder), {"threads": 1}, str(tmp_path))]
+    assert not engine.calls and ROOT not in os.environ
+
+
+def test_wrong_commands_say_so_in_one_line(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rounds is a setting of the run, not a hyper-parameter of fedsm: use --rounds" in refused(
+        capsys, "run", "fedsm", "--set", "rounds=3", "--engine", "local"
+    )
+    assert "--sites '0'" in refused(capsys, "run", "fedsm", "--sites", "0")
+    assert "no-such-task" in refused(capsys, "run", "fedsm", "--task", "no-such-task")
+    assert "--job ID" in refused(capsys, "resume", str(tmp_path), "--out", "x")
+    assert "local/medflare.json" in refused(capsys, "resume", str(tmp_path), "--job", "7", "--data-root", "x")
+    assert not engine.calls
+
+
+def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path) -> None:
+    assert main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data")]) == 0
+    assert engine.calls == [((tmp_path,), {"say": print}, str(tmp_path / "data"))]
+    assert ROOT not in os.environ
+
+
+def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    build = Engine(tmp_path)
+    monkeypatch.setattr("medflare.flare.jobs.building.build_job", build)
+    assert main(["job", "moon", "--site-half", "fedavg", "--silence", "60", "--resplit", "3", "--no-byoc", "--out", str(tmp_path)]) == 0
+    (((method, task), named, _),) = build.calls
+    assert (method, task.resplit) == ("moon", 3)
+    form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": EMPTY}
+    run = {"rounds": 10, "seed": 0, "outside": [], "min_sites": None, "sites_per_round": None, "silence": 60.0}
+    assert named == {**form, **run, "site_half": "fedavg", "server_half": None}
+    assert f"job folder: {tmp_path} (0 B)" in capsys.readouterr().out
+
+
+def test_a_study_gets_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(ROOT, raising=False)
+    study = Engine({"fedavg": [{"status": "COMPLETED"}, {"status": "FAILED"}]})
+    monkeypatch.setattr("medflare.studies.grid.run_study", study)
+    (tmp_path / "table.md").write_text("the table")
+    options = ["--sites", "2", "--rounds", "3", "--seeds", "4,5", "--leave-one-out", "--processes", "2", "--set", "task.batch_size=4"]
+    assert main(["study", "fedavg", "single-site", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 1, "a run failed"
+    ((candidates, setting, seeds, out), named, root) = study.calls[0]
+    assert [candidate.label for candidate in candidates] == ["fedavg", "single-site"]
+    assert (setting.sites, setting.rounds, setting.task.batch_size, seeds, out) == (("site-1", "site-2"), 3, 4, [4, 5], tmp_path)
+    assert named == {"leave_one_out": True, "processes": 2, "say": print}
+    assert root == str(tmp_path) and ROOT not in os.environ
+    assert "the table" in capsys.readouterr().out
+
+
+def test_a_study_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin = ("study", "fedavg", "--sites", "2", "--out", str(tmp_path))
+    assert "--seeds 'a'" in refused(capsys, *begin, "--seeds", "a")
+    assert "task.NAME=VALUE" in refused(capsys, *begin, "--set", "lam=3")
+    assert "leave the halves out" in refused(capsys, "study", "single-site:site_half=moon", *begin[2:])
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,91 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.data.checking.check import check_site, check_task
+from medflare.tasks.config import TaskConfig, load_task
+
+TaskOf = Callable[..., TaskConfig]
+SiteOf = Callable[..., Path]
+
+
+def test_a_sound_site(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    report = check_site(make_site(), make_task(), out=tmp_path / "out")
+    assert report.ok and list(report.sites) == ["A"]
+    site = report.sites["A"]
+    assert site.splits == {"train": (5, 4), "validation": (2, 2), "test": (3, 2)}
+    assert site.sizes == {"16 x 16": 10} and site.classes == {"not square": 1200, "square": 80}
+    assert site.intensity["minimum"] >= 20 and site.intensity["maximum"] <= 210 and site.intensity["deviation"] > 20
+    assert report.shift is None and "two sites" in report.shift_reason
+    assert report.thumbnails == tmp_path / "out/thumbnails.png"
+    text = report.render()
+    for word in ("\nA\n", "train            5 images of 4 patients", "16 x 16 (10)", "square 80", "not measured", "OK"):
+        assert word in text
+    assert "NOT OK" not in text
+
+
+def test_every_problem_is_listed(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    (folder / "images/0.png").unlink()
+    (folder / "images/3.png").write_bytes(b"broken")
+    Image.fromarray(np.full((16, 16), 7, np.uint8)).save(folder / "images/5_mask.png")
+    report = check_site(folder, make_task())
+    assert not report.ok and len(report.sites["A"].problems) == 3
+    text = report.render()
+    for word in ("0.png: file not found", "3.png: cannot be read", "5_mask.png: label value 7", "NOT OK"):
+        assert word in text
+
+
+def test_many_problems_are_counted(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site({"training": [f"p{n}" for n in range(20)]})
+    for number in range(20):
+        (folder / f"images/{number}.png").unlink()
+    problems = check_site(folder, make_task()).sites["A"].problems
+    assert len(problems) == 11 and problems[-1] == "... and 10 more"
+
+
+def test_problems_beyond_single_files(make_site: SiteOf, make_task: TaskOf) -> None:
+    crossing = make_site({"training": ["a"], "validation": ["a"], "test": ["b"]})
+    assert "patient a is also in" in check_site(crossing, make_task()).sites["A"].problems[0]
+    unreadable = make_site(name="B")
+    (unreadable / "datalist.json").write_text("{")
+    assert "not valid JSON" in check_site(unreadable, make_task()).sites["B"].problems[0]
+
+
+def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    for name in ("A", "B"):
+        make_site(name=name)
+    (tmp_path / "no site").mkdir()
+    broken = make_site(name="C")
+    (broken / "images/0.png").unlink()
+    report = check_site(tmp_path, make_task())
+    assert list(report.sites) == ["A", "B", "C"] and not report.ok
+    assert report.shift is not None  # between the two that can be read
+    with pytest.raises(DataError, match=r"no site: neither a datalist.json nor folders that hold one"):
+        check_site(tmp_path / "no site", make_task())
+
+
+def test_notes_are_shown(make_site: SiteOf, make_task: TaskOf) -> None:
+    task = make_task("classification", labels=["dark", "medium", "bright", "brightest"])
+    report = check_site(make_site(kind="classification"), task)
+    assert report.ok and "\n  note: class brightest is absent" in report.render()
+
+
+@pytest.mark.slow
+def test_shift_of_real_hospitals(shared_data: Callable[[str], Path]) -> None:
+    report = check_site(shared_data("fundus_vessels"), load_task("fundus_vessels"))
+    assert report.ok and report.shift is not None and report.shift > 0.9
+    assert report.sites["LESAV"].splits["validation"] == (3, 3)
+
+
+def test_tasks_that_cannot_work(make_task: TaskOf) -> None:
+    with pytest.raises(ConfigError, match=r"a training step on .* images fails"):
+        check_task(make_task(size=[17, 17], network={"name": "unet", "channels": [4, 8, 16]}))
+    with pytest.raises(ConfigError, match="unknown network"):
+        check_task(make_task(network={"name": "nothing"}))
+    for kind in ("segmentation", "classification"):
+        check_task(make_task(kind, target="multilabel", labels=["a", "b"], loss={"name": "ce"}))

@@ -1,0 +1,83 @@
+"""Images are decoded once: per process, and with a folder per site."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from medflare.data import cache
+from medflare.data.cache import decoded_once
+from medflare.data.loading import load_site_data
+from medflare.data.sources import FileSource
+from medflare.tasks.config import TaskConfig
+
+TaskOf = Callable[..., TaskConfig]
+SiteOf = Callable[..., Path]
+
+
+def test_decoded_once(make_site: SiteOf, make_task: TaskOf) -> None:
+    task = make_task()
+    source = FileSource(make_site(), task)
+    entries = source.entries()
+    first = decoded_once("A", task, source, entries, None)
+    assert decoded_once("A", task, source, entries, None) is first
+    assert decoded_once("A", task, source, entries[:3], None).names == first.names[:3]
+
+
+def test_once_per_process(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    load_site_data("A", make_task(), folder)
+    with patch.object(cache, "decode", side_effect=AssertionError("decoded twice")):
+        load_site_data("A", make_task(batch_size=2, resplit=4), folder)  # neither setting concerns a single image
+    with pytest.raises(AssertionError), patch.object(cache, "decode", side_effect=AssertionError):
+        load_site_data("A", make_task(size=[8, 8]), folder)
+
+
+def test_memory_is_bounded(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_KEPT_SITES", 2)
+    folder = make_site()
+    for side in (8, 12, 16, 20):
+        load_site_data("A", make_task(size=[side, side]), folder)
+    assert len(cache._memory) == 2
+
+
+def test_cache_folder_serves_the_next_process(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    folder, kept = make_site(), tmp_path / "cache"
+    first = load_site_data("A", make_task(), folder, cache=kept)
+    cache._memory.clear()  # what a new process starts with
+    with patch.object(cache, "decode", side_effect=AssertionError("decoded twice")):
+        again = load_site_data("A", make_task(), folder, cache=kept)
+    for name in ("train", "validation", "test"):
+        torch.testing.assert_close(again.split(name).images, first.split(name).images, rtol=0, atol=0)
+        assert again.split(name).names == first.split(name).names and again.split(name).patients == first.split(name).patients
+        assert again.split(name).targets.dtype == first.split(name).targets.dtype
+
+
+def test_cache_notices_changes_and_damage(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    folder, kept = make_site(), tmp_path / "cache"
+    before = load_site_data("A", make_task(), folder, cache=kept)
+    (folder / "images/0.png").write_bytes((folder / "images/1.png").read_bytes())
+    os.utime(folder / "images/0.png", ns=(1, 1))
+    cache._memory.clear()
+    after = load_site_data("A", make_task(), folder, cache=kept)
+    assert not torch.equal(after.train.images[0], before.train.images[0])
+    torch.testing.assert_close(after.train.images[0], before.train.images[1])
+    (file,) = kept.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 255
+    file.write_bytes(content)
+    cache._memory.clear()
+    healed = load_site_data("A", make_task(), folder, cache=kept)
+    torch.testing.assert_close(healed.test.targets, after.test.targets)
+    assert file.read_bytes() != bytes(content)
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert len(load_site_data("A", make_task(), make_site(), cache=tmp_path / "cache").train) == 5
+    assert "cannot be written" in caplog.text

@@ -1,0 +1,155 @@
+"""A site's data: found, read, checked and split by patient."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from medflare.core.errors import DataError
+from medflare.data.loading import ENVIRONMENT, load_site_data, resolve_data_root
+from medflare.tasks.config import TaskConfig, load_task
+
+TaskOf = Callable[..., TaskConfig]
+SiteOf = Callable[..., Path]
+Edit = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def _no_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+
+
+def test_root_by_precedence(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, task = make_site(), make_task()
+    parent = folder.parent
+    assert resolve_data_root("A", task, given=parent) == folder
+    assert resolve_data_root("A", task, given=str(folder)) == folder
+    assert resolve_data_root("any name", task, str(folder)) == folder
+    monkeypatch.setenv(ENVIRONMENT, str(parent))
+    assert resolve_data_root("A", task) == folder
+    other = make_site(name="other")
+    assert resolve_data_root("A", task, str(other)) == other  # the site's own word comes first
+    assert resolve_data_root("A", task, str(other), given=parent) == folder
+
+
+def test_embedded_data_stand_in_only_when_nothing_is_given(tmp_path: Path, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    phantom = load_task("phantom")
+    assert resolve_data_root("A", phantom) is None
+    with pytest.raises(DataError, match="site A: no data root for task squares"):
+        resolve_data_root("A", make_task())
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
+    with pytest.raises(DataError, match=f"data root {tmp_path} \\({ENVIRONMENT}\\) holds no datalist.json"):
+        resolve_data_root("A", phantom)
+
+
+def test_roots_without_the_site(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"site A: data root .*nowhere \(data_root\) is not a folder"):
+        resolve_data_root("A", make_task(), given=tmp_path / "nowhere")
+    make_site(name="CS")
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(DataError, match=r"unknown site 'CX'; did you mean CS\? known: CS"):
+        resolve_data_root("CX", make_task(), given=tmp_path)
+    with pytest.raises(DataError, match=r"bare holds no datalist.json"):
+        resolve_data_root("bare", make_task(), given=tmp_path)
+
+
+def test_resplit(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    given, drawn = (load_site_data("A", make_task(resplit=seed), folder) for seed in (None, 3))
+    patients = [set(drawn.split(name).patients) for name in ("train", "validation", "test")]
+    assert [len(names) for names in patients] == [4, 2, 2]
+    assert not (patients[0] & patients[1] or patients[0] & patients[2] or patients[1] & patients[2])
+    assert patients != [set(given.split(name).patients) for name in ("train", "validation", "test")]
+    row = drawn.test.names.index(drawn.test.names[0])
+    whole = {
+        name: image for split in (given.train, given.validation, given.test) for name, image in zip(split.names, split.images, strict=True)
+    }
+    torch.testing.assert_close(drawn.test.images[row], whole[drawn.test.names[row]])
+
+
+def test_absent_class_and_dropped_images_are_notes(make_site: SiteOf, make_task: TaskOf) -> None:
+    task = make_task("classification", labels=["dark", "bright"], label_values={"dark": [0], "bright": [2]}, unlisted_labels="drop")
+    folder = make_site({"training": ["a", "b", "c"], "validation": ["d"], "test": ["e", "f"]}, kind="classification")
+    data = load_site_data("A", task, folder)
+    assert data.notes == ("2 images left out: label_values lists no label for them",)
+    assert (len(data.train), len(data.validation), len(data.test)) == (2, 1, 1)
+    four = make_task("classification", labels=["dark", "medium", "bright", "brightest"])
+    assert load_site_data("A", four, folder).notes == ("class brightest is absent from the training images",)
+
+
+def test_empty_splits(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site({"training": ["a"], "validation": [], "test": ["b"]})
+    with pytest.raises(DataError, match="site A: split 'validation' holds no image"):
+        load_site_data("A", make_task(), folder)
+    assert len(load_site_data("A", make_task(), folder, role="outside").test) == 1
+    none = make_site({"training": [], "validation": [], "test": []}, name="B")
+    for role in ("inside", "outside"):
+        with pytest.raises(DataError, match=r"site B: split '(training|test)' holds no image"):
+            load_site_data("B", make_task(), none, role=role)
+
+
+def test_one_image_sites(make_site: SiteOf, make_task: TaskOf) -> None:
+    each = load_site_data("A", make_task(), make_site({"training": ["a"], "validation": ["b"], "test": ["c"]}))
+    assert (len(each.train), len(each.validation), len(each.test)) == (1, 1, 1)
+    single = make_site({"training": ["a"]}, name="B")
+    with pytest.raises(DataError, match=r"site B: 1 patient\(s\) in 'training' cannot be split"):
+        load_site_data("B", make_task(), single)
+    outside = load_site_data("B", make_task(), single, role="outside")
+    assert (len(outside.train), len(outside.test)) == (0, 1) and outside.train.images.shape == (0, 1, 16, 16)
+
+
+def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
+    for number, (name, spoil, words) in enumerate(
+        [
+            ("images/1.png", lambda path: path.unlink(), "1.png: file not found"),
+            ("images/1.png", lambda path: path.write_bytes(b"no"), "1.png: cannot be read"),
+            ("images/1_mask.png", lambda path: path.unlink(), "1_mask.png: file not found"),
+            ("images/1_mask.png", lambda path: Image.fromarray(np.full((16, 16), 9, np.uint8)).save(path), "1_mask.png: label value 9"),
+        ]
+    ):
+        folder = make_site(name=f"S{number}")
+        spoil(folder / name)
+        with pytest.raises(DataError, match=words):
+            load_site_data("A", make_task(), folder)
+    folder = make_site(kind="classification", name="C")
+    edit(folder, lambda content: content["validation"][1].update(label=3))
+    with pytest.raises(DataError, match=r"datalist.json validation\[1\]: label value 3 out of range"):
+        load_site_data("C", make_task("classification"), folder)
+
+
+def test_embedded_federation(make_task: TaskOf) -> None:
+    task = load_task("phantom")
+    first, second = (load_site_data(name, task, None) for name in ("site-1", "site-2"))
+    assert first.train.images.shape[1:] == (3, 64, 64) and first.train.targets.shape[1:] == (2, 64, 64)
+    assert not set(first.train.patients) & set(first.test.patients)
+    assert (first.train.targets[:, 0] >= first.train.targets[:, 1]).all()  # the cup lies in the disc
+    assert abs(first.train.images.mean() - second.train.images.mean()) > 0.02
+    resplit = load_site_data("site-1", load_task({**task.to_dict(), "resplit": 1}), None)
+    assert len(resplit.train) == len(first.train) and resplit.train.names != first.train.names
+
+
+@pytest.mark.parametrize(
+    ("preset", "site", "sizes"),
+    [
+        ("brain_lgg", "CS", (133, 31, 53)),
+        ("fundus_vessels", "LESAV", (13, 3, 6)),
+        ("ham10000", "vienna_dias", (167, 41, 70)),
+        ("ham10000_3class", "vienna_dias", None),
+    ],
+)
+def test_real_sites(shared_data: Callable[[str], Path], preset: str, site: str, sizes: tuple[int, int, int] | None) -> None:
+    task = load_task(preset)
+    root = resolve_data_root(site, task, given=shared_data(preset.removesuffix("_3class")))
+    data = load_site_data(site, task, root)
+    found = (len(data.train), len(data.validation), len(data.test))
+    if sizes:
+        assert found == sizes
+    else:
+        assert sum(found) < 278 and "left out" in data.notes[0]
+    assert data.train.images.isfinite().all() and data.train.images.shape[1:] == (task.channels, *task.size)
+    assert not set(data.train.patients) & (set(data.validation.patients) | set(data.test.patients))
+    if preset == "ham10000":
+        assert data.notes == ("class akiec is absent from the training images",)

@@ -1,0 +1,116 @@
+"""A site opened: its own settings applied, its data found, read and checked."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.core.rng import seeded
+from medflare.data.loading import ENVIRONMENT
+from medflare.sites.local import LocalSettings, local_settings
+from medflare.sites.opening import open_site, usable_device
+from medflare.tasks.config import TaskConfig, load_task
+
+TaskOf = Callable[..., TaskConfig]
+SiteOf = Callable[..., Path]
+
+
+def test_a_site_learns(make_site: SiteOf, make_task: TaskOf) -> None:
+    site = open_site("A", make_task(loss={"name": "dice_ce"}, optimizer={"name": "adam", "lr": 0.05}), data_root=make_site())
+    network, before = site.network(), None
+    optimizer = site.optimizer(network.parameters())
+    with seeded(0, "training"):
+        for epoch in range(40):
+            for batch in site.batches("train", epoch):
+                loss = site.loss(network(batch.images), batch.targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                before = before or loss.item()
+    assert before is not None and loss.item() < 0.5 * before
+    dice = site.score(site.predictor(network)).values["dice"]
+    assert dice is not None and dice > 0.8
+
+
+def test_opening(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    folder, cache = make_site(), tmp_path / "cache"
+    site = open_site("A", make_task(), local={"data_root": str(folder), "device": "cpu", "cache": str(cache)}, seed=5)
+    assert site.n == {"train": 5, "validation": 2, "test": 3} and site.seed == 5 and site.device.type == "cpu"
+    assert list(cache.iterdir())
+    other = tmp_path / "other"
+    open_site("A", make_task(size=[8, 8]), local={"data_root": str(folder), "cache": False}, cache=other)
+    assert not other.exists()
+    with pytest.raises(DataError, match="site A: no data root"):
+        open_site("A", make_task())
+    only_test = make_site({"test": ["x"]}, name="O")
+    assert open_site("O", make_task(), data_root=only_test, role="outside").n == {"train": 0, "validation": 0, "test": 1}
+    assert open_site("site-1", load_task("phantom")).n["train"] > 30
+
+
+@pytest.mark.parametrize(
+    ("local", "message"),
+    [
+        ({"device": "gpu"}, "local/medflare.json: unknown device 'gpu'; use cpu, cuda or cuda:0"),
+        ({"batchsize": 4}, "local/medflare.json: unknown setting 'batchsize'; did you mean batch_size"),
+        ({"outbound": {"bytez": 4}}, "local/medflare.json: outbound: unknown setting 'bytez'; did you mean bytes"),
+        ({"privacy": {"epsilon": 8}}, "local/medflare.json: setting 'privacy.delta' is missing"),
+    ],
+)
+def test_bad_local_settings(make_task: TaskOf, make_site: SiteOf, local: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_site("A", make_task(), data_root=make_site(), local=local)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_settings_that_were_read_before(make_task: TaskOf, make_site: SiteOf) -> None:
+    folder = make_site()
+    read = open_site("A", make_task(), local=local_settings({"data_root": str(folder), "batch_size": 2}))
+    assert read.batch_limit == 2 and read.n["train"] == 5
+    assert open_site("A", make_task(), data_root=folder, local=LocalSettings()).batch_limit is None
+
+
+def test_the_callers_word_goes_before_the_sites(make_task: TaskOf, make_site: SiteOf) -> None:
+    folder = make_site()
+    site = open_site("A", make_task(), data_root=folder, local={"data_root": "/nowhere", "device": "cpu"}, device="meta")
+    assert site.device.type == "meta" and site.n["train"] == 5
+
+
+def test_devices() -> None:
+    assert usable_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"^local/medflare\.json: unknown device 'gpu'; use cpu, cuda or cuda:0$"):
+        usable_device("gpu")
+
+
+def test_a_small_gpu_bounds_the_batches(make_task: TaskOf, make_site: SiteOf) -> None:
+    """Training, passes in order and scoring keep to the site's own limit, and the results say that its batches differ."""
+    folder, task = make_site({"training": [f"p{n}" for n in range(10)], "test": ["q", "r"]}), make_task(batch_size=8)
+    site = open_site("A", task, data_root=folder, local={"batch_size": 3, "outbound": {"bytes": 10}})
+    count = site.n["train"]
+    sizes = [len(batch.images) for batch in site.batches("train", 0)]
+    assert sum(sizes) == count and max(sizes) <= 4  # a single image that is left over joins three others
+    assert max(len(batch.images) for batch in site.batches("train", 0, batch_size=6)) <= 4
+    assert {len(batch.images) for batch in site.ordered("train")} <= {1, 2, 3}
+    assert site.scoring_batch == site.batch_size == 3
+    assert site.notes == ["trains with batches of 3, not the task's 8: its local/medflare.json says so"]
+    assert site.task.fingerprint() == task.fingerprint()  # it takes part in the same federation
+
+
+@pytest.mark.parametrize("local", [{}, {"batch_size": None}, {"batch_size": 8}, {"batch_size": 64}])
+def test_no_limit_no_note(make_task: TaskOf, make_site: SiteOf, local: dict[str, Any]) -> None:
+    site = open_site("A", make_task(batch_size=8), data_root=make_site(), local=local)
+    assert site.batch_size == 8 and site.notes == []
+
+
+def test_cache_true_is_the_callers_folder(make_task: TaskOf, make_site: SiteOf, tmp_path: Path) -> None:
+    open_site("A", make_task(), data_root=make_site(), local={"cache": True}, cache=tmp_path / "cache")
+    assert any((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_said(make_task: TaskOf) -> None:
+    with pytest.raises(ConfigError, match="device 'cuda' is not available here"):
+        open_site("A", make_task(), local={"device": "cuda"})

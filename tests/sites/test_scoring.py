@@ -1,0 +1,64 @@
+"""How a finished model is measured at a site."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from medflare.data.splits import Batch
+from medflare.sites.scoring import evaluating, predict, score_outputs, scoring_batch
+from medflare.tasks.config import TaskConfig
+from pictures import numbered_site, numbered_split
+
+TaskOf = Callable[..., TaskConfig]
+
+
+def test_at_least_eight_images_at_once(make_task: TaskOf) -> None:
+    assert scoring_batch(make_task(batch_size=2)) == 8 and scoring_batch(make_task(batch_size=32)) == 32
+
+
+def test_outputs_stand_in_the_order_of_the_batches() -> None:
+    batches = [Batch(torch.full((2, 1, 4, 4), float(number)), torch.zeros(2), torch.arange(2)) for number in range(3)]
+    outputs = predict(lambda images: images.double() / 2, batches, 1)
+    assert outputs.shape == (6, 1, 4, 4) and outputs.dtype == torch.float32
+    assert outputs[:, 0, 0, 0].tolist() == [0, 0, 0.5, 0.5, 1, 1]
+    assert predict(lambda images: images, [], 3).shape == (0, 3)
+
+
+def test_no_gradients() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    assert not predict(lambda images: images * weight, [Batch(torch.ones(1, 1), torch.ones(1), torch.zeros(1))], 1).requires_grad
+
+
+def test_metrics_that_are_asked_for(make_task: TaskOf) -> None:
+    task = make_task()
+    split = numbered_split(4, task)
+    outputs = split.targets[:, None].float()
+    assert score_outputs(outputs, split, task, None).values == {"dice": 1.0, "iou": 1.0}
+    assert score_outputs(outputs, split, task, ["hd95"]).values == {"hd95": 0.0}
+
+
+def test_evaluation_mode_ends_where_scoring_fails() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Identity().eval())
+
+    def score_and_fail() -> None:
+        with evaluating(model):
+            assert not any(part.training for part in model.modules())
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError):
+        score_and_fail()
+    assert [part.training for part in model.modules()] == [True, True, False]
+
+
+def test_scoring_uses_evaluation_mode_and_restores(make_task: TaskOf) -> None:
+    site = numbered_site(make_task(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))
+    network = site.network().train()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    site.score(site.predictor(network))
+    assert all(part.training for part in network.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    frozen = network.eval()
+    site.score(site.predictor(frozen))
+    assert not any(part.training for part in frozen.modules())

@@ -1,0 +1,30 @@
+"""Three runs with numbers that can be worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.studies.statistics import Run
+from medflare.tasks.config import load_task
+
+
+@pytest.fixture
+def record() -> RunRecord:
+    """A run without sites."""
+    return RunRecord("fedsm", load_task("phantom"), seed=7, rounds=2, sites={})
+
+
+@pytest.fixture
+def runs(record: RunRecord) -> list[Run]:
+    """Three seeds; global Dice of A is 0.4, 0.5, 0.6 and of B 0.6, 0.5, undefined."""
+
+    def run(seed: int, a: float, b: float | None, deployed: float) -> Run:
+        sites = {
+            "A": SiteRecord("inside", metrics={"global": {"dice": a, "hd95": 10 * a}}),
+            "B": SiteRecord("inside", metrics={"global": {"dice": b}}),
+            "X": SiteRecord("outside", metrics={"deployed": {"dice": deployed}}),
+        }
+        return build_results(dataclasses.replace(record, seed=seed, sites=sites))
+
+    return [run(0, 0.4, 0.6, 0.1), run(1, 0.5, 0.5, 0.2), run(2, 0.6, None, 0.6)]

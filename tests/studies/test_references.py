@@ -1,0 +1,68 @@
+"""What the references train on, and with what."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.data.splits import SiteData, Split
+from medflare.studies import references
+from medflare.studies.references import centralised, pooled, single_site
+from medflare.studies.setting import Setting
+from medflare.tasks.config import load_task
+
+
+def split(count: int, value: float) -> Split:
+    return Split(torch.full((count, 1, 2, 2), value), torch.zeros(count, 2, 2), tuple("p" * count), tuple(map(str, range(count))))
+
+
+def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
+    one = SiteData(split(2, 0.0), split(1, 0.0), split(1, 0.0))
+    other = SiteData(split(3, 1.0), split(1, 1.0), split(2, 1.0))
+    both = pooled([one, other])
+    assert [len(both.split(name)) for name in ("train", "validation", "test")] == [5, 2, 3]
+    assert set(both.train.patients) == {"0/p", "1/p"}
+    assert both.train.images.flatten(1).mean(1).tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("reference", [single_site, centralised])
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (None, {"site": {"reset_optimizer": False}}),
+        ({"site": {}, "server": {"selection": "last"}}, {"site": {"reset_optimizer": False}, "server": {"selection": "last"}}),
+        ({"site": {"reset_optimizer": True}, "server": {}}, {"site": {"reset_optimizer": True}, "server": {}}),
+    ],
+)
+def test_the_optimizer_is_kept_unless_somebody_says_otherwise(
+    reference: Any, given: dict[str, Any] | None, used: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):
+        pass
+
+    def run(method: str, *_: Any, **settings: Any) -> None:
+        assert method == "fedavg"
+        assert {half: settings[half] for half in ("site", "server") if half in settings} == used
+        assert settings["seed"] == 3
+        raise Started
+
+    monkeypatch.setattr(references, "run_local", run)
+    with pytest.raises(Started):
+        reference(Setting(load_task("phantom"), ("A", "B"), 1), 3, hyper=given)
+
+
+def test_sites_alone_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(method: str, task: object, sites: list[str], **_: Any) -> dict[str, Any]:
+        means = {role: {"deployed": {"dice": None}} for role in ("inside", "outside")}
+        value = {"deployed": {"dice": 0.5 if sites == ["A"] else None}}
+        reason = None if sites == ["A"] else "no images"
+        site = {sites[0]: {"role": "inside", "metrics": value}}
+        outcome = {"status": "FAILED" if reason else "COMPLETED", "reason": reason, "seconds": {"total": 2.0}, "events": [sites[0]]}
+        return {**outcome, "method": method, "sites": site, "mean": means, "traffic": {"down_bytes": 9, "up_bytes": 9}}
+
+    monkeypatch.setattr(references, "run_local", run)
+    results = single_site(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, outside=("C",))
+    assert (results["method"], results["status"], results["reason"]) == ("single-site", "FAILED", "B: no images")
+    assert list(results["sites"]) == results["events"] == ["A", "B"]
+    assert results["mean"]["inside"]["deployed"]["dice"] == 0.5
+    assert (results["seconds"], results["traffic"]) == ({"total": 4.0}, {"down_bytes": 0, "up_bytes": 0})
