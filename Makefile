@@ -45,7 +45,8 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 coverage:
-	sed -i -E "s/[0-9]+ % of the package's lines \([0-9-]+\)/$$(coverage report --format=total) % of the package's lines ($$(date +%F))/" README.md
+	share=$$(coverage report --format=total) \
+		&& sed -i -E "s/[0-9]+ % of the package's lines \([0-9-]+\)/$$share % of the package's lines ($$(date +%F))/" README.md
 
 clean:
 	rm -rf $(VENV) workspace build dist site custom/*.egg-info .coverage coverage.xml .pytest_cache .mypy_cache .ruff_cache

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from medflare.cli import command_line
+from medflare.cli.command import command_line
 from medflare.federation.settings import RunSettings
 
 COMMANDS = ("run", "resume", "job", "study", "results", "methods", "data check", "predict", "export")
@@ -58,5 +58,5 @@ def test_options_are_spelt_the_same_everywhere(capsys: pytest.CaptureFixture[str
 
 def test_help_loads_nothing_heavy() -> None:
     heavy = {"torch", "monai", "nvflare", "numpy", "pydantic", "jinja2", "matplotlib", "rich"}
-    code = f"import sys, medflare.cli as cli; cli.command_line().format_help(); assert not {heavy} & set(sys.modules)"
+    code = f"import sys, medflare.cli.command as cli; cli.command_line().format_help(); assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cli.pair import EMPTY, PAIR
-from medflare.cli import command_line
-from medflare.cli.options import data_root, hyper_and_task, run_settings, set_values, site_names, task_with
+from medflare.cli.command import command_line
+from medflare.cli.options import data_root, hyper_and_task, run_arguments, set_values, site_names, task_with
 from medflare.core.errors import ConfigError
 from medflare.methods.method import Method
 
@@ -100,7 +100,7 @@ def test_without_the_prefix_there_is_no_setting_of_the_task() -> None:
 
 def test_settings_of_the_run_under_flare_are_given_on_where_they_were_given() -> None:
     plain = command_line().parse_args(["run", "pair", "--seed", "3", "--outside", " X, Y,"])
-    assert run_settings(plain) == {
+    assert run_arguments(plain) == {
         "seed": 3,
         "outside": ["X", "Y"],
         "min_sites": None,
@@ -109,7 +109,7 @@ def test_settings_of_the_run_under_flare_are_given_on_where_they_were_given() ->
         "server_half": None,
     }
     patient = command_line().parse_args(["job", "pair", "--out", "x", "--step-timeout", "60", "--silence", "0"])
-    assert run_settings(patient).items() >= {"step_timeout": 60.0, "silence": 0.0}.items()
+    assert run_arguments(patient).items() >= {"step_timeout": 60.0, "silence": 0.0}.items()
 
 
 def test_sites_by_name_or_number() -> None:

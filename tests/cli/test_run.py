@@ -138,7 +138,8 @@ def test_a_study_gets_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_study_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin = ("study", "fedavg", "--sites", "2", "--out", str(tmp_path))
-    assert "--seeds 'a'" in refused(capsys, *begin, "--seeds", "a")
+    for seeds in ("a", "1,2.5", ","):
+        assert f"--seeds {seeds!r}" in refused(capsys, *begin, "--seeds", seeds)
     assert "task.NAME=VALUE" in refused(capsys, *begin, "--set", "lam=3")
     assert "leave the halves out" in refused(capsys, "study", "single-site:site_half=moon", *begin[2:])
     assert not [*tmp_path.iterdir()]

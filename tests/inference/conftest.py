@@ -14,39 +14,12 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 from medflare import run_local
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import TaskConfig
+from small import small_task
 
 SIDE = 16
-SEGMENTATION = load_task(
-    {
-        "name": "squares",
-        "kind": "segmentation",
-        "target": "binary",
-        "labels": ["square"],
-        "label_values": {"square": [3, 4]},
-        "channels": 1,
-        "size": [SIDE, SIDE],
-        "network": {"name": "unet", "channels": [4, 8], "norm": "batch"},
-        "loss": {"name": "dice_ce"},
-        "optimizer": {"name": "adam", "lr": 0.01},
-        "batch_size": 4,
-        "local_epochs": 1,
-        "metric": "dice",
-    }
-)
-CLASSIFICATION = load_task(
-    {
-        **SEGMENTATION.to_dict(),
-        "name": "shades",
-        "kind": "classification",
-        "target": "multiclass",
-        "labels": ["dark", "medium", "bright"],
-        "label_values": {},
-        "network": {"name": "small_cnn", "channels": [4, 8]},
-        "loss": {"name": "ce"},
-        "metric": "accuracy",
-    }
-)
+SEGMENTATION = small_task(label_values={"square": [3, 4]}, loss={"name": "dice_ce"})
+CLASSIFICATION = small_task("classification")
 
 
 @pytest.fixture(scope="session")

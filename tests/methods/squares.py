@@ -4,64 +4,42 @@ Bright squares on noise; every site has its own background. Segmentation finds t
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from medflare.core.hyper import build_hyper
+import small
+from medflare.core.hyper import build_hyper, halved
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.splits import SiteData, Split
-from medflare.federation.screening import screen
+from medflare.federation.screening import not_plain, screen
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
+from medflare.methods.catalogue import all_methods
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.sites.site import Site
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import TaskConfig
+from small import small_task
 
 SEED = 11
 SITES = ("A", "B", "C")
 OUTSIDE = ("O",)
 COUNTS = (12, 4, 5)  # training, validation and test images of a site
 
-SEGMENTATION = load_task(
-    {
-        "name": "squares",
-        "kind": "segmentation",
-        "target": "binary",
-        "labels": ["square"],
-        "channels": 1,
-        "size": [16, 16],
-        "network": {"name": "unet", "channels": [4, 8], "norm": "batch"},
-        "loss": {"name": "dice"},
-        "optimizer": {"name": "adam", "lr": 0.01},
-        "batch_size": 6,
-        "local_epochs": 1,
-        "metric": "dice",
-    }
-)
-CLASSIFICATION = load_task(
-    {
-        **SEGMENTATION.to_dict(),
-        "name": "bright",
-        "kind": "classification",
-        "target": "multiclass",
-        "labels": ["dark", "grey", "bright"],
-        "network": {"name": "small_cnn", "channels": [4, 8]},
-        "loss": {"name": "ce"},
-        "metric": "accuracy",
-    }
-)
-
 
 def task(kind: str = "segmentation", **changes: Any) -> TaskConfig:
     """ "segmentation" or "classification" with some settings changed."""
-    return load_task({**{"segmentation": SEGMENTATION, "classification": CLASSIFICATION}[kind].to_dict(), **changes})
+    return small_task(kind, **{"batch_size": 6, **changes})
 
 
+SEGMENTATION, CLASSIFICATION = task(), task("classification")
 MULTILABEL = task(target="multilabel", labels=["square", "corner"])
 MULTICLASS = task(target="multiclass", labels=["background", "square", "corner"])
-WITHOUT_BATCH_NORM = task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
+WITHOUT_BATCH_NORM = task(network=small.INSTANCE_UNET)
 BINARY_CLASSIFICATION = task("classification", target="binary", labels=["bright"])
 VGG = task("classification", size=[32, 32], network={"name": "vgg16_slim", "dimension": 8}, batch_size=8)
 
@@ -108,38 +86,74 @@ def start(task: TaskConfig = SEGMENTATION) -> StateDict:
 # -- a method's halves -----------------------------------------------------------------------------------------------------
 
 
+@cache
+def partner(cls: type[Any]) -> type[Any]:
+    """The other half of the method that a half belongs to; FedAvg's where it belongs to none."""
+    for method in sorted(all_methods(), key=lambda method: method.name != "fedavg"):
+        pair = (method.site_class, method.server_class)
+        if cls in pair:
+            return pair[1 - pair.index(cls)]
+    return FedAvgServer if issubclass(cls, SiteHalf) else FedAvgSite
+
+
+def plan_of(
+    site_class: type[SiteHalf[Any]],
+    server_class: type[ServerHalf[Any]],
+    task: TaskConfig = SEGMENTATION,
+    sites: tuple[str, ...] = SITES,
+    **hyper: Any,
+) -> Plan[Any, Any]:
+    """What a pair of halves knows, checked as a method checks it; hyper-parameters of either half go by name."""
+    owners = {"site": site_class.Hyper, "server": server_class.Hyper}
+    owned = halved(hyper, owners, f"{site_class.__name__} and {server_class.__name__}")
+    of_site, of_server = (build_hyper(owners[half], owned[half]) for half in ("site", "server"))
+    site_class.check(task, of_site, of_server)
+    return Plan(task, sites, of_site, of_server)
+
+
 def half(
-    cls: type[SiteHalf],
+    cls: type[SiteHalf[Any]],
     name: str = "A",
     task: TaskConfig = SEGMENTATION,
     counts: tuple[int, int, int] = COUNTS,
     missing: int | None = None,
     sites: tuple[str, ...] = SITES,
+    server_class: type[ServerHalf[Any]] | None = None,
     **hyper: Any,
 ) -> Any:
-    return cls(site(name, task, counts, missing), build_hyper(cls.Hyper, hyper), sites)
+    """A site half that plans with its own server half, or with another one."""
+    return cls(site(name, task, counts, missing), plan_of(cls, server_class or partner(cls), task, sites, **hyper))
 
 
-def halves(cls: type[SiteHalf], task: TaskConfig = SEGMENTATION, sites: tuple[str, ...] = SITES, **options: Any) -> dict[str, Any]:
+def halves(cls: type[SiteHalf[Any]], task: TaskConfig = SEGMENTATION, sites: tuple[str, ...] = SITES, **options: Any) -> dict[str, Any]:
     """site -> its half; options as of `half`."""
     return {name: half(cls, name, task, sites=sites, **options) for name in sites}
 
 
 def server(
-    cls: type[ServerHalf],
+    cls: type[ServerHalf[Any]],
     task: TaskConfig = SEGMENTATION,
     rounds: int = 3,
     outside: tuple[str, ...] = OUTSIDE,
-    halves: Mapping[str, SiteHalf] | None = None,
+    halves: Mapping[str, SiteHalf[Any]] | None = None,
     **hyper: Any,
 ) -> Any:
-    """A server half for the sites of the same task, or for those of `halves`, of which it knows what they told when they enrolled."""
-    context = ServerContext(task, SEED, rounds, SITES, outside)
-    if halves is not None:
-        places = {name: half.site for name, half in halves.items()}
-        known = {name: enrolled(place) for name, place in places.items()}
-        context = ServerContext(next(iter(places.values())).task, SEED, rounds, tuple(halves), outside, known)
-    return cls(context, build_hyper(cls.Hyper, hyper))
+    """A server half for the sites of the same task and its own site half, or for `halves`.
+
+    Args:
+        halves: of these it knows what they told when they enrolled; it plans with their hyper-parameters where none are given.
+    """
+    if halves is None:
+        site_class = partner(cls)
+        plan = plan_of(site_class, cls, task, **hyper)
+        return cls(ServerContext(plan, SEED, rounds, outside, phases=site_class.phases))
+    one = next(iter(halves.values()))
+    plan = plan_of(type(one), cls, one.site.task, tuple(halves), **hyper)
+    plan = replace(plan, site_hyper=one.plan.site_hyper)
+    if not hyper and isinstance(one.plan.server_hyper, cls.Hyper):
+        plan = replace(plan, server_hyper=one.plan.server_hyper)
+    known = {name: enrolled(half.site) for name, half in halves.items()}
+    return cls(ServerContext(plan, SEED, rounds, outside, phases=one.phases, site_counts=known))
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------------
@@ -181,35 +195,46 @@ def play(server: Any, halves: dict[str, Any], absent: Callable[[Step, str], bool
     """
     log = []
     for step in server.steps():
-        outgoing = {name: server.outgoing(step, name) for name in halves if not absent(step, name)}
+        outgoing = {name: server.configure(step, name) for name in halves if not absent(step, name)}
         replies = {}
         for name, message in outgoing.items():
             if store is not None:
                 old = halves[name]
-                halves[name] = _restored(type(old)(old.site, old.hyper, old.sites), old, store / name)
+                halves[name] = _restored(type(old)(old.site, old.plan), old.memory, store / name)
             replies[name] = halves[name].perform(step.phase, step.round, message)
+        as_declared(halves, step.phase, outgoing, replies)
         half = next(iter(halves.values()))
-        manifest = half.outbound(step.phase, Plan(half.site.task, half.sites, half.hyper))
+        manifest = half.manifest(step.phase, half.plan)
         screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()})
         assert not screened.rejected
-        server.accept(step, screened.accepted)
+        server.aggregate(step, screened.accepted)
         if store is not None:
-            server = _restored(type(server)(server.context, server.hyper), server, store / "server")
+            server = _restored(type(server)(server.context), server.state(), store / "server")
         log.append(Turn(step, outgoing, replies))
     return Played(log, server, halves)
 
 
-def _restored(fresh: Any, old: Any, folder: Path) -> Any:
-    """`fresh` with what `old` remembers, by way of the disk."""
+def as_declared(halves: Mapping[str, Any], phase: str, outgoing: Mapping[str, Message], replies: Mapping[str, Message]) -> None:
+    """Every message of a step holds what its phase declares and nothing else, and facts that can be written down."""
+    for name, half in halves.items():
+        if name in outgoing:
+            assert half.phase(phase).unsent(outgoing[name]) is None, (phase, name)
+        if name in replies:
+            assert half.phase(phase).undeclared(replies[name], half.plan) is None, (phase, name)
+            assert not_plain(replies[name].facts) is None, (phase, name)
+
+
+def _restored(fresh: Any, memory: Message, folder: Path) -> Any:
+    """`fresh` with a memory, by way of the disk."""
     kept = StateStore(folder)
-    kept.save("half", old.state())
+    kept.save("half", memory)
     fresh.restore(kept.load("half"))
     return fresh
 
 
 def federation(
-    site_class: type[SiteHalf],
-    server_class: type[ServerHalf],
+    site_class: type[SiteHalf[Any]],
+    server_class: type[ServerHalf[Any]],
     task: TaskConfig = SEGMENTATION,
     rounds: int = 2,
     sites: tuple[str, ...] = SITES,
@@ -218,13 +243,13 @@ def federation(
     store: Path | None = None,
     **hyper: Any,
 ) -> Played:
-    """A method from its first step to its last one."""
-    members = halves(site_class, task, sites=sites, **hyper)
-    return play(server(server_class, rounds=rounds, outside=outside, halves=members, **hyper), members, absent, store)
+    """A pair of halves with one plan, from the first step to the last one."""
+    members = halves(site_class, task, sites=sites, server_class=server_class, **hyper)
+    return play(server(server_class, rounds=rounds, outside=outside, halves=members), members, absent, store)
 
 
 def trained(
-    cls: type[SiteHalf], task: TaskConfig = SEGMENTATION, rounds: int = 1, counts: tuple[int, int, int] = COUNTS, **hyper: Any
+    cls: type[SiteHalf[Any]], task: TaskConfig = SEGMENTATION, rounds: int = 1, counts: tuple[int, int, int] = COUNTS, **hyper: Any
 ) -> tuple[StateDict, Mapping[str, Any]]:
     """One site alone, every round from the initial model: its last local model and facts."""
     alone, first = half(cls, "A", task, counts, **hyper), start(task)

@@ -2,7 +2,7 @@
 
 import sys
 
-from medflare.cli import main
+from medflare.cli.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from medflare.cli.options import Commands, add_command, add_federation_options, chosen_method, hyper_and_task, run_settings
+from medflare.cli.options import Commands, add_command, add_federation_options, chosen_method, hyper_and_task, run_arguments
 
 
 def add_commands(commands: Commands) -> None:
@@ -40,7 +40,7 @@ def _job(options: argparse.Namespace) -> int:
         out=options.out,
         byoc=not options.no_byoc,
         embed_code=options.embed_code,
-        **run_settings(options),
+        **run_arguments(options),
     )
     print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: nvflare simulator {folder} -n 4 -t 4 -w workspace")
     return 0

@@ -20,11 +20,8 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 DEFAULT_ROUNDS: Final = 10
 _TASK: Final = "task."  # before the name of a task's setting
 
-# What somebody may take for a hyper-parameter; most have an option of that name.
-_OF_THE_RUN: Final = frozenset(
-    {"rounds", "seed", "outside", "min_sites", "sites_per_round", "step_timeout", "silence", "resume", "resplit"}
-    | {"sites", "data_root", "site_half", "server_half", "out"}
-)
+# What is no hyper-parameter either, beside the settings of a run; each is an option of some subcommand.
+_OTHER_OPTIONS: Final = frozenset({"sites", "data_root", "resplit", "site_half", "server_half", "out"})
 
 
 def add_command(
@@ -110,7 +107,7 @@ def add_data_root(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-root", type=Path, help="folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else embedded)")
 
 
-def run_settings(options: argparse.Namespace) -> dict[str, Any]:
+def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of the run and the choice of halves, as both engines take them; what has a default of FLARE's is left out."""
     names = ("seed", "min_sites", "sites_per_round", "site_half", "server_half")
     chosen = {name: value for name in ("step_timeout", "silence") if (value := getattr(options, name)) is not None}
@@ -138,12 +135,13 @@ def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict
         ConfigError: a name that neither the method nor the task has, or a value that the task cannot have.
     """
     from medflare.core.hyper import described, halved
+    from medflare.federation.settings import RUN_SETTINGS
 
     given = set_values(options.set)
     hyper = {name: value for name, value in given.items() if not name.startswith(_TASK)}
     owned = {name for owner in method.hyper_classes.values() for name in described(owner)}
     for name in hyper:
-        if name in _OF_THE_RUN - owned:
+        if name not in owned and (name in RUN_SETTINGS or name in _OTHER_OPTIONS):
             remedy = f": use --{name.replace('_', '-')}" if name in options else ""
             raise ConfigError(f"{name} is a setting of the run, not a hyper-parameter of {method.name}{remedy}")
     changes = {name: value for name, value in given.items() if name.startswith(_TASK)}

@@ -11,7 +11,7 @@ from medflare.cli.options import (
     chosen_method,
     data_root,
     hyper_and_task,
-    run_settings,
+    run_arguments,
     site_names,
 )
 from medflare.core.errors import ConfigError
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
 
     method = chosen_method(options)
     hyper, task = hyper_and_task(options, method)
-    settings = run_settings(options)
+    settings = run_arguments(options)
     sites = list(dict.fromkeys([*site_names(options.sites), *settings["outside"]]))
     folder = options.out / f"{method.name}-{task.name}-seed{options.seed}"
     if options.engine == "local":
@@ -101,21 +101,21 @@ def _add_resume(commands: Commands) -> None:
 def _resume(options: argparse.Namespace) -> int:
     if options.job is not None:
         return _resume_job(options)
+    if options.out is not None:
+        raise ConfigError("--out is for the job that --job ID writes; a run of the plain loop goes on in its own folder")
     from medflare.evaluation.console import show_results
     from medflare.federation.local import resume_local
 
-    if options.out is not None:
-        raise ConfigError("--out is for the job that --job ID writes; a run of the plain loop goes on in its own folder")
     with data_root(options.data_root):
         resume_local(options.path, say=print)
     return 0 if show_results(options.path) else 1
 
 
 def _resume_job(options: argparse.Namespace) -> int:
-    from medflare.flare.jobs.building import resumed_job
-
     if options.data_root is not None:
         raise ConfigError("--data-root is for a run on this machine; with --job every site has its own, in local/medflare.json")
+    from medflare.flare.jobs.building import resumed_job
+
     folder = resumed_job(options.path, options.job, options.out or options.path.with_name(f"{options.path.name}-resumed"))
     print(f"job folder: {folder}\nsubmit it to the federation that job {options.job} ran in: nvflare job submit -j {folder}")
     return 0

@@ -66,7 +66,7 @@ def _study(options: argparse.Namespace) -> int:
 
 
 def _seeds(text: str) -> list[int]:
-    try:
-        return [int(seed) for seed in names_in(text)]
-    except ValueError:
-        raise ConfigError(f"--seeds {text!r}: give whole numbers separated by commas, for example 0,1,2") from None
+    seeds = names_in(text)
+    if not seeds or not all(seed.removeprefix("-").isdecimal() for seed in seeds):
+        raise ConfigError(f"--seeds {text!r}: give whole numbers separated by commas, for example 0,1,2")
+    return [int(seed) for seed in seeds]

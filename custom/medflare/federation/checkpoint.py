@@ -9,6 +9,7 @@ from typing import Any, Final
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.federation.schedule import Federation
 
 CHECKPOINT: Final = "checkpoint"
 _RUN = "run"  # the fact that holds what belongs to the run and not to the half
@@ -25,26 +26,40 @@ class Checkpoint:
     folder: Path
     plan: Mapping[str, Any]
 
-    def save(self, half: Message, run: Mapping[str, Any]) -> None:
-        """Keep the server half's state and what belongs to the run ("finished" steps, events, ...)."""
-        facts = {**half.facts, _RUN: {**run, "plan": dict(self.plan)}}
-        StateStore(self.folder).save(CHECKPOINT, Message(half.states, facts))
+    def save(self, finished: int, federation: Federation) -> None:
+        """Keep the server half and what belongs to the run, after so many steps."""
+        half, outcome = federation.server.state(), federation.outcome
+        run = {
+            "finished": finished,
+            "enrolled": sorted(outcome.enrolled),
+            "events": federation.events.to_list(),
+            "history": outcome.history,
+            "bytes": [outcome.down_bytes, outcome.up_bytes],
+            "plan": dict(self.plan),
+        }
+        StateStore(self.folder).save(CHECKPOINT, Message(half.states, {**half.facts, _RUN: run}))
 
-    def load(self) -> tuple[Message, dict[str, Any]]:
-        """(the server half's state, what belongs to the run).
+    def restore(self, federation: Federation) -> int:
+        """Bring a federation to where the checkpoint was made; returns the number of finished steps.
 
         Raises:
             StateError: there is none, or it belongs to another run.
         """
         message = _stored(self.folder, "the run did not finish its first step; start it afresh")
-        stored = message.facts.pop(_RUN)
+        run = message.facts.pop(_RUN)
         for name, value in json.loads(json.dumps(dict(self.plan))).items():
-            if stored["plan"].get(name) != value:
+            if run["plan"].get(name) != value:
                 raise StateError(
-                    f"the checkpoint in {self.folder} has {name} = {stored['plan'].get(name)!r}, this run {value!r}; "
+                    f"the checkpoint in {self.folder} has {name} = {run['plan'].get(name)!r}, this run {value!r}; "
                     "resume with what it began with"
                 )
-        return message, stored
+        federation.server.restore(message)
+        federation.returning = run["enrolled"]
+        federation.outcome.history = run["history"]
+        federation.outcome.down_bytes, federation.outcome.up_bytes = run["bytes"]
+        federation.events.replace([*run["events"], *federation.events.to_list()])
+        federation.events.add("resumed", f"went on after {run['finished']} finished steps")
+        return int(run["finished"])
 
 
 def take_up(interrupted: Path, own: Path) -> None:

@@ -11,12 +11,11 @@ from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
 from medflare.evaluation.console import round_line
-from medflare.evaluation.results import append_round
+from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.exchange import Exchange
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.participant import identity_of
-from medflare.federation.record import written
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import RunSettings
 from medflare.inference.deployed import save_model
@@ -77,7 +76,9 @@ class Run:
         try:
             server = self._server()
             federation = self._federation(server, exchange, outcome)
-            federation.run(self._restore(federation) if resume else 0)
+            if resume and self._checkpoint is None:
+                raise StateError("a run that keeps nothing cannot be resumed; give it a folder")
+            federation.run(self._checkpoint.restore(federation) if resume and self._checkpoint is not None else 0)
             self._keep_models(server)
         except Aborted as error:
             reason = f"aborted: {error}"
@@ -118,11 +119,12 @@ class Run:
         def manifest(phase: str) -> Manifest:
             return self.method.site_class.manifest(phase, plan)
 
-        def checkpoint(finished: int) -> None:
-            self._checkpoint(finished, federation)
+        def keep(finished: int) -> None:
+            if self._checkpoint is not None:
+                self._checkpoint.save(finished, federation)
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), self.settings.seed)
-        federation = Federation(server, exchange, manifest, self.settings.rules, identity, self._after_step, checkpoint, outcome)
+        federation = Federation(server, exchange, manifest, self.settings.rules, identity, self._after_step, keep, outcome)
         return federation
 
     def _after_step(self, report: StepReport) -> None:
@@ -141,10 +143,9 @@ class Run:
             card = {**about, "seed": self.settings.seed, "rounds": self.settings.rounds}
             save_model(self.folder / MODELS / path, self.task, model, card)
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------------
-
     @property
-    def _kept(self) -> Checkpoint | None:
+    def _checkpoint(self) -> Checkpoint | None:
+        """Where the run is taken up; None where it keeps nothing."""
         folder = self.checkpoints or self.folder
         if folder is None:
             return None
@@ -159,27 +160,58 @@ class Run:
         }
         return Checkpoint(folder, plan)
 
-    def _checkpoint(self, finished: int, federation: Federation) -> None:
-        outcome = federation.outcome
-        if self._kept is not None:
-            progress = {
-                "finished": finished,
-                "enrolled": sorted(outcome.enrolled),
-                "events": self.events.to_list(),
-                "history": outcome.history,
-                "bytes": [outcome.down_bytes, outcome.up_bytes],
-            }
-            self._kept.save(federation.server.state(), progress)
 
-    def _restore(self, federation: Federation) -> int:
-        """Take up the checkpoint; returns the number of finished steps. StateError where there is none, or another run's."""
-        if self._kept is None:
-            raise StateError("a run that keeps nothing cannot be resumed; give it a folder")
-        state, progress = self._kept.load()
-        federation.server.restore(state)
-        federation.returning = progress["enrolled"]
-        federation.outcome.history = progress["history"]
-        federation.outcome.down_bytes, federation.outcome.up_bytes = progress["bytes"]
-        self.events.replace([*progress["events"], *self.events.to_list()])
-        self.events.add("resumed", f"went on after {progress['finished']} finished steps")
-        return int(progress["finished"])
+# -- results -----------------------------------------------------------------------------------------------------------------
+
+
+def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
+    """The results of a run, on disk where it has a folder; a failed one has a reason."""
+    record = RunRecord(
+        method=run.method.name,
+        task=run.task,
+        seed=run.settings.seed,
+        rounds=run.settings.rounds,
+        sites={site: _site_record(site, run.settings, outcome) for site in (*run.sites, *run.settings.outside)},
+        reason=reason,
+        events=run.events.to_list(),
+        down_bytes=outcome.down_bytes,
+        up_bytes=outcome.up_bytes,
+        seconds=outcome.seconds,
+        hyper=run.method.effective(run.hyper),
+        settings={**run.settings.to_dict(), **run.about},
+        history=outcome.history,
+        pictures=run.pictures,
+    )
+    return build_results(record) if run.folder is None else write_results(run.folder, record)
+
+
+def _site_record(site: str, settings: RunSettings, outcome: Outcome) -> SiteRecord:
+    enrolled, delivered = outcome.enrolled.get(site, {}), outcome.delivered.get(site, {})
+    role = "outside" if site in settings.outside else "inside"
+    found = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy"))
+    return SiteRecord(role, enrolled.get("n", {}), *found)
+
+
+def refused_run(
+    folder: Path, reason: str, roles: Mapping[str, str], *, method: str = UNKNOWN, task: TaskConfig | None = None, seed: Any, rounds: Any
+) -> dict[str, Any]:
+    """Write and return the results of what could not become a run, because its task, method or settings are wrong.
+
+    Args:
+        folder: where results.json and report.html go.
+        roles: site -> "inside" or "outside".
+        method, task: as far as they are known.
+        seed, rounds: as they were given; what is no whole number is shown as 0.
+    """
+    events = EventLog()
+    events.add("failed", reason)
+    record = RunRecord(
+        method=method,
+        task=task,
+        seed=seed if isinstance(seed, int) else 0,
+        rounds=max(0, rounds) if isinstance(rounds, int) else 0,
+        sites={site: SiteRecord(role) for site, role in roles.items()},
+        reason=reason,
+        events=events.to_list(),
+    )
+    return write_results(folder, record)

@@ -1,6 +1,7 @@
 """The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders."""
 
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +9,10 @@ from typing import Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
-from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.apis.workspace import Workspace
 
@@ -19,38 +20,76 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
 from medflare.evaluation.console import results_table
 from medflare.evaluation.results import FAILED, FOLDER
-from medflare.federation.run import Run, refused_run, take_up
-from medflare.federation.schedule import Rules
-from medflare.federation.settings import RunSettings
+from medflare.federation.checkpoint import take_up
+from medflare.federation.run import Run, refused_run
+from medflare.federation.settings import RUN_SETTINGS, run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.exchange.signs import ALIVE, PATIENCE, WORK
+from medflare.flare.exchange.desk import Desk
+from medflare.flare.exchange.participants import TASK_FILE, authorize, interrupted, rebuild_hint
 from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.exchange.tasks import TaskExchange
 from medflare.flare.exchange.tracking import Tracking
 from medflare.flare.exchange.wire import register_tensors
-from medflare.flare.seat import TASK_FILE, interrupted
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
 
 
-@dataclass(kw_only=True, eq=False)
-class MedflareController(RunSettings, Controller):
+@dataclass(frozen=True)
+class JobPlace:
+    """Where a job has its files at the server."""
+
+    workspace: Workspace
+    job: str
+
+    def of(self, job: str) -> "JobPlace":
+        """Another job's place."""
+        return JobPlace(self.workspace, job)
+
+    def task(self) -> TaskConfig:
+        """The job's task; ConfigError where it is wrong."""
+        return load_task(Path(self.workspace.get_app_config_dir(self.job)) / TASK_FILE)
+
+    @property
+    def results(self) -> Path:
+        """Where the job's results go: into what FLARE packs up for download."""
+        return Path(self.workspace.get_run_dir(self.job)) / FOLDER
+
+    @property
+    def checkpoints(self) -> Path:
+        """Beside the job folders, which FLARE packs up for download when a job ends, however it ends."""
+        return Path(self.workspace.get_root_dir()) / FOLDER / self.job
+
+
+class MedflareController(Controller):
     """Runs a federation: enrol, the method's rounds, deliver and evaluate; leaves its results in the job's folder.
 
-    Its arguments are those of `RunSettings` and:
-
-    Attributes:
-        aggregator_id: the component that owns the server half, a `MethodAggregator`.
+    Args:
+        rounds, seed, outside, min_sites, sites_per_round, step_timeout, silence, resume: see `federation.settings.RunSettings`.
+        site_half: method whose site half the sites run, where it is not the aggregator's.
+        aggregator_id: the component that holds the server half's formula, a `MethodAggregator`.
     """
 
-    aggregator_id: str = "aggregator"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Controller.__init__(self, task_check_period=0.1)
+    def __init__(
+        self,
+        rounds: int,
+        seed: int,
+        outside: Sequence[str] = (),
+        site_half: str | None = None,
+        min_sites: int | None = None,
+        sites_per_round: int | None = None,
+        step_timeout: float = 0.0,
+        silence: float = 120.0,
+        resume: str = "",
+        aggregator_id: str = "aggregator",
+    ):
+        super().__init__(task_check_period=0.1)
+        self.rounds, self.seed, self.outside = rounds, seed, outside
+        self.min_sites, self.sites_per_round = min_sites, sites_per_round
+        self.step_timeout, self.silence, self.resume = step_timeout, silence, resume
+        self.site_half, self.aggregator_id = site_half, aggregator_id
         register_tensors()
         share_cleanup_thread()
-        self._exchange: TaskExchange | None = None
+        self._desk = Desk()
         self._events = EventLog()
         self._stop_reason = ""
 
@@ -60,15 +99,13 @@ class MedflareController(RunSettings, Controller):
         """Nothing: sites may ask for work before this, so `handle_event` has made ready for them."""
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._desk.exchange is not None:
+            self._desk.exchange.close()
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.START_RUN:
-            engine = fl_ctx.get_engine()
-            engine.register_aux_message_handler(ALIVE, self._alive)
-            engine.register_aux_message_handler(WORK, self._work)
+            self._desk.open(fl_ctx.get_engine())
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
             self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
 
@@ -84,7 +121,7 @@ class MedflareController(RunSettings, Controller):
         except Exception as error:
             self._refuse(error, fl_ctx)
             return
-        self._exchange = TaskExchange(
+        exchange = self._desk.exchange = TaskExchange(
             self,
             fl_ctx,
             abort_signal,
@@ -95,7 +132,7 @@ class MedflareController(RunSettings, Controller):
             silence=self.silence,
         )
         try:
-            results = run.execute(self._exchange, resume=bool(self.resume))
+            results = run.execute(exchange, resume=bool(self.resume))
         except Aborted as error:
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
             return
@@ -103,7 +140,7 @@ class MedflareController(RunSettings, Controller):
         if results["status"] == FAILED:
             self._fail(results["reason"], fl_ctx)
         else:
-            shutil.rmtree(self._checkpoints(fl_ctx.get_job_id()), ignore_errors=True)
+            shutil.rmtree(self._place(fl_ctx).checkpoints, ignore_errors=True)
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
@@ -113,24 +150,27 @@ class MedflareController(RunSettings, Controller):
         Raises:
             MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
         """
-        self.check()
-        job = fl_ctx.get_job_id()
+        settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
+        place = self._place(fl_ctx)
         aggregator = self._aggregator()
         if self.resume:
-            take_up(self._checkpoints(interrupted(self.resume)), self._checkpoints(job))
-        outside = tuple(self.outside)
+            take_up(place.of(interrupted(self.resume)).checkpoints, place.checkpoints)
+        halves = self.site_half or aggregator.method_name, aggregator.method_name
+        authorize(halves, fl_ctx)
+        method, hyper = get_method(halves[0], server=halves[1]), aggregator.hyper or {}
+        with rebuild_hint():
+            method.check(hyper)
         return Run(
-            method=get_method(self.site_half or aggregator.method_name, server=aggregator.method_name),
-            task=self._task(job),
-            hyper=aggregator.hyper or {},
-            rounds=self.rounds,
-            seed=self.seed,
-            sites=tuple(site for site in sorted(self._members()) if site not in outside),
-            outside=outside,
-            rules=Rules(min_sites=self.min_sites, sites_per_round=self.sites_per_round),
-            folder=self._folder(job),
-            checkpoints=self._checkpoints(job),
+            method=method,
+            task=place.task(),
+            hyper=hyper,
+            settings=settings,
+            sites=tuple(site for site in sorted(self._members()) if site not in settings.outside),
+            aggregation=aggregator.aggregation,
+            folder=place.results,
+            checkpoints=place.checkpoints,
             say=lambda line: self.log_info(fl_ctx, line),
+            about={"engine": "flare"},
             observe=Tracking(self, fl_ctx, self.rounds),
             events=self._events,
         )
@@ -141,19 +181,8 @@ class MedflareController(RunSettings, Controller):
             raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
         return aggregator
 
-    def _task(self, job: str) -> TaskConfig:
-        workspace: Workspace = self._engine.get_workspace()
-        return load_task(Path(workspace.get_app_config_dir(job)) / TASK_FILE)
-
-    def _folder(self, job: str) -> Path:
-        """Where a job's results go: into what FLARE packs up for download."""
-        workspace: Workspace = self._engine.get_workspace()
-        return Path(workspace.get_run_dir(job)) / FOLDER
-
-    def _checkpoints(self, job: str) -> Path:
-        """A job's checkpoints: beside the job folders, which FLARE packs up for download when a job ends, however it ends."""
-        workspace: Workspace = self._engine.get_workspace()
-        return Path(workspace.get_root_dir()) / FOLDER / job
+    def _place(self, fl_ctx: FLContext) -> "JobPlace":
+        return JobPlace(self._engine.get_workspace(), fl_ctx.get_job_id())
 
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]
@@ -161,29 +190,17 @@ class MedflareController(RunSettings, Controller):
     def _refuse(self, error: Exception, fl_ctx: FLContext) -> None:
         """End a job that cannot even become a run; its results say why, and what is known of it."""
         reason = str(error) if isinstance(error, MedflareError) else f"{type(error).__name__}: {error}"
-        job, known = fl_ctx.get_job_id(), dict[str, Any](seed=self.seed, rounds=self.rounds)
+        place, known = self._place(fl_ctx), dict[str, Any](seed=self.seed, rounds=self.rounds)
         with suppress(Exception):  # what is wrong here is the reason already
             known["method"] = str(self._aggregator().method_name)
         with suppress(Exception):
-            known["task"] = self._task(job)
-        outside = self.outside if isinstance(self.outside, tuple) else ()
+            known["task"] = place.task()
+        outside = self.outside if isinstance(self.outside, list | tuple) else ()
         roles = {site: "outside" if site in outside else "inside" for site in self._members()}
-        results = refused_run(self._folder(job), reason, roles, **known)
+        results = refused_run(place.results, reason, roles, **known)
         self.log_info(fl_ctx, "\n" + results_table(results))
         self._fail(reason, fl_ctx)
 
     def _fail(self, reason: str, fl_ctx: FLContext) -> None:
         self.log_error(fl_ctx, f"medflare: FAILED: {reason}")
         self.system_panic(reason, fl_ctx)
-
-    def _alive(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        if self._exchange is not None:
-            self._exchange.watch.sign_of_life(fl_ctx.get_peer_context().get_identity_name())
-        return make_reply(ReturnCode.OK)
-
-    def _work(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Holds a site's question for work until there is some: its poll then finds it."""
-        reply = self._alive(topic, request, fl_ctx)
-        if self._exchange is not None:
-            self._exchange.wait_for_task(fl_ctx.get_peer_context().get_identity_name(), PATIENCE)
-        return reply

@@ -1,4 +1,4 @@
-"""A site's part as FLARE executors: one class per method, so that a job names what it runs.
+"""A site's part as FLARE executors: a class for each paper's method, so that a job names what it runs.
 
 FLARE may run every task of a site in a new process, so the imports at the top are light; torch, MONAI and the method are
 loaded by a thread while FLARE still connects (`Preload`), and the site half lives in the job's folder between two tasks.
@@ -19,8 +19,20 @@ from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, MedflareError
+from medflare.flare.exchange.participants import (
+    FOLDER,
+    LOCAL_FILE,
+    SITE_TASK,
+    TASK_FILE,
+    ParticipantSpec,
+    SiteTask,
+    anchor,
+    authorize,
+    interrupted,
+    load_site_half,
+)
 from medflare.flare.exchange.signs import Pulse, expect_answers, wait_for_work
-from medflare.flare.seat import ASSIGNMENT, FOLDER, LOCAL_FILE, TASK_FILE, Assignment, Seat, anchor, interrupted
+from medflare.flare.names import named_classes
 from medflare.flare.simulator.host import WarmHost
 
 if TYPE_CHECKING:
@@ -35,8 +47,8 @@ class MedflareExecutor(Executor):
 
     Args:
         seed: of the run.
-        hyper: the method's hyper-parameters, the same as at the server.
-        method: name of the method whose site half runs; the subclasses name it themselves.
+        hyper: the method's hyper-parameters under the half that owns them, the same as at the server.
+        method: name of the method whose site half runs; the named subclasses have one by default.
         server_half: method that the server half comes from, where it is another one.
         resume: id of the interrupted job that this one takes up.
     """
@@ -74,7 +86,7 @@ class MedflareExecutor(Executor):
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:
             incoming = to_message(shareable)
-            fl_ctx.set_prop(ASSIGNMENT, Assignment(task_name, round, incoming, self._seat(fl_ctx)), private=True, sticky=False)
+            fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, incoming, self._spec(fl_ctx)), private=True, sticky=False)
             with Pulse(fl_ctx):
                 answer = self._answer(task_name, round, incoming, fl_ctx)
             expect_answers(fl_ctx, answer.nbytes)
@@ -91,21 +103,22 @@ class MedflareExecutor(Executor):
 
     def _answer(self, phase: str, round: int, incoming: "Message", fl_ctx: FLContext) -> "Message":
         if self._participant is None:
-            seat = self._seat(fl_ctx)
-            if fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False) and seat.taken_before():
+            spec = self._spec(fl_ctx)
+            authorize(spec.halves, fl_ctx)
+            if fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False) and spec.served_before():
                 if self._host.running():
-                    return self._host.answer(seat, phase, round, incoming, self._aborted)
-                self._host.start(seat.method)
-            self._participant = seat.participant(self._aborted)
+                    return self._host.answer(spec, phase, round, incoming, self._aborted)
+                self._host.start(spec.method)
+            self._participant = spec.participant(self._aborted)
         return self._participant.answer(phase, round, incoming)
 
     def _aborted(self) -> bool:
         return bool(self._abort_signal.triggered)
 
-    def _seat(self, fl_ctx: FLContext) -> Seat:
+    def _spec(self, fl_ctx: FLContext) -> ParticipantSpec:
         workspace: Workspace = fl_ctx.get_engine().get_workspace()
         job = fl_ctx.get_job_id()
-        return Seat(
+        return ParticipantSpec(
             name=fl_ctx.get_identity_name(),
             method=self.method_name,
             server_half=self.server_half,
@@ -134,46 +147,18 @@ class Preload:
         share_cleanup_thread()
         register_tensors()
         if not self._host.running():
-            from medflare.methods.catalogue import METHODS
-
-            if self._method in METHODS:  # an unknown one is reported by the first task
-                _ = METHODS[self._method].site_class
+            load_site_half(self._method)
 
     def finish(self) -> None:
         self._thread.join()
 
 
-class FedAvgExecutor(MedflareExecutor):
-    """FedAvg's site half: trains the global model."""
-
-    default_method = "fedavg"
+EXECUTORS = named_classes(MedflareExecutor, "executor", __name__)  # method -> executor
 
 
-class FedSMExecutor(MedflareExecutor):
-    """FedSM's site half: trains a global model, a personal model and the selector."""
-
-    default_method = "fedsm"
-
-
-class PRRExecutor(MedflareExecutor):
-    """PRR-Imbalance's site half: recovers, exchanges and sublimates a deputy and a personal model."""
-
-    default_method = "prr"
-
-
-class GraceExecutor(MedflareExecutor):
-    """GRACE's site half: meta-train and meta-update with feature alignment."""
-
-    default_method = "grace"
-
-
-class IOPExecutor(MedflareExecutor):
-    """IOP-FL's site half: trains the local adapted model."""
-
-    default_method = "iop_fl"
-
-
-class FedDAGExecutor(MedflareExecutor):
-    """FedDAG's site half: generator, student and mean teacher."""
-
-    default_method = "feddag"
+def __getattr__(name: str) -> Any:
+    """The named executors, as a job spells them."""
+    for executor in EXECUTORS.values():
+        if executor.__name__ == name:
+            return executor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

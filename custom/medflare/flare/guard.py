@@ -1,6 +1,6 @@
 """What may leave a hospital, enforced where it leaves: a filter that the site itself puts in front of every result.
 
-The method declares the tensors of every reply (`SiteHalf.outbound`); the site may allow less in its local/medflare.json:
+The method declares the tensors of every reply (`SiteHalf.phases`); the site may allow less in its local/medflare.json:
 
     "outbound": {"entries": ["model"], "bytes": 50000000}
 
@@ -11,7 +11,6 @@ and could go around it: sites that rely on the guard refuse such jobs (`byoc` in
 import csv
 import io
 import json
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,9 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
-from medflare.core.errors import ConfigError, MedflareError, UpdateError
-from medflare.flare.seat import ASSIGNMENT, Assignment, read_local
+from medflare.core.errors import MedflareError, UpdateError
+from medflare.flare.exchange.participants import SITE_TASK, SiteTask, read_local
+from medflare.sites.local import OutboundLimits, local_settings
 
 if TYPE_CHECKING:
     from medflare.core.manifest import Manifest
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 REPORT = "outbound.csv"  # in the site's folder of the job
 FACTS_LIMIT = 65_536  # bytes of JSON: room for counts and metrics, none for a model
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
-_LIMITS = {"entries": list, "bytes": int}
 
 
 class OutboundGuard(Filter):
@@ -47,58 +46,52 @@ class OutboundGuard(Filter):
         if shareable.get_return_code() != ReturnCode.OK:
             return _without_data(shareable)
         site = fl_ctx.get_identity_name()
-        assignment: Assignment | None = fl_ctx.get_prop(ASSIGNMENT)
-        if assignment is None:
+        task: SiteTask | None = fl_ctx.get_prop(SITE_TASK)
+        if task is None:
             return error_reply(f"site {site} sends results of medflare's methods only; this task has declared none")
         try:
             _check_headers(shareable)
             message = to_message(shareable)
-            manifest = declared(assignment)
-            refuse_undeclared(message, manifest, own_limits(Path(assignment.seat.local_file)))
+            manifest = manifest_of(task)
+            refuse_undeclared(message, manifest, own_limits(Path(task.spec.local_file)))
         except MedflareError as error:
-            reason = f"the outbound guard of site {site} kept back the answer to '{assignment.phase}': {error}"
+            reason = f"the outbound guard of site {site} kept back the answer to '{task.phase}': {error}"
             self.log_error(fl_ctx, f"medflare: {reason}")
-            _report(assignment, [{"entry": "everything", "purpose": str(error), "sent": "no"}])
+            _report(task, [{"entry": "everything", "purpose": str(error), "sent": "no"}])
             return error_reply(reason)
-        _report(assignment, _rows(message, manifest))
+        _report(task, _rows(message, manifest))
         return shareable
 
 
-def declared(assignment: Assignment) -> "Manifest":
-    """What the method says that a reply to the assignment's phase holds.
+def manifest_of(task: SiteTask) -> "Manifest":
+    """What the method says that a reply to the task's phase holds.
 
     Raises:
         MedflareError: the job names no known method or task, or the site has not enrolled.
     """
+    from medflare.federation.exchange import PHASES_OF_ALL
     from medflare.federation.participant import stored_members
-    from medflare.federation.schedule import DELIVER, ENROL
     from medflare.methods.catalogue import get_method
     from medflare.tasks.config import load_task
 
-    if assignment.phase in (ENROL, DELIVER):
+    if task.phase in PHASES_OF_ALL:
         return {}
-    seat = assignment.seat
-    method = get_method(seat.method, server=seat.server_half or None)
-    plan = method.plan(load_task(Path(seat.task_file)), stored_members(seat.state_folder), seat.hyper)
-    return method.site_class.outbound(assignment.phase, plan)
+    spec = task.spec
+    method = get_method(spec.method, server=spec.server_half or None)
+    plan = method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
+    return method.site_class.manifest(task.phase, plan)
 
 
-def own_limits(local_file: Path) -> dict[str, Any]:
-    """The "outbound" part of the site's local/medflare.json: "entries" (names that may leave) and "bytes" (of one reply).
+def own_limits(local_file: Path) -> OutboundLimits:
+    """The "outbound" part of the site's local/medflare.json.
 
     Raises:
         ConfigError: it cannot be understood; a limit that is misspelt must not be taken for none.
     """
-    limits = read_local(local_file).get("outbound", {})
-    if not isinstance(limits, Mapping):
-        raise ConfigError(f'{local_file}: "outbound" must be an object with "entries" or "bytes", got {limits!r}')
-    for name, value in limits.items():
-        if name not in _LIMITS or not isinstance(value, _LIMITS[name]) or isinstance(value, bool):
-            raise ConfigError(f'{local_file}: "outbound" has {name} = {value!r}; it takes "entries" (a list) and "bytes" (a whole number)')
-    return dict(limits)
+    return local_settings(read_local(local_file)).outbound
 
 
-def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Mapping[str, Any]) -> None:
+def refuse_undeclared(message: "Message", manifest: "Manifest", limits: OutboundLimits) -> None:
     """Nothing where the message holds exactly what is declared and no more than the site allows.
 
     Raises:
@@ -109,12 +102,11 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Mapping[
     if problem := violation(message, manifest):
         raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")
     for entry in sorted(message.states):
-        if "entries" in limits and entry not in limits["entries"]:
-            raise UpdateError(
-                f"{entry} is not among the entries that local/medflare.json lets leave: {', '.join(limits['entries']) or 'none'}"
-            )
-    if message.nbytes > limits.get("bytes", message.nbytes):
-        raise UpdateError(f"{message.nbytes} bytes of tensors, local/medflare.json allows {limits['bytes']}")
+        if limits.entries is not None and entry not in limits.entries:
+            allowed = ", ".join(limits.entries) or "none"
+            raise UpdateError(f"{entry} is not among the entries that local/medflare.json lets leave: {allowed}")
+    if limits.bytes is not None and message.nbytes > limits.bytes:
+        raise UpdateError(f"{message.nbytes} bytes of tensors, local/medflare.json allows {limits.bytes}")
     try:
         size = len(json.dumps(message.facts))
     except TypeError as error:
@@ -148,14 +140,14 @@ def _rows(message: "Message", manifest: "Manifest") -> list[dict[str, Any]]:
     return [*tensors, {"entry": "facts", "tensors": 0, "bytes": len(json.dumps(message.facts)), "purpose": names, "sent": "yes"}]
 
 
-def _report(assignment: Assignment, rows: list[dict[str, Any]]) -> None:
+def _report(task: SiteTask, rows: list[dict[str, Any]]) -> None:
     """Append to the site's report; a spreadsheet opens it."""
-    path = Path(assignment.seat.folder) / REPORT
+    path = Path(task.spec.folder) / REPORT
     path.parent.mkdir(parents=True, exist_ok=True)
     common = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "phase": assignment.phase,
-        "round": assignment.round,
+        "phase": task.phase,
+        "round": task.round,
     }
     text = io.StringIO()
     writer = csv.DictWriter(text, _COLUMNS, restval="", lineterminator="\n")

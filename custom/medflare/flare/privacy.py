@@ -17,7 +17,7 @@ from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from nvflare.app_common.filters.svt_privacy import SVTPrivacy
 
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
-from medflare.flare.seat import ASSIGNMENT, Assignment
+from medflare.flare.exchange.participants import SITE_TASK, SiteTask
 
 if TYPE_CHECKING:
     from medflare.core.states import StateDict
@@ -58,10 +58,10 @@ class UpdatePrivacy(Filter):
 
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
-        assignment: Assignment | None = fl_ctx.get_prop(ASSIGNMENT)
+        task: SiteTask | None = fl_ctx.get_prop(SITE_TASK)
         try:
             message = to_message(shareable)
-            came_in = assignment.incoming.states if assignment is not None else {}
+            came_in = task.incoming.states if task is not None else {}
             states = {entry: self._filtered(entry, state, came_in.get(entry), shareable, fl_ctx) for entry, state in message.states.items()}
         except MedflareError as error:
             return error_reply(f"the privacy filter of site {fl_ctx.get_identity_name()} kept back the answer: {error}")

@@ -3,29 +3,32 @@
 from medflare.flare.recipes import FedSMRecipe
 from nvflare.recipe import SimEnv
 
-FedSMRecipe(task="phantom", num_rounds=10, lam=0.3).execute(SimEnv(num_clients=4))
+FedSMRecipe(task="phantom", rounds=10, lam=0.3).execute(SimEnv(num_clients=4))
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
-from medflare.flare.jobs.building import FederationJob, JobSettings
+from medflare.core.errors import ConfigError
+from medflare.core.settings import checked
+from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
+from medflare.flare.names import named_classes
 from medflare.tasks.config import TaskConfig, load_task
 
 
 class MedflareRecipe(Recipe):
-    """Any method by name; the subclasses are the methods of the five papers.
+    """Any method by name; the named subclasses are the methods of the five papers and FedAvg.
 
     Args:
         task: preset name, JSON file, mapping or configuration.
-        num_rounds: of the federation.
-        method: name of the method; the subclasses name it themselves.
-        settings: fields of `JobSettings` (seed, outside, min_sites, ...) and the method's hyper-parameters, by name.
+        rounds: of the federation; `num_rounds`, as FLARE's own recipes call it, is taken as well.
+        method: name of the method; the named subclasses have one by default.
+        settings: fields of `JobSettings` (seed, outside, min_sites, ...) and the method's hyper-parameters, by name or as
+            `site={name: value}`, `server={name: value}`.
 
     Raises:
         ConfigError: an unknown method or hyper-parameter, or a value out of its range.
@@ -37,15 +40,18 @@ class MedflareRecipe(Recipe):
         self,
         *,
         task: TaskConfig | str | Path | Mapping[str, Any] = "phantom",
-        num_rounds: int = 10,
+        rounds: int | None = None,
+        num_rounds: int | None = None,
         method: str = "",
         **settings: Any,
     ):
-        names = {field.name for field in fields(JobSettings)} - {"method", "rounds", "hyper"}
-        job = {name: value for name, value in settings.items() if name in names}
-        hyper = {name: value for name, value in settings.items() if name not in names}
-        chosen = JobSettings(method=method or self.default_method, rounds=num_rounds, hyper=hyper, **job)
-        super().__init__(FederationJob(load_task(task), chosen))
+        if rounds is not None and num_rounds not in (None, rounds):
+            raise ConfigError(f"rounds = {rounds} and num_rounds = {num_rounds}: both mean the same, give one of them")
+        counted = next((count for count in (rounds, num_rounds) if count is not None), None)
+        job = {name: value for name, value in settings.items() if name in JOB_SETTINGS}
+        hyper = {name: value for name, value in settings.items() if name not in JOB_SETTINGS}
+        job |= {"method": method or self.default_method, "hyper": hyper} | ({} if counted is None else {"rounds": counted})
+        super().__init__(FederationJob(load_task(task), checked(JobSettings, job, "recipe")))
 
     def process_env(self, env: ExecEnv) -> None:
         """In an environment that starts its sites itself (PocEnv) the job waits for all of them: FLARE would start it with those
@@ -58,25 +64,12 @@ class MedflareRecipe(Recipe):
         self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
 
 
-class FedAvgRecipe(MedflareRecipe):
-    default_method = "fedavg"
+RECIPES = named_classes(MedflareRecipe, "recipe", __name__)  # method -> recipe
 
 
-class FedSMRecipe(MedflareRecipe):
-    default_method = "fedsm"
-
-
-class PRRRecipe(MedflareRecipe):
-    default_method = "prr"
-
-
-class GraceRecipe(MedflareRecipe):
-    default_method = "grace"
-
-
-class IOPRecipe(MedflareRecipe):
-    default_method = "iop_fl"
-
-
-class FedDAGRecipe(MedflareRecipe):
-    default_method = "feddag"
+def __getattr__(name: str) -> Any:
+    """The named recipes."""
+    for recipe in RECIPES.values():
+        if recipe.__name__ == name:
+            return recipe
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -54,7 +54,8 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
         return adapted_model(task, message, lambda base: build(task, base, builder_of))
     builder = builder_of(kind)
     if builder is None:
-        raise ConfigError(f"no builder for a model of kind {kind!r}; install the method that delivered it, or use methods.catalogue.build_deployed")
+        remedy = "install the method that delivered it, or build it with methods.catalogue.build_deployed"
+        raise ConfigError(f"no builder for a model of kind {kind!r}; {remedy}")
     return builder(task, message)
 
 

@@ -22,7 +22,7 @@ from medflare.core.store import write_atomically, write_json
 from medflare.data.sources import PhantomSource
 from medflare.data.transforms import Preprocessing
 from medflare.inference.bundle import write_bundle
-from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel
+from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build
 from medflare.inference.inputs import find_inputs
 from medflare.inference.predict import prepare
 from medflare.tasks.config import TaskConfig
@@ -56,7 +56,7 @@ def export(
     format: str,
     out: Path,
     *,
-    builder: Builder | None = None,
+    builder: Builder = build,
     images: Sequence[Path] = (),
     tolerance: float = TOLERANCE,
 ) -> Exported:
@@ -65,7 +65,7 @@ def export(
     Args:
         format: one of `FORMATS`.
         out: folder for the files; made where it does not exist.
-        builder: `methods.registry.build_deployed`; the default builds kind "plain" alone.
+        builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
         images: pictures or volumes for the check; without any, generated photographs stand in.
         tolerance: largest allowed difference of a probability.
 

@@ -24,7 +24,7 @@ from medflare.core.store import write_atomically
 from medflare.data.readers import read_image
 from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
-from medflare.inference.deployed import Adaptive, Builder, StoredModel
+from medflare.inference.deployed import Adaptive, Builder, StoredModel, build
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.inference.tent import Tent
@@ -124,7 +124,7 @@ def predict(
     images: Sequence[Path],
     out: Path,
     *,
-    builder: Builder | None = None,
+    builder: Builder = build,
     adapt: str = "auto",
     device: str = "cpu",
     say: Callable[[str], None] = lambda line: None,
@@ -136,7 +136,7 @@ def predict(
         stored: from `load_model`.
         images: files, and folders that are searched, see `find_inputs`.
         out: made where it does not exist.
-        builder: `methods.registry.build_deployed`; the default builds kind "plain" alone.
+        builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
         adapt: one of `ADAPTATIONS`, see `prediction_model`.
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
         progress: called with (inputs done, inputs in all).
@@ -167,7 +167,7 @@ def predict(
     return summary
 
 
-def prediction_model(stored: StoredModel, builder: Builder | None = None, adapt: str = "auto") -> nn.Module:
+def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str = "auto") -> nn.Module:
     """The module that predicts: the delivered model with the test-time adaptation that was asked for.
 
     "auto" is the model as its method means it: a model that fits itself to unlabelled images (routed, dsbn) is to be fitted to

@@ -14,8 +14,11 @@ _PUBLIC = {
     "FedAvgServerHyper": "fedavg.server",
     "FedAvgSite": "fedavg.site",
     "FedAvgSiteHyper": "fedavg.site",
+    "Entry": "base",
+    "Fact": "base",
     "Kept": "base",
     "Method": "method",
+    "Phase": "base",
     "Plan": "base",
     "ServerContext": "base",
     "ServerHalf": "base",
@@ -24,6 +27,7 @@ _PUBLIC = {
     "SiteHyper": "base",
     "Step": "base",
     "get_method": "catalogue",
+    "param": "base",
 }
 
 

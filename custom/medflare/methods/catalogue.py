@@ -41,6 +41,19 @@ def get_method(name: str, *, site: str | None = None, server: str | None = None)
     return paired(of_site, of_server)
 
 
+def module_of(name: str) -> str:
+    """The module that holds a method, which is not imported.
+
+    Raises:
+        ConfigError: no such method, with the nearest name.
+    """
+    if name in _own():
+        return _own()[name]
+    if name in _foreign():
+        return _foreign()[name].module
+    raise ConfigError(no_such("method", name, method_names()))
+
+
 def all_methods() -> list[Method]:
     """Every method, ours and others', sorted by name."""
     return [_known(name) for name in method_names()]
@@ -73,11 +86,10 @@ def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
 
 
 def _known(name: str) -> Method:
+    module = module_of(name)
     if name in _own():
-        return next(method for method in _methods_in(_own()[name]) if method.name == name)
-    if name in _foreign():
-        return _from_elsewhere(_foreign()[name])
-    raise ConfigError(no_such("method", name, method_names()))
+        return next(method for method in _methods_in(module) if method.name == name)
+    return _from_elsewhere(_foreign()[name])
 
 
 @cache

@@ -9,8 +9,9 @@ from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.methods.baselines.moon import MoonServer, MoonSite, contrastive_loss
 from medflare.methods.fedavg import FedAvgServer
-from medflare.methods.grace.halves import GraceServer, GraceSite
 from medflare.methods.grace.local_model import LocalModelSite
+from medflare.methods.grace.server import GraceServer
+from medflare.methods.grace.site import GraceSite
 
 
 def test_loss_by_hand():
@@ -72,7 +73,7 @@ def test_server_is_fedavgs_unless_graces_is_asked_for(squares):
     for name, server in [
         ("moon", squares.server(MoonServer)),
         ("fedavg", squares.server(FedAvgServer)),
-        ("moon+grace", squares.server(MoonServer, server="grace")),
+        ("moon+grace", squares.server(MoonServer, consistency=True)),
         ("grace", squares.server(GraceServer)),
     ]:
         models[name] = squares.play(server, squares.halves(MoonSite)).model

@@ -6,14 +6,9 @@ import torch
 import medflare
 from medflare.core.errors import ConfigError
 from medflare.methods.baselines.robust import robust_mean
-from medflare.tasks.config import load_task
+from small import tiny_phantom
 
-TINY = {
-    **load_task("phantom").to_dict(),
-    "size": [32, 32],
-    "network": {"name": "unet", "channels": [4, 8], "norm": "instance"},
-    "batch_size": 32,
-}
+TINY = tiny_phantom(batch_size=32)
 
 
 def states(*rows: list[float]) -> dict[str, dict[str, torch.Tensor]]:
@@ -55,8 +50,8 @@ def test_errors() -> None:
         robust_mean({}, "median")
     with pytest.raises(ValueError, match="leaves none of 2 sites"):
         robust_mean(states([1.0], [2.0]), "trimmed", 0.5)
-    results = medflare.run_local("robust", TINY, 3, rounds=1, seed=0, rule="trimmed", trim=0.5)
-    assert results["status"] == "FAILED" and "choose it below 0.5" in results["reason"]
+    with pytest.raises(ConfigError, match="trim = 0.5 cuts off everybody; choose it below 0.5"):
+        medflare.run_local("robust", TINY, 3, rounds=1, seed=0, rule="trimmed", trim=0.5)
     with pytest.raises(ConfigError, match="trim"):
         medflare.run_local("robust", TINY, 3, rounds=1, seed=0, trim=0.7)
 

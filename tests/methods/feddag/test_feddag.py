@@ -12,19 +12,14 @@ from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.federation.local import run_local
-from medflare.methods.base import Plan
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import discrepancy, instance_discrepancy
-from medflare.methods.feddag.halves import (
-    AdversarialGeneration,
-    FedDAGServer,
-    FedDAGSite,
-    initial_generator,
-    sharpness_aware_step,
-    still_statistics,
-)
+from medflare.methods.feddag.generation import AdversarialGeneration, initial_generator, sharpness_aware_step, still_statistics
+from medflare.methods.feddag.server import FedDAGServer
+from medflare.methods.feddag.site import FedDAGSite
 from medflare.networks.features import pooled
 from medflare.tasks.config import load_task
+from small import tiny_phantom
 
 VARIANTS = [
     {},
@@ -187,9 +182,8 @@ class TestSite:
         for hyper in ({}, {"distribution": "type2"}, {"ndag": False}, {"sha": False}, {"rho": 0.0}):
             half = squares.half(FedDAGSite, **hyper)
             reply = half.perform("train", 0, Message({"model": squares.start()}))
-            plan = Plan(half.site.task, squares.SITES, half.hyper)
-            assert reply.states.keys() == half.outbound("train", plan).keys()
-        assert half.outbound("warm_up", plan).keys() == {"model"} and half.outbound("score", plan) == {}
+            assert reply.states.keys() == half.manifest("train", half.plan).keys()
+        assert half.manifest("warm_up", half.plan).keys() == {"model"} and half.manifest("score", half.plan) == {}
 
     def test_teacher_stays_and_is_sent_in_type_3(self, squares):
         half, start = squares.half(FedDAGSite), squares.start()
@@ -219,7 +213,7 @@ class TestSite:
         for distribution in ("type1", "type2"):
             half = squares.half(FedDAGSite, distribution=distribution)
             half.perform("train", 0, Message({"model": squares.start()}))
-            assert half.kept is None and not half.state().states
+            assert half.kept is None and not half.memory.states
 
     def test_perturbed_model_lies_rho_away(self, squares):
         for loss in ("task", "full"):
@@ -301,10 +295,10 @@ class TestFederation:
         settings = {"beta": 4.0, "score_metric": "exp_loss"}
         server, halves = squares.server(FedDAGServer, rounds=1, **settings), squares.halves(FedDAGSite, **settings)
         step = server.steps()[0]
-        replies = {name: half.perform(step.phase, 0, server.outgoing(step, name)) for name, half in halves.items()}
-        server.accept(step, replies)
+        replies = {name: half.perform(step.phase, 0, server.configure(step, name)) for name, half in halves.items()}
+        server.aggregate(step, replies)
         score = server.steps()[1]
-        server.accept(score, {name: half.perform("score", 0, server.outgoing(score, name)) for name, half in halves.items()})
+        server.aggregate(score, {name: half.perform("score", 0, server.configure(score, name)) for name, half in halves.items()})
         shares = server.aggregation.weights
         assert sum(shares.values()) == pytest.approx(1) and len(set(shares.values())) > 1
         for name, tensor in server.companions["generator"].items():
@@ -324,13 +318,12 @@ class TestFederation:
 
     def test_only_inside_sites_get_the_generator(self, squares):
         server = squares.server(FedDAGServer)
-        assert server.delivery("A").states.keys() == {"model", "generator"}
-        assert server.delivery("O").states.keys() == {"model"}
-        assert squares.server(FedDAGServer, pictures=0).delivery("A").states.keys() == {"model"}
+        assert server.configure_delivery("A").states.keys() == {"model", "generator"}
+        assert server.configure_delivery("O").states.keys() == {"model"}
+        assert squares.server(FedDAGServer, pictures=0).configure_delivery("A").states.keys() == {"model"}
 
     def test_site_that_misses_rounds_goes_on_from_its_own_teacher(self, squares):
-        phantom = load_task("phantom").to_dict()
-        task = {**phantom, "size": [32, 32], "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
+        task = tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}, batch_size=load_task("phantom").batch_size)
         results = run_local("feddag", task, 3, rounds=3, seed=1, absent={1: ["site-2"]}, generator_width=4, generator_blocks=1)
         assert results["status"] == "COMPLETED"
         assert [event["site"] for event in results["events"] if event["kind"] == "missing"] == ["site-2", "site-2"]  # train and score

@@ -9,14 +9,18 @@ from medflare.core.errors import ConfigError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.store import StateStore
-from medflare.methods.base import Step, extended
+from medflare.methods.aggregation import SiteModel
+from medflare.methods.base import Step
 from medflare.methods.baselines.moon import MoonSite
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import soft_balancing_weights
-from medflare.methods.feddag.sha import HierarchicalAggregation, ScoredSite, SHAHyper, SHAServer, perturbed
+from medflare.methods.feddag.hyper import SHAHyper
+from medflare.methods.feddag.scoring import CANDIDATE, ScoredSite, perturbed
+from medflare.methods.feddag.sha import HierarchicalAggregation, SHAServer
 
-SHASite = extended(FedAvgSite, ScoredSite)
+SHASite = get_method("sha").site_class
+SHAMoonSite = get_method("moon", server="sha").site_class
 
 
 def state(value):
@@ -39,6 +43,11 @@ def replies_to_score(table):
 
 def aggregation(**hyper):
     return HierarchicalAggregation(build_hyper(SHAHyper, hyper))
+
+
+def averaged(average, states, scores):
+    """What the formula makes of models that come with scores."""
+    return average.shared({site: SiteModel(model, facts={"score": scores[site]}) for site, model in states.items()}, 0)
 
 
 class TestPerturbation:
@@ -66,7 +75,7 @@ class TestPerturbation:
     def test_training_itself_is_that_of_the_site(self, squares):
         plain, _ = squares.trained(FedAvgSite)
         assert squares.equal(squares.trained(SHASite)[0], plain)
-        assert squares.equal(squares.trained(extended(MoonSite, ScoredSite))[0], squares.trained(MoonSite)[0])
+        assert squares.equal(squares.trained(SHAMoonSite, server_class=SHAServer)[0], squares.trained(MoonSite)[0])
 
     def test_without_rho_nothing_more_is_sent(self, squares):
         for hyper in ({"rho": 0.0}, {"sha": False}):
@@ -84,14 +93,14 @@ class TestScoring:
     def test_scores_are_the_validation_metric_of_each_model(self, squares):
         half = squares.half(SHASite)
         trained, _ = squares.trained(FedAvgSite, rounds=1)
-        scores = half.perform("score", 0, Message({"B": squares.start(), "C": trained})).facts["scores"]
+        scores = half.perform("score", 0, Message({"candidate/B": squares.start(), "candidate/C": trained})).facts["scores"]
         networks = {"B": half.site.network(), "C": half.site.network()}
         networks["C"].load_state_dict(trained)
         assert scores == {name: half.validation(network) for name, network in networks.items()}
         assert half.perform("score", 0, Message()).facts["scores"] == {}
 
     def test_score_may_be_another_metric_or_the_loss(self, squares):
-        start = Message({"B": squares.start()})
+        start = Message({"candidate/B": squares.start()})
         dice, iou, likelihood = (
             squares.half(SHASite, score_metric=name).perform("score", 0, start).facts["scores"]["B"] for name in ("dice", "iou", "exp_loss")
         )
@@ -103,7 +112,7 @@ class TestScoring:
     def test_site_without_validation_images_gives_no_score(self, squares):
         for name in ("task", "exp_loss"):
             half = squares.half(SHASite, counts=(12, 0, 1), score_metric=name)
-            assert half.perform("score", 0, Message({"B": squares.start()})).facts["scores"] == {"B": None}
+            assert half.perform("score", 0, Message({"candidate/B": squares.start()})).facts["scores"] == {"B": None}
 
     def test_metric_of_another_kind_of_task_is_refused(self, squares):
         with pytest.raises(ConfigError, match="auc_macro"):
@@ -112,37 +121,38 @@ class TestScoring:
 
 class TestAggregation:
     def test_equal_scores_without_history_give_the_mean(self):
-        mean = aggregation(kappa=0)({name: state(value) for name, value in zip("ABC", (1, 2, 6), strict=True)}, dict.fromkeys("ABC", 0.7))
+        states = {name: state(value) for name, value in zip("ABC", (1, 2, 6), strict=True)}
+        mean = averaged(aggregation(kappa=0), states, dict.fromkeys("ABC", 0.7))
         assert mean["weight"].item() == pytest.approx(3)
 
     def test_identical_sites_are_a_fixed_point(self):
         average = aggregation(beta=4.0)
         for score in (0.2, 0.9, 0.5):
-            assert average({"A": state(5), "B": state(5)}, {"A": score, "B": 0.4})["weight"].item() == pytest.approx(5)
+            assert averaged(average, {"A": state(5), "B": state(5)}, {"A": score, "B": 0.4})["weight"].item() == pytest.approx(5)
 
     def test_higher_scores_weigh_more_and_earlier_models_come_back(self):
         average = aggregation(kappa=1)
-        assert average({"A": state(0), "B": state(1)}, {"A": 0.9, "B": 0.1})["weight"].item() == pytest.approx(0.1)
-        assert average({"A": state(8), "B": state(1)}, {"A": 0.3, "B": 0.2})["weight"].item() == pytest.approx(0.75 * 4 + 0.25)
+        assert averaged(average, {"A": state(0), "B": state(1)}, {"A": 0.9, "B": 0.1})["weight"].item() == pytest.approx(0.1)
+        assert averaged(average, {"A": state(8), "B": state(1)}, {"A": 0.3, "B": 0.2})["weight"].item() == pytest.approx(0.75 * 4 + 0.25)
         assert average.scores == pytest.approx({"A": 0.6, "B": 0.2}) and average.weights == pytest.approx({"A": 0.75, "B": 0.25})
         assert [score for _, score in average.history["A"]] == [0.3]  # what is remembered is the model as it came
 
     def test_softmax_and_missing_scores(self):
         models = {"A": state(0), "B": state(1), "C": state(2)}
         average = aggregation(kappa=0, balancing="softmax", temperature=0.1)
-        average(models, {"A": 0.0, "B": math.log(3) / 10, "C": math.log(4) / 10})
+        averaged(average, models, {"A": 0.0, "B": math.log(3) / 10, "C": math.log(4) / 10})
         assert average.weights == pytest.approx({"A": 1 / 8, "B": 3 / 8, "C": 4 / 8})
         unknown = aggregation()
-        unknown(models, {"A": 0.4, "B": math.nan, "C": 0.8})
+        averaged(unknown, models, {"A": 0.4, "B": math.nan, "C": 0.8})
         assert unknown.weights == pytest.approx({"A": 0.4 / 1.8, "B": 0.6 / 1.8, "C": 0.8 / 1.8})
 
     def test_one_site_keeps_its_model(self):
-        assert aggregation()({"A": state(3)}, {"A": math.nan})["weight"].item() == 3
+        assert averaged(aggregation(), {"A": state(3)}, {"A": math.nan})["weight"].item() == 3
 
     def test_history_is_bounded_by_kappa(self):
         average = aggregation(kappa=2)
         for round in range(5):
-            average({"A": state(round)}, {"A": 0.5})
+            averaged(average, {"A": state(round)}, {"A": 0.5})
         assert [model["weight"].item() for model, _ in average.history["A"]] == [3, 4]
 
 
@@ -154,16 +164,16 @@ class TestServer:
 
     def test_everybody_gets_the_perturbed_models_of_the_others(self, squares):
         server = squares.server(SHAServer)
-        server.accept(Step("train", 0), replies_to_train((1, 2, 3), perturbed={"A": 10, "B": 20, "C": 30}))
-        sent = server.outgoing(Step("score", 0), "B").states
-        assert {name: tensors["weight"].item() for name, tensors in sent.items()} == {"A": 10, "C": 30}
+        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3), perturbed={"A": 10, "B": 20, "C": 30}))
+        sent = server.configure(Step("score", 0), "B").states
+        assert {name: tensors["weight"].item() for name, tensors in sent.items()} == {"candidate/A": 10, "candidate/C": 30}
 
     def test_a_sampled_number_of_evaluators(self, squares):
         server = squares.server(SHAServer, evaluators=1)
         asked = []
         for round in range(8):
-            server.accept(Step("train", round), replies_to_train((1, 2, 3)))
-            sent = {site: set(server.outgoing(Step("score", round), site).states) for site in "ABC"}
+            server.aggregate(Step("train", round), replies_to_train((1, 2, 3)))
+            sent = {site: set(CANDIDATE.family(server.configure(Step("score", round), site).states)) for site in "ABC"}
             assert sorted(model for models in sent.values() for model in models) == ["A", "B", "C"]  # each is scored once
             assert all(site not in models for site, models in sent.items())
             asked.append(sent)
@@ -171,48 +181,48 @@ class TestServer:
 
     def test_scores_become_weights(self, squares):
         server = squares.server(SHAServer, kappa=0)
-        server.accept(Step("train", 0), replies_to_train((1, 2, 3)))
+        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
-        server.accept(Step("score", 0), replies_to_score(table))
+        server.aggregate(Step("score", 0), replies_to_score(table))
         expected = soft_balancing_weights([0.7, 0.3, 0.5])
         assert server.model["weight"].item() == pytest.approx(float((expected * torch.tensor([1.0, 2.0, 3.0])).sum()))
 
     def test_evaluators_count_by_their_validation_images_if_wanted(self, squares):
         server = squares.server(SHAServer, kappa=0, score_weighting="samples")
         server.context.site_counts.update({site: {"n": {"validation": n}} for site, n in {"A": 1, "B": 3, "C": 1}.items()})
-        server.accept(Step("train", 0), replies_to_train((1, 2, 3)))
+        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.5, "C": 0.9}, "B": {"A": 0.4, "C": 0.1}, "C": {"A": 0.8, "B": 0.5}}
-        server.accept(Step("score", 0), replies_to_score(table))
+        server.aggregate(Step("score", 0), replies_to_score(table))
         assert server.aggregation.scores == pytest.approx({"A": 0.5, "B": 0.5, "C": 0.3})
 
     @pytest.mark.parametrize("bad", [1.5, -0.1, math.nan, "high", None])
     def test_impossible_scores_are_left_out_by_name(self, squares, bad):
         server = squares.server(SHAServer, kappa=0)
-        server.accept(Step("train", 0), replies_to_train((1, 2, 3)))
+        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.5, "C": 0.5}, "B": {"A": bad, "C": 0.5}, "C": {"A": 0.5, "B": 0.5}}
-        server.accept(Step("score", 0), replies_to_score(table))
+        server.aggregate(Step("score", 0), replies_to_score(table))
         assert server.model["weight"].item() == pytest.approx(2)
         rejected = server.context.events.of("rejected")
         assert ([event["site"] for event in rejected] == ["B"]) == (bad is not None)
 
     def test_sites_that_do_not_answer_are_left_out(self, squares):
         server = squares.server(SHAServer, kappa=0)
-        server.accept(Step("train", 0), replies_to_train((1, 2, 6)))
-        server.accept(Step("score", 0), replies_to_score({"A": {"B": 0.5, "C": 0.5}}))
+        server.aggregate(Step("train", 0), replies_to_train((1, 2, 6)))
+        server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.5, "C": 0.5}}))
         assert server.model["weight"].item() == pytest.approx(3)  # A's own model has no score and counts as an average one
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
 
     def test_half_a_round_survives_a_restart(self, squares, tmp_path):
         server, restored = squares.server(SHAServer), squares.server(SHAServer)
-        server.accept(Step("train", 0), replies_to_train((1, 2, 3)))
-        server.accept(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
-        server.accept(Step("train", 1), replies_to_train((5, 4, 9), perturbed={"A": 10, "B": 20, "C": 30}))
+        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
+        server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
+        server.aggregate(Step("train", 1), replies_to_train((5, 4, 9), perturbed={"A": 10, "B": 20, "C": 30}))
         StateStore(tmp_path).save("server", server.state())
         restored.restore(StateStore(tmp_path).load("server"))
         score = Step("score", 1)
-        assert restored.outgoing(score, "A").states["B"]["weight"].item() == 20
+        assert restored.configure(score, "A").states["candidate/B"]["weight"].item() == 20
         for half in (server, restored):
-            half.accept(score, replies_to_score({"A": {"B": 0.1, "C": 0.1}, "B": {"A": 0.1}, "C": {"B": 0.1}}))
+            half.aggregate(score, replies_to_score({"A": {"B": 0.1, "C": 0.1}, "B": {"A": 0.1}, "C": {"B": 0.1}}))
         assert squares.equal(server.model, restored.model)
         assert server.aggregation.scores == restored.aggregation.scores
         assert server.aggregation.scores == pytest.approx({"A": 0.35, "B": 0.2, "C": 0.25})  # all of round 0 scored higher
@@ -240,7 +250,7 @@ class TestFederation:
         sha, moon = get_method("sha"), get_method("moon", server="sha")
         assert issubclass(moon.site_class, MoonSite) and issubclass(moon.site_class, ScoredSite)
         assert get_method("fedavg", server="sha").site_class.__mro__[1:] == sha.site_class.__mro__[1:]
-        assert "score" in moon.site_class.phases and moon.name == "moon+sha"
+        assert moon.site_class.phase("score") and moon.name == "moon+sha"
         for method in (sha, moon):
             method.check({"rho": 0.1, "kappa": 2, "reset_optimizer": True})
         with pytest.raises(ConfigError, match="rho"):

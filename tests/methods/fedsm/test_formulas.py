@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from medflare.core.states import weighted_mean
-from medflare.methods.fedsm.extra import ensemble_output, extra_labels
-from medflare.methods.fedsm.halves import choose_model, soft_pull
-from medflare.methods.fedsm.super_model import GAMMAS, tuned_gamma
+from medflare.methods.fedsm.formulas import GAMMAS, choose_model, ensemble_output, extra_labels, soft_pull, tuned_gamma
 
 Golden = Callable[[str], dict[str, np.ndarray]]
 SITES = ("c0", "c1", "c2")

@@ -1,6 +1,7 @@
 """The formulas of GRACE against reference numbers, hand-computed values and their degenerate cases."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from medflare.core.errors import UpdateError
 from medflare.methods.grace import formulas as grace
 
 P = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+GRANULARITIES, NEGATIVE_RULES, CORAL_FORMS = map(get_args, (grace.Granularity, grace.NegativeRule, grace.CoralForm))
 PARAMETERS = ["conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias", "fc.weight", "fc.bias"]
 
 
@@ -61,7 +63,7 @@ class TestConsistencyWeights:
         moved, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=include_self)
         assert_close(flatten(moved, PARAMETERS), numbers[f"{key}_global_out_flat"])
 
-    @pytest.mark.parametrize("granularity", grace.GRANULARITIES)
+    @pytest.mark.parametrize("granularity", GRANULARITIES)
     def test_published_granularities(self, server, granularity):
         model, states, p, numbers = server
         deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(model, PARAMETERS)
@@ -100,9 +102,9 @@ class TestConsistencyWeights:
         assert_close(grace.consistency_weights(deltas, p), np.array([0.667667, 0.667667, 0.001]) / 1.336333)
         assert_close(grace.consistency_weights(deltas, p, negative="clip"), np.array([1 / 3, 1 / 3, 0.001]) / 0.667667)
 
-    @pytest.mark.parametrize("negative", grace.NEGATIVE_RULES)
+    @pytest.mark.parametrize("negative", NEGATIVE_RULES)
     @pytest.mark.parametrize("include_self", [True, False])
-    @pytest.mark.parametrize("granularity", grace.GRANULARITIES)
+    @pytest.mark.parametrize("granularity", GRANULARITIES)
     @pytest.mark.parametrize(
         "deltas",
         [
@@ -129,7 +131,7 @@ class TestConsistencyWeights:
         weights = grace.consistency_weights(matrix([1, 1], [1, 1], [0, 0]), torch.ones(3))  # c = (2/3, 2/3, 0), shifted by .001
         assert_close(weights, np.array([2 / 3 + 1e-3, 2 / 3 + 1e-3, 1e-3]) / (4 / 3 + 3e-3))
 
-    @pytest.mark.parametrize("negative", grace.NEGATIVE_RULES)
+    @pytest.mark.parametrize("negative", NEGATIVE_RULES)
     def test_always_a_distribution_that_ignores_length(self, negative):
         generator = torch.Generator().manual_seed(3)
         for _ in range(20):
@@ -233,7 +235,7 @@ class TestAlignment:
 
     def test_half_batch_of_one(self):
         x, y = torch.ones(1, 3), torch.zeros(1, 3, requires_grad=True)
-        for form in grace.CORAL_FORMS:
+        for form in CORAL_FORMS:
             loss = grace.coral(x, y, form)
             assert loss.item() == 0
             assert torch.autograd.grad(loss, y)[0].tolist() == [[0, 0, 0]]
@@ -242,7 +244,7 @@ class TestAlignment:
     def test_gradients(self):
         generator = torch.Generator().manual_seed(2)
         x, y = (torch.randn(n, 3, generator=generator, dtype=torch.float64, requires_grad=True) for n in (4, 5))
-        for form in grace.CORAL_FORMS:
+        for form in CORAL_FORMS:
             assert torch.autograd.gradcheck(lambda a, b, form=form: grace.coral(a, b, form), (x, y))
         assert torch.autograd.gradcheck(grace.mmd, (x, y))
 

@@ -1,6 +1,7 @@
 """GRACE's halves on small generated images: every variant, what they share with FedAvg, memory."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import copy_state, weighted_mean
+from medflare.methods import grace
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.grace import formulas as grace_math
-from medflare.methods.grace import halves as grace
-from medflare.methods.grace.halves import GraceServer, GraceSite, build_discriminator, feature_rows, trainable_names
+from medflare.methods.grace.formulas import NegativeRule
+from medflare.methods.grace.server import GraceServer, trainable_names
+from medflare.methods.grace.site import GraceSite, build_discriminator, feature_rows
 
 VARIANTS = [
     {"client": "erm"},
@@ -86,7 +89,7 @@ class TestLocalTraining:
         first = half.discriminator
         half.perform("train", 1, Message({"model": copy_state(start)}))
         assert not squares.equal(half.discriminator, first)
-        assert {"discriminator", "optimizer/discriminator"} <= half.state().states.keys()
+        assert {"discriminator", "optimizer/discriminator"} <= half.memory.states.keys()
         other = squares.half(GraceSite, "B", client="adv")
         assert other.discriminator is None  # nobody else's
 
@@ -131,7 +134,7 @@ class TestServer:
         return found
 
     def aggregated(self, server, replies):
-        server.accept(Step("train", 0), replies)
+        server.aggregate(Step("train", 0), replies)
         return server.model
 
     def test_it_weights_by_consistency(self, squares, replies):
@@ -149,7 +152,7 @@ class TestServer:
             {"granularity": "reweight"},
             {"server_rate": 0.5},
             {"weighting": "uniform"},
-            {"server": "fedavg"},
+            {"consistency": False},
         ],
         ids=lambda hyper: next(iter(hyper)),
     )
@@ -163,12 +166,12 @@ class TestServer:
             name: 2 * start[name] - tensor if tensor.is_floating_point() else tensor
             for name, tensor in replies["C"].states["model"].items()
         }  # the opposite way
-        rules = [{"negative": negative, "include_self": False} for negative in grace_math.NEGATIVE_RULES]
+        rules = [{"negative": negative, "include_self": False} for negative in get_args(NegativeRule)]
         models = [self.aggregated(squares.server(GraceServer, **hyper), replies) for hyper in rules]
         assert not any(squares.equal(models[i], models[j]) for i in range(3) for j in range(i))
 
     def test_fedavgs_server_by_configuration(self, squares, replies):
-        ours, theirs = squares.server(GraceServer, server="fedavg"), squares.server(FedAvgServer)
+        ours, theirs = squares.server(GraceServer, consistency=False), squares.server(FedAvgServer)
         assert squares.equal(self.aggregated(ours, replies), self.aggregated(theirs, replies))
 
     def test_identical_sites_are_a_fixed_point(self, squares, replies):
@@ -196,7 +199,7 @@ class TestServer:
 
 class TestFederation:
     def test_nothing_of_grace_is_fedavg(self, squares):
-        ours = squares.play(squares.server(GraceServer, server="fedavg"), squares.halves(GraceSite, client="erm", reset_optimizer=True))
+        ours = squares.play(squares.server(GraceServer, consistency=False), squares.halves(GraceSite, client="erm", reset_optimizer=True))
         assert squares.equal(ours.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
     @pytest.mark.parametrize(
@@ -217,7 +220,8 @@ class TestFederation:
         for step in server.steps():
             fresh = squares.server(GraceServer)
             fresh.restore(server.state())
-            fresh.accept(step, {name: half.perform(step.phase, step.round, fresh.outgoing(step, name)) for name, half in halves.items()})
+            replies = {name: half.perform(step.phase, step.round, fresh.configure(step, name)) for name, half in halves.items()}
+            fresh.aggregate(step, replies)
             server = fresh
         assert squares.equal(server.model, expected)
 

@@ -5,6 +5,7 @@ import pytest
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import batch_norm_entries, copy_state
+from medflare.core.store import MemoryStore
 from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.grace.local_model import LocalModelSite
 
@@ -83,7 +84,9 @@ def test_memory_survives_a_new_process(squares):
     half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
     half.perform("train", 0, incoming(start))
     renewed = squares.half(LocalModelSite, batch_norm="local")
-    renewed.restore(half.state())
+    store = MemoryStore()
+    store.save("half", half.memory)
+    renewed.restore(store.load("half"))
     assert squares.equal(renewed.personal.state, half.personal.state) and renewed.personal.value == half.personal.value
     first, second = (each.perform("train", 1, incoming(start)).states["model"] for each in (half, renewed))
     assert squares.equal(first, second)

@@ -7,7 +7,7 @@ import torch
 
 from medflare.core.states import copy_state
 from medflare.methods.grace.formulas import coral, meta_trained
-from medflare.methods.grace.halves import GraceSite
+from medflare.methods.grace.site import GraceSite
 from medflare.methods.grace.two_step import MetaLoss, halves
 from medflare.methods.parts.training import trainable
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError, StateError
-from medflare.core.hyper import build_hyper
 from medflare.core.manifest import violation
 from medflare.core.states import blend, copy_state, difference, moved
-from medflare.methods.base import Plan, Step
+from medflare.methods import iop_fl
+from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.iop_fl import formulas as iop_math
-from medflare.methods.iop_fl import halves as iop_fl
-from medflare.methods.iop_fl.halves import IOPHyper, IOPServer, IOPSite
+from medflare.methods.iop_fl.server import IOPServer
+from medflare.methods.iop_fl.site import IOPSite
 from methods import squares
-from methods.squares import SEGMENTATION, SITES, equal, play
+from methods.squares import SITES, equal, play
 
 
 def test_contract_names():
@@ -89,15 +89,15 @@ def test_delivered_personal_model_is_the_best_by_the_sites_own_validation():
     for name, half in halves.items():
         values = [replies[name].facts["validation"]["personal"] for step, _, replies in log if step.phase != "submit"]
         assert half.best.round == 1 + values[1:].index(max(values[1:])) and half.best.value == max(values[1:])
-        models = half.deliver(server.delivery(name))
+        models = half.deliver(server.configure_delivery(name))
         assert equal(models["personal"].states["model"], half.best.state) and models["deployed"] is models["personal"]
-        assert equal(models["global"].states["model"], server.selected)
+        assert equal(models["global"].states["model"], server.selected[0])
 
 
 def test_selection_last_delivers_the_last_personal_model():
     server, halves = squares.server(IOPServer, rounds=2), squares.halves(IOPSite, selection="last")
     play(server, halves)
-    assert equal(halves["A"].deliver(server.delivery("A"))["personal"].states["model"], halves["A"].adapted)
+    assert equal(halves["A"].deliver(server.configure_delivery("A"))["personal"].states["model"], halves["A"].adapted)
 
 
 @pytest.mark.parametrize("reading", ["ema_local", "explicit", "incremental"])
@@ -118,19 +118,19 @@ def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared():
     server, halves = squares.server(IOPServer, rounds=1), squares.halves(IOPSite)
     log = play(server, halves).log
     assert [step.phase for step, _, _ in log] == ["train", "validate", "submit"]
-    plan = Plan(SEGMENTATION, SITES, build_hyper(IOPHyper, {}))
     for step, _, replies in log:
         for reply in replies.values():
-            assert violation(reply, IOPSite.outbound(step.phase, plan)) is None
-    assert not any(entry.startswith("expert/") for entry in server.delivery("A").states)
-    assert sorted(entry for entry in server.delivery("O").states if entry.startswith("expert/")) == ["expert/A", "expert/B", "expert/C"]
+            assert violation(reply, IOPSite.manifest(step.phase, halves["A"].plan)) is None
+    assert not any(entry.startswith("expert/") for entry in server.configure_delivery("A").states)
+    experts = sorted(entry for entry in server.configure_delivery("O").states if entry.startswith("expert/"))
+    assert experts == ["expert/A", "expert/B", "expert/C"]
     assert server.models().keys() == {"global", "personal/A", "personal/B", "personal/C"}
 
 
 def test_a_site_without_a_round_has_nothing_to_submit():
     half = squares.halves(IOPSite)["A"]
     with pytest.raises(StateError, match="site A took part in no round"):
-        half.perform("submit", 3, squares.server(IOPServer).outgoing(Step("submit", 3), "A"))
+        half.perform("submit", 3, squares.server(IOPServer).configure(Step("submit", 3), "A"))
 
 
 def test_server_state_survives():
@@ -138,7 +138,7 @@ def test_server_state_survives():
     play(server, squares.halves(IOPSite))
     again = squares.server(IOPServer, rounds=2)
     again.restore(server.state())
-    first, second = server.delivery("O"), again.delivery("O")
+    first, second = server.configure_delivery("O"), again.configure_delivery("O")
     assert first.states.keys() == second.states.keys() and all(equal(first.states[entry], second.states[entry]) for entry in first.states)
 
 

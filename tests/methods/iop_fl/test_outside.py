@@ -13,12 +13,14 @@ from medflare.inference.deployed import load_model, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg import FedAvgServer
 from medflare.methods.iop_fl import formulas as iop_math
-from medflare.methods.iop_fl.halves import IOPHyper, IOPServer, IOPSite
+from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
+from medflare.methods.iop_fl.server import IOPServer
+from medflare.methods.iop_fl.site import IOPSite
 from medflare.sites.opening import open_site
 from medflare.tasks.config import load_task
 from methods import squares
-from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, play, site
+from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, play, site
 
 QUICK = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
 
@@ -26,8 +28,8 @@ QUICK = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
 def delivered(task=SEGMENTATION, counts=(0, 0, 5), outside=None, **hyper):
     server = squares.server(IOPServer, task, rounds=1)
     play(server, squares.halves(IOPSite, task))
-    half = IOPSite(outside or site("O", task, counts), build_hyper(IOPHyper, {**QUICK, **hyper}), SITES)
-    return half, half.deliver(server.delivery("O"))
+    half = IOPSite(outside or site("O", task, counts), plan_of(IOPSite, IOPServer, task, **{**QUICK, **hyper}))
+    return half, half.deliver(server.configure_delivery("O"))
 
 
 @pytest.mark.parametrize("network", [SEGMENTATION, WITHOUT_BATCH_NORM, CLASSIFICATION])
@@ -82,9 +84,9 @@ def test_no_epoch_leaves_the_uniform_router():
 def test_adaptation_changes_nothing_but_the_routers():
     server = squares.server(IOPServer, rounds=1)
     play(server, squares.halves(IOPSite))
-    incoming = server.delivery("O")
+    incoming = server.configure_delivery("O")
     before = {entry: copy_state(state) for entry, state in incoming.states.items()}
-    half = IOPSite(site("O", counts=(0, 0, 5)), build_hyper(IOPHyper, QUICK), SITES)
+    half = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK))
     models = half.deliver(incoming)
     assert all(equal(incoming.states[entry], before[entry]) for entry in before) and incoming.states.keys() == before.keys()
     assert all("router" in name for name in models["deployed"].states["router"])
@@ -205,7 +207,7 @@ def test_comparisons_of_table_two():
 def test_without_personal_models_the_outside_site_gets_the_global_one():
     server = squares.server(FedAvgServer, rounds=1)
     play(server, squares.halves(IOPSite))
-    models = IOPSite(site("O"), build_hyper(IOPHyper, {}), SITES).deliver(server.delivery("O"))
+    models = IOPSite(site("O"), plan_of(IOPSite, IOPServer)).deliver(server.configure_delivery("O"))
     assert models["deployed"] is models["global"]
 
 

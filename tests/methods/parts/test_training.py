@@ -48,6 +48,6 @@ def test_moments_go_on_where_they_are_kept(squares, reset: bool) -> None:
     start = Message({"model": squares.start()})
     for round in range(2):
         half.perform("train", round, start)
-    stored = half.state().states.get("optimizer/model", {})
+    stored = half.memory.states.get("optimizer/model", {})
     steps = {tensor.item() for name, tensor in stored.items() if name.endswith(".step")}
     assert steps == (set() if reset else {2.0 * math.ceil(half.site.n["train"] / half.site.batch_size)})

@@ -6,14 +6,15 @@ from functools import partial
 import pytest
 import torch
 
-from medflare.core.hyper import build_hyper
 from medflare.core.manifest import violation
 from medflare.core.states import batch_norm_entries, split_state, weighted_mean
-from medflare.methods.base import Plan, ServerContext, Step
+from medflare.methods import prr
+from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
-from medflare.methods.prr import halves as prr
-from medflare.methods.prr.halves import PRRHyper, PRRServer, PRRSite
+from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
+from medflare.methods.prr.server import PRRServer
+from medflare.methods.prr.site import PRRSite
 from methods import squares
 from methods.squares import (
     BINARY_CLASSIFICATION,
@@ -24,8 +25,8 @@ from methods.squares import (
     SITES,
     VGG,
     WITHOUT_BATCH_NORM,
-    enrolled,
     equal,
+    plan_of,
     play,
     site,
 )
@@ -56,12 +57,10 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site():
 def test_replies_are_what_the_manifest_says():
     half = squares.halves(PRRSite)["A"]
     server = server_of({"A": half})
-    plan = Plan(SEGMENTATION, SITES, half.hyper)
-    reply = half.perform("train", 0, server.outgoing(Step("train", 0), "A"))
-    assert violation(reply, PRRSite.outbound("train", plan)) is None
+    reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
+    assert violation(reply, half.manifest("train", half.plan)) is None
     assert reply.states["prototypes"]["prototypes"].shape == (2, 4) and not reply.states["prototypes"]["counts"].is_floating_point()
-    without = build_hyper(PRRHyper, {"cpa": "global"})
-    assert PRRSite.outbound("train", Plan(SEGMENTATION, SITES, without)).keys() == {"model"}
+    assert PRRSite.manifest("train", plan_of(PRRSite, PRRServer, cpa="global")).keys() == {"model"}
 
 
 # ---- aggregation --------------------------------------------------------------------------------------------------------------
@@ -92,11 +91,11 @@ def test_every_site_gets_a_model_of_its_own_and_the_band_grows():
     log, server, _ = federation(rounds=3)
     sent = [outgoing["A"].states["model"] for _, outgoing, _ in log]
     assert not equal(server.aggregated["A"], server.aggregated["B"])
-    ratios = [prr.frequency_ratio(round, 3) for round in range(3)]
+    ratios = [frequency_ratio(round, 3) for round in range(3)]
     for round, ratio in enumerate(ratios):
         replies = log[round][2]
         stacked = torch.stack([replies[name].states["model"]["head.weight"] for name in SITES])
-        torch.testing.assert_close(sent[round + 1]["head.weight"], prr.fourier_aggregate(stacked, ratio, classifier=True)[0])
+        torch.testing.assert_close(sent[round + 1]["head.weight"], fourier_aggregate(stacked, ratio, classifier=True)[0])
         bias = torch.stack([replies[name].states["model"]["head.bias"] for name in SITES])
         torch.testing.assert_close(sent[round + 1]["head.bias"], bias.mean(0))
 
@@ -113,7 +112,7 @@ def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_f
 
     log, server, halves = federation(rounds=3, absent=absent)
     after_first = server_of(halves, 3)
-    after_first.accept(log[0][0], log[0][2])
+    after_first.aggregate(log[0][0], log[0][2])
     assert equal(log[2][1]["B"].states["model"], after_first.aggregated["B"])  # two rounds later, still that of round 0
     assert equal(log[2][1]["C"].states["model"], log[1][2]["A"].states["model"])  # only A trained in round 1
     assert set(log[1][2]) == {"A"} and set(server.aggregated) == set(SITES)
@@ -128,7 +127,7 @@ def test_it_trains_on_every_kind_of_task(task):
     losses = [replies["A"].facts["loss"] for step, _, replies in log if step.phase == "train"]
     assert all(math.isfinite(loss) for loss in losses)
     assert server.prototypes["prototypes"].abs().sum() > 0
-    for model in halves["A"].deliver(server.delivery("A")).values():
+    for model in halves["A"].deliver(server.configure_delivery("A")).values():
         assert torch.isfinite(build_deployed(task, model)(halves["A"].site.data.test.images)).all()
     assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM))
 
@@ -137,7 +136,7 @@ def test_a_class_that_no_site_has_is_named_and_does_no_harm():
     halves = squares.halves(PRRSite, CLASSIFICATION, missing=1)
     log, server, _ = play(server_of(halves), halves)
     warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
-    assert len(warnings) == 1 and "class grey" in warnings[0]
+    assert len(warnings) == 1 and "class medium" in warnings[0]
     assert log[0][2]["A"].states["prototypes"]["counts"][1] == 0
     assert torch.equal(server.prototypes["prototypes"][1], torch.zeros(8))
     assert all(math.isfinite(replies["A"].facts["loss"]) for step, _, replies in log if step.phase == "train")
@@ -145,7 +144,7 @@ def test_a_class_that_no_site_has_is_named_and_does_no_harm():
 
 def test_a_class_that_one_site_lacks_is_aligned_with_the_others():
     halves = squares.halves(PRRSite, CLASSIFICATION)
-    halves["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), halves["B"].hyper, SITES)
+    halves["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), halves["B"].plan)
     log, server, _ = play(server_of(halves, rounds=2, prototypes="mean"), halves)
     sent = [replies.states["prototypes"]["prototypes"] for replies in log[1][2].values()]
     torch.testing.assert_close(server.prototypes["prototypes"][2], (sent[0][2] + sent[2][2]) / 2)
@@ -153,7 +152,7 @@ def test_a_class_that_one_site_lacks_is_aligned_with_the_others():
 
 def test_a_site_with_one_image():
     halves = squares.halves(PRRSite)
-    halves["C"] = PRRSite(site("C", counts=(1, 1, 1)), halves["C"].hyper, SITES)
+    halves["C"] = PRRSite(site("C", counts=(1, 1, 1)), halves["C"].plan)
     log, _, _ = play(server_of(halves), halves)
     assert math.isfinite(log[1][2]["C"].facts["loss"])
 
@@ -163,7 +162,7 @@ def test_a_site_with_one_image():
 
 def test_inside_a_site_uses_its_personal_model_of_its_best_round():
     log, server, halves = federation(rounds=3, selection="best")
-    models = halves["A"].deliver(server.delivery("A"))
+    models = halves["A"].deliver(server.configure_delivery("A"))
     assert models["deployed"] is models["personal"]
     validations = [replies["A"].facts["validation"] for _, _, replies in log[1:]]
     for role in ("global", "personal"):
@@ -175,19 +174,19 @@ def test_inside_a_site_uses_its_personal_model_of_its_best_round():
 
 def test_the_last_round_is_delivered_on_request():
     _, server, halves = federation(rounds=3, selection="last")
-    models = halves["A"].deliver(server.delivery("A"))
+    models = halves["A"].deliver(server.configure_delivery("A"))
     assert equal(models["personal"].states["model"], halves["A"].personal)
     assert equal(models["global"].states["model"], {**halves["A"].normalisation, **server.aggregated["A"]})
 
 
 def outsider():
-    return PRRSite(site("O"), build_hyper(PRRHyper, {}), SITES)
+    return PRRSite(site("O"), plan_of(PRRSite, PRRServer))
 
 
 def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation():
     log, server, halves = federation(outside=("O",))
-    assert [step.phase for step, _, _ in log] == ["train", "train", "validate", "share"]
-    models = outsider().deliver(server.delivery("O"))
+    assert [step.phase for step, _, _ in log] == ["train", "train", "validate", "share_normalisation"]
+    models = outsider().deliver(server.configure_delivery("O"))
     assert models.keys() == {"global", "deployed"} and models["global"] is models["deployed"]
     own, shared = split_state(models["global"].states["model"], batch_norm_entries(halves["A"].site.network()))
     even = dict.fromkeys(SITES, 1.0)
@@ -197,23 +196,22 @@ def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation(
 
 
 def test_an_outside_site_may_get_the_most_representative_personal_model():
-    options = {"counts": (8, 4, 5), "outside": "personal", "selection": "last"}
+    options = {"counts": (8, 4, 5), "outside_model": "personal", "selection": "last"}
     halves = {
         name: squares.half(PRRSite, name, CLASSIFICATION, missing=missing, **options)
         for name, missing in zip(SITES, (1, None, 2), strict=True)
     }
-    counts = {name: enrolled(half.site) for name, half in halves.items()}
-    context = ServerContext(CLASSIFICATION, 11, 2, SITES, ("O",), counts)
-    _, server, _ = play(PRRServer(context, halves["A"].hyper), halves)
+    log, server, _ = play(squares.server(PRRServer, rounds=2, outside=("O",), halves=halves), halves)
+    assert log[-1].step.phase == "share_personal"
     # shares of the classes: everybody (14, 6, 4) / 24, A (6, 0, 2) / 8, B (3, 3, 2) / 8, C (5, 3, 0) / 8; C is nearest
-    assert equal(server.delivery("O").states["model"], halves["C"].personal)
+    assert equal(server.configure_delivery("O").states["model"], halves["C"].personal)
 
 
 def test_a_member_that_never_trained_is_treated_as_an_outsider():
     _, server, halves = federation(absent=lambda step, name: name == "C")
-    models = halves["C"].deliver(server.delivery("C"))
+    models = halves["C"].deliver(server.configure_delivery("C"))
     assert models.keys() == {"global", "deployed"}
-    assert equal(split_state(models["global"].states["model"], halves["C"].local)[1], server.mean)
+    assert equal(split_state(models["global"].states["model"], halves["C"].part.names)[1], server.mean)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------------
@@ -225,11 +223,11 @@ def test_new_processes_change_nothing(tmp_path):
     for name in SITES:
         assert equal(again.aggregated[name], server.aggregated[name])
         assert equal(rebuilt[name].personal, halves[name].personal)
-        first, second = (half.deliver(server.delivery(name)) for half in (halves[name], rebuilt[name]))
+        first, second = (half.deliver(server.configure_delivery(name)) for half in (halves[name], rebuilt[name]))
         for role in first:
             assert equal(first[role].states["model"], second[role].states["model"])
-    assert equal(again.delivery("O").states["model"], server.delivery("O").states["model"])
-    assert again.complete and server.complete
+    assert equal(again.configure_delivery("O").states["model"], server.configure_delivery("O").states["model"])
+    assert again.memory.facts["complete"] and server.memory.facts["complete"]
 
 
 def test_it_is_registered_with_its_contract_names():

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import build_hyper
 from medflare.methods.base import Step
-from medflare.methods.prr.halves import PRRHyper, PRRServer, PRRSite
+from medflare.methods.catalogue import get_method
+from medflare.methods.prr.server import PRRServer
+from medflare.methods.prr.site import PRRSite
 from medflare.sites.site import Site
 from methods import squares
 from methods.squares import equal
@@ -42,7 +43,7 @@ def test_stages_of_a_round():
 def after_one_round(**hyper):
     half = squares.halves(PRRSite, squares.task(local_epochs=2), cpa="global", **hyper)["A"]
     server = server_of({"A": half}, **hyper)
-    reply = half.perform("train", 0, server.outgoing(Step("train", 0), "A"))
+    reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
     return half.personal, {**half.normalisation, **reply.states["model"]}
 
 
@@ -63,12 +64,12 @@ def test_the_personal_model_is_never_overwritten():
         before = {name: half.personal for name, half in halves.items()}
         started = {}
         for name, half in halves.items():
-            personal, deputy = half._models(server.outgoing(step, name))
+            personal, deputy = half._models(server.configure(step, name))
             started[name] = dict(personal.state_dict())
             if before[name] is not None:
                 assert equal(started[name], before[name])
                 assert not equal(deputy.state_dict(), before[name])
-        server.accept(step, {name: half.perform("train", step.round, server.outgoing(step, name)) for name, half in halves.items()})
+        server.aggregate(step, {name: half.perform("train", step.round, server.configure(step, name)) for name, half in halves.items()})
 
 
 def test_the_learning_rate_halves():
@@ -82,7 +83,7 @@ def test_the_learning_rate_halves():
             return optimizer(parameters, **override)
 
         half.site.optimizer = spy
-        half.perform("train", round, server_of({"A": half}).outgoing(Step("train", round), "A"))
+        half.perform("train", round, server_of({"A": half}).configure(Step("train", round), "A"))
     assert rates == [0.01, 0.01, 0.005, 0.005]
 
 
@@ -170,4 +171,4 @@ def test_training_images_may_be_the_ones_that_decide(monkeypatch):
 )
 def test_impossible_settings_are_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
-        build_hyper(PRRHyper, change)
+        get_method("prr").check(change)

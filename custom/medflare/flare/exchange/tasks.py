@@ -18,7 +18,7 @@ from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.schedule import DELIVER, ENROL, Reply
+from medflare.federation.exchange import DELIVER, ENROL, Reply
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.methods.base import Step
 

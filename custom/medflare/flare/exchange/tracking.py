@@ -16,7 +16,7 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
-from medflare.federation.schedule import StepReport
+from medflare.federation.outcome import StepReport
 
 
 class Tracking:

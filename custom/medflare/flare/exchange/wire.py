@@ -35,8 +35,8 @@ def to_shareable(message: Message) -> Shareable:
     """
     if FACTS in message.states:
         raise ValueError(f"a state must not be named {FACTS!r}")
-    parts = {entry: DXO(DataKind.WEIGHTS, data=_sendable(entry, state)) for entry, state in message.states.items()}
-    parts[FACTS] = DXO(DataKind.METRICS, data=message.facts)
+    parts = {str(entry): DXO(DataKind.WEIGHTS, data=_sendable(entry, state)) for entry, state in message.states.items()}
+    parts[FACTS] = DXO(DataKind.METRICS, data={str(fact): value for fact, value in message.facts.items()})
     return DXO(DataKind.COLLECTION, data=parts).to_shareable()
 
 

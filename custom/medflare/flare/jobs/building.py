@@ -5,40 +5,29 @@ import math
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
 from nvflare.job_config.api import FedJob
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import effective
+from medflare.core.hyper import Halved
 from medflare.core.manifest import Manifest
+from medflare.core.settings import STRICT, checked
 from medflare.core.store import write_json
-from medflare.federation.settings import RunSettings
-from medflare.flare.aggregators import (
-    ConsistencyAggregator,
-    FourierAggregator,
-    MethodAggregator,
-    SharpnessAggregator,
-    SoftPullAggregator,
-    WeightedAggregator,
-)
+from medflare.federation.settings import RUN_SETTINGS, RunSettings
+from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.executors import (
-    FedAvgExecutor,
-    FedDAGExecutor,
-    FedSMExecutor,
-    GraceExecutor,
-    IOPExecutor,
-    MedflareExecutor,
-    PRRExecutor,
-)
+from medflare.flare.exchange.participants import TASK_FILE
+from medflare.flare.executors import EXECUTORS, MedflareExecutor
 from medflare.flare.jobs.embedding import copy_package
-from medflare.flare.seat import TASK_FILE
-from medflare.methods.catalogue import Method, get_method
+from medflare.methods.catalogue import get_method
+from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
 
 # A poll for work costs next to nothing; FLARE's default of two seconds between polls would be most of a short round.
@@ -59,32 +48,32 @@ To FLARE a job with this folder is "bring your own code". Sites that refuse such
 """
 
 
-AGGREGATORS = (WeightedAggregator, SoftPullAggregator, FourierAggregator, ConsistencyAggregator, SharpnessAggregator)
-EXECUTORS = (FedAvgExecutor, FedSMExecutor, PRRExecutor, GraceExecutor, IOPExecutor, FedDAGExecutor)
-
-
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class JobSettings(RunSettings):
     """What a job fixes beside its task: the run's settings, and
 
     Attributes:
         method: name of the method; `site_half` and `server_half` swap in the half of another one.
+        hyper: the method's hyper-parameters, see `core.hyper.halved`.
         byoc: whether the job has an app/custom/ folder for classes of the user's own.
         embed_code: whether that folder holds medflare itself, for sites and a server where it is not installed.
     """
 
     method: str
-    rounds: int = 10
+    rounds: Annotated[int, Field(ge=1)] = 10
     seed: int = 0
-    hyper: Mapping[str, Any] = field(default_factory=dict)
+    hyper: dict[str, Any] = field(default_factory=dict)
+    site_half: str | None = None
     server_half: str | None = None
     byoc: bool = True
     embed_code: bool = False
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         if self.embed_code and not self.byoc:
             raise ConfigError("a job that carries its code (--embed-code) has an app/custom/ folder (no --no-byoc); choose one of the two")
+
+
+JOB_SETTINGS = tuple(found.name for found in fields(JobSettings))
 
 
 class FederationJob(FedJob):
@@ -97,19 +86,17 @@ class FederationJob(FedJob):
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
         method.check(settings.hyper, task)
-        # all of them, so that a reader of the job sees what there is to set
-        settings = replace(settings, hyper=effective(settings.hyper, method.site_class.Hyper, method.server_class.Hyper))
-        settings.check()
+        hyper = method.effective(settings.hyper)  # all of them, so that a reader of the job sees what there is to set
         super().__init__(name=f"{method.name.replace('+', '_')}-{task.name}", min_clients=settings.min_sites or 1)
         self.set_app_packages(["medflare"])  # else FLARE copies the sources of our classes into the job
         self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported; lives as long as the job
-        self.to_server(MedflareController(**settings.run_settings()), id="medflare")
-        self.to_server(_aggregator(settings, method), id="aggregator")
+        self.to_server(_controller(settings), id="medflare")
+        self.to_server(_aggregator(method, hyper), id="aggregator")
         if not settings.embed_code:  # tensorboard may be missing too; metrics.jsonl holds the same numbers
             self.to_server(TBAnalyticsReceiver(), id="tensorboard")
         self.to_server(MetricsArtifactWriter(), id="metrics_artifacts")
-        self.to_clients(_executor(settings), tasks=["*"])
-        transport = _transport(method, task, settings.hyper)
+        self.to_clients(_executor(settings, method, hyper), tasks=["*"])
+        transport = _transport(method, task, hyper)
         self.to_server({"server": {"task_request_interval": _POLL}, **transport})
         self.to_clients({"get_task_timeout": 30.0, "submit_task_result_timeout": 60.0, **transport})
         write_json(Path(self._files.name) / TASK_FILE, task.to_dict())
@@ -137,7 +124,7 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
-    job = FederationJob(load_task(task), JobSettings(method=method, **settings))
+    job = FederationJob(load_task(task), checked(JobSettings, {"method": method, **settings}, "job"))
     with tempfile.TemporaryDirectory() as scratch:
         job.export_job(scratch)
         shutil.rmtree(folder, ignore_errors=True)
@@ -173,29 +160,32 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
 # -- components ----------------------------------------------------------------------------------------------------------------
 
 
-def _aggregator(settings: JobSettings, method: Method) -> MethodAggregator:
-    """The aggregator of the server half, or of the half that it extends (MOON's server averages like FedAvg's)."""
-    own = {get_method(aggregator.default_method).server_class: aggregator for aggregator in AGGREGATORS}
-    aggregator = next(own[half] for half in method.server_class.__mro__ if half in own)
-    name = settings.server_half or settings.method
-    return aggregator(dict(settings.hyper) or None, "" if name == aggregator.default_method else name)
+def _controller(settings: JobSettings) -> MedflareController:
+    """The controller with what differs from its defaults; FLARE writes no more than that."""
+    chosen = {name: getattr(settings, name) for name in RUN_SETTINGS}
+    return MedflareController(site_half=settings.site_half, **chosen)
 
 
-def _executor(settings: JobSettings) -> MedflareExecutor:
-    own = {executor.default_method: executor for executor in EXECUTORS}
-    name = settings.site_half or settings.method
-    options: dict[str, Any] = {
-        "seed": settings.seed,
-        "hyper": dict(settings.hyper) or None,
-        "server_half": settings.server_half or "",
-        "resume": settings.resume,
-    }
-    return own[name](**options) if name in own else MedflareExecutor(method=name, **options)
+def _aggregator(method: Method, hyper: Halved) -> MethodAggregator:
+    """The aggregator named after the server half's formula: the method's own, or that of the half which it is derived from."""
+    name = method.halves[1]
+    named = {get_method(known).server_class.aggregation_class: known for known in AGGREGATORS}
+    chosen = name if name in AGGREGATORS else named.get(method.server_class.aggregation_class)
+    if chosen is None:
+        return MethodAggregator(hyper, name)
+    return AGGREGATORS[chosen](hyper, "" if chosen == name else name)
 
 
-def _transport(method: Method, task: TaskConfig, hyper: Mapping[str, Any]) -> dict[str, int]:
+def _executor(settings: JobSettings, method: Method, hyper: Halved) -> MedflareExecutor:
+    name, server = method.halves
+    options: dict[str, Any] = {"seed": settings.seed, "hyper": hyper, "resume": settings.resume}
+    options["server_half"] = "" if server == name else server
+    return EXECUTORS[name](**options) if name in EXECUTORS else MedflareExecutor(method=name, **options)
+
+
+def _transport(method: Method, task: TaskConfig, hyper: Halved) -> dict[str, int]:
     """FLARE's setting for the way tensors travel: inside the message (0), or fetched afterwards in chunks of so many bytes."""
-    update = method.site_class.outbound("train", method.plan(task, ("one", "two"), hyper))
+    update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper))
     return {"tensor_download_chunk_size": 0 if manifest_bytes(update) <= _INLINE else _CHUNK}
 
 

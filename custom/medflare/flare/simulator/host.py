@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medflare.core.errors import Aborted, MedflareError
-from medflare.flare.seat import Seat
+from medflare.flare.exchange.participants import ParticipantSpec, load_site_half
 
 if TYPE_CHECKING:
     from medflare.core.message import Message
@@ -53,7 +53,7 @@ class WarmHost:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
-    def answer(self, seat: Seat, phase: str, round: int, incoming: "Message", aborted: Callable[[], bool]) -> "Message":
+    def answer(self, spec: ParticipantSpec, phase: str, round: int, incoming: "Message", aborted: Callable[[], bool]) -> "Message":
         """What the site's participant answers, computed in a fork of the host.
 
         Raises:
@@ -62,14 +62,14 @@ class WarmHost:
         """
         from medflare.core.store import StateStore
 
-        store = StateStore(Path(seat.folder) / "exchange")
+        store = StateStore(Path(spec.folder) / "exchange")
         store.save("incoming", incoming)
-        request = {"seat": asdict(seat), "phase": phase, "round": round, "devices": os.environ.get(_DEVICES)}
+        request = {"spec": asdict(spec), "phase": phase, "round": round, "devices": os.environ.get(_DEVICES)}
         with Client(self.address, family="AF_UNIX") as connection:
             connection.send_bytes(json.dumps(request).encode())
             while not connection.poll(_LOOK):
                 if aborted():
-                    raise Aborted(f"site {seat.name}: stopped on request")
+                    raise Aborted(f"site {spec.name}: stopped on request")
             try:
                 problem = json.loads(connection.recv_bytes())
             except EOFError:
@@ -126,13 +126,13 @@ def _worked(connection: Any) -> str | None:
     request = json.loads(connection.recv_bytes())
     if request["devices"] is not None:
         os.environ[_DEVICES] = request["devices"]
-    seat = Seat(**request["seat"])
-    store = StateStore(Path(seat.folder) / "exchange")
+    spec = ParticipantSpec(**request["spec"])
+    store = StateStore(Path(spec.folder) / "exchange")
     try:
         incoming = store.load("incoming")
         assert incoming is not None
         # the other side sends nothing more: the connection becomes readable when it gives up
-        reply = seat.participant(connection.poll).answer(request["phase"], request["round"], incoming)
+        reply = spec.participant(connection.poll).answer(request["phase"], request["round"], incoming)
         store.save("reply", reply)
     except MedflareError as error:
         return str(error)
@@ -145,10 +145,8 @@ def _import_everything(method: str) -> None:
     import monai  # noqa: F401
 
     from medflare.federation import participant  # noqa: F401
-    from medflare.methods.catalogue import METHODS
 
-    if method in METHODS:
-        _ = METHODS[method].site_class
+    load_site_half(method)
 
 
 def _alive(process: int) -> bool:

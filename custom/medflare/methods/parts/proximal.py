@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from medflare.methods.parts.training import trainable
+from medflare.core.states import StateDict
 
 
 def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], anchor: Sequence[Tensor], strength: float) -> list[Tensor]:
@@ -20,21 +20,20 @@ def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], a
     return [g + strength * (t - a) for g, t, a in zip(gradients, weights, anchor, strict=True)]
 
 
-def pull(model: nn.Module, anchor: Sequence[Tensor], strength: float) -> Callable[[], None]:
+def pull(model: nn.Module, anchor: StateDict, strength: float) -> Callable[[], None]:
     """What `train_epochs` calls between gradient and step to draw `model` towards an anchor.
 
     Args:
-        anchor: one tensor for each trainable parameter of the model, in its order.
+        anchor: a state of the same network; only its trainable entries pull.
         strength: λ or μ; 0 leaves the gradients as they are.
     """
-    weights = trainable(model)
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    origins = {name: anchor[name].detach().to(weight.device, copy=True) for name, weight in weights.items()}
 
     @torch.no_grad()
     def correct() -> None:
-        moving = [(weight, origin) for weight, origin in zip(weights, anchor, strict=True) if weight.grad is not None]
-        gradients = [weight.grad for weight, _ in moving if weight.grad is not None]
-        drawn = proximal_gradients(gradients, [weight for weight, _ in moving], [origin for _, origin in moving], strength)
-        for (weight, _), gradient in zip(moving, drawn, strict=True):
-            weight.grad = gradient
+        for name, weight in weights.items():
+            if weight.grad is not None:
+                (weight.grad,) = proximal_gradients([weight.grad], [weight], [origins[name]], strength)
 
     return correct

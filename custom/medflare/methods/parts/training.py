@@ -16,27 +16,30 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets)
 _OPTIMIZER = "optimizer/"  # entries of a half's memory
 
 
-def epochs(site: Site, *keys: Key) -> Iterator[Iterator[Batch]]:
-    """The task's local epochs, each as its batches of training images; dropout and everything else that draws is keyed.
+def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
+    """Local epochs, each as its batches of training images; dropout and everything else that draws is keyed.
 
     Args:
         keys: what sets this training apart, by habit round and purpose: two models of one round see other orders and augmentations.
+        count: how many; None: the task's number.
     """
     with seeded(site.seed, site.name, *keys, "dropout"):
-        for epoch in range(site.task.local_epochs):
+        for epoch in range(site.task.local_epochs if count is None else count):
             yield site.batches("train", *keys, epoch)
 
 
-def run_epochs(site: Site, round: int, purpose: str, step: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, float]:
-    """The task's local epochs, `step` on every batch; returns the mean over all images of each loss it returned.
+def run_epochs(
+    site: Site, round: int, purpose: str, step: Callable[[Batch], Mapping[str, Tensor]], *, count: int | None = None
+) -> dict[str, float]:
+    """Local epochs, `step` on every batch; returns the mean over all images of each loss it returned.
 
     Args:
-        purpose: see `epochs`.
+        purpose, count: see `epochs`.
         step: trains on a batch and returns its losses by name.
     """
     totals: dict[str, float] = {}
     seen = 0
-    for batches in epochs(site, round, purpose):
+    for batches in epochs(site, round, purpose, count=count):
         for batch in batches:
             for name, loss in step(batch).items():
                 totals[name] = totals.get(name, 0.0) + loss.item() * len(batch.images)
@@ -53,12 +56,14 @@ def train_epochs(
     *,
     loss: Loss | None = None,
     correct: Callable[[], None] | None = None,
+    count: int | None = None,
 ) -> float:
-    """The task's local epochs of `model` in place, see `run_epochs`; returns the mean loss over all images, NaN without any.
+    """Local epochs of `model` in place, see `run_epochs`; returns the mean loss over all images, NaN without any.
 
     Args:
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
         correct: called between gradient and step, to change the gradients in place (a proximal term, control variates).
+        count: how many epochs; None: the task's number.
     """
     model.train()
 
@@ -72,7 +77,7 @@ def train_epochs(
         optimizer.step()
         return {"loss": value}
 
-    return run_epochs(site, round, purpose, step).get("loss", math.nan)
+    return run_epochs(site, round, purpose, step, count=count).get("loss", math.nan)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

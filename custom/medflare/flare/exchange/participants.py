@@ -1,4 +1,4 @@
-"""A site's seat in a job: what a process needs to know to act for the site, and the participant that it becomes.
+"""A site's participant under FLARE: what a process needs to know to act for the site, and how it becomes the participant.
 
 The imports at the top are light, see `executors`.
 """
@@ -8,29 +8,34 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medflare.core.errors import ConfigError
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_exception import UnsafeComponentError
+from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
+
+from medflare.core.errors import ConfigError, MedflareError
 
 if TYPE_CHECKING:
     from medflare.core.message import Message
     from medflare.federation.participant import Participant
     from medflare.sites.site import Site
 
-LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see tasks.site.LOCAL_SETTINGS
+LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see sites.local.LocalSettings
 TASK_FILE = "task.json"  # in the job's config folder
 FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
 LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
-ASSIGNMENT = "medflare.assignment"  # in FLARE's context while a task and the filters of its result run
+SITE_TASK = "medflare.site_task"  # in FLARE's context while a task and the filters of its result run
 _MEMBER = "state"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Seat:
+class ParticipantSpec:
     """JSON-serialisable, so that another process can take it over.
 
     Attributes:
@@ -53,10 +58,15 @@ class Seat:
     resumed: str = ""
 
     @property
+    def halves(self) -> tuple[str, str]:
+        """Names of the methods that site half and server half come from."""
+        return self.method, self.server_half or self.method
+
+    @property
     def state_folder(self) -> Path:
         return Path(self.folder) / _MEMBER
 
-    def taken_before(self) -> bool:
+    def served_before(self) -> bool:
         """Whether another process has acted for the site already."""
         return self.state_folder.exists()
 
@@ -70,28 +80,32 @@ class Seat:
             ConfigError: the task, the method or the site's own settings are wrong.
         """
         from medflare.core.store import StateStore
-        from medflare.federation.participant import Home, Participant
+        from medflare.federation.delivery import SiteFolder
+        from medflare.federation.participant import Participant
         from medflare.methods.catalogue import get_method
+        from medflare.privacy.ledger import budget_of
+        from medflare.sites.local import local_settings
         from medflare.sites.opening import open_site
         from medflare.tasks.config import load_task
 
         folder = Path(self.folder)
         if self.resumed:
             self._take_up(Path(self.resumed) / _MEMBER)
-        task, local = load_task(Path(self.task_file)), read_local(Path(self.local_file))
+        task, local = load_task(Path(self.task_file)), local_settings(read_local(Path(self.local_file)))
         method = get_method(self.method, server=self.server_half or None)
-        method.check(self.hyper, task)
+        with rebuild_hint():
+            method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
-            ledger = Path(self.local_file).with_name(LEDGER)
-            site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=folder / "cache", ledger=ledger)
+            site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=folder / "cache")
             site.abort = aborted
             for note in site.notes:
                 _log.info("%s: %s", self.name, note)
             return site
 
-        home, store = Home(folder, self.name, method, task, self.seed), StateStore(self.state_folder)
-        return Participant(self.name, opened, method, self.hyper, store=store, keep=home.keep, show=home.show)
+        own, store = SiteFolder(folder, self.name, method, task, self.seed), StateStore(self.state_folder)
+        budget = budget_of(local.privacy, self.name, Path(self.local_file).with_name(LEDGER))
+        return Participant(self.name, opened, method, self.hyper, store=store, keep=own.keep, show=own.show, budget=budget)
 
     def _take_up(self, interrupted: Path) -> None:
         """Copy what the site remembers of the interrupted job, once and in one piece; that job's own folder stays as it is."""
@@ -103,13 +117,54 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class SiteTask:
     """What a site is working on, for the filters that its result passes."""
 
     phase: str
     round: int
     incoming: "Message"
-    seat: Seat
+    spec: ParticipantSpec
+
+
+def authorize(methods: Iterable[str], fl_ctx: FLContext) -> None:
+    """Before a method of another distribution is imported: the same policy that FLARE has for the components of a job.
+
+    Args:
+        methods: names; medflare's own need nothing beyond medflare's components.
+
+    Raises:
+        ConfigError: no such method, or this party's class_allow_list does not cover it.
+    """
+    from medflare.methods.catalogue import module_of
+
+    for name in dict.fromkeys(methods):
+        module = module_of(name)
+        if module.split(".")[0] == "medflare":
+            continue
+        try:
+            ComponentPathAuthorizer().authorize_component_config({"path": f"{module}.METHOD"}, fl_ctx=fl_ctx)
+        except UnsafeComponentError as error:
+            raise ConfigError(
+                f"method {name!r} comes from {module}, which {fl_ctx.get_identity_name()} does not allow; "
+                f'who trusts it adds "{module.split(".")[0]}." to class_allow_list in local/resources.json'
+            ) from error
+
+
+@contextmanager
+def rebuild_hint() -> Iterator[None]:
+    """What a job's settings are refused for also says how to write the job anew: an older medflare may have written it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error} (a job that an older medflare wrote is written anew by `medflare job`)") from error
+
+
+def load_site_half(method: str) -> None:
+    """Import what a site needs of a method; an unknown one is reported by the first task."""
+    from medflare.methods.catalogue import get_method
+
+    with suppress(MedflareError):
+        _ = get_method(method).site_class
 
 
 def interrupted(job: str) -> str:

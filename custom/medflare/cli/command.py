@@ -1,0 +1,48 @@
+"""The whole command: its parser, and how it ends. Every subcommand exits non-zero when it failed and says why in one line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from medflare.cli import data, jobs, methods, models, results, run, studies
+from medflare.core.errors import MedflareError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point.
+
+    Args:
+        arguments: of the command line; None: those that the process was started with.
+
+    Returns:
+        The exit status: 0, 1 where something failed, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: an option is unknown or help was asked for.
+    """
+    options = command_line().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except MedflareError as error:
+        print(f"medflare: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("medflare: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at the end
+        return 1
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser of the whole command; the options that it returns hold the subcommand's function as `command`."""
+    parser = argparse.ArgumentParser(
+        prog="medflare",
+        description="Federated medical imaging: personal models for the hospitals that train, a good one for those that never did.",
+        epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores)",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for group in (run, jobs, studies, results, methods, data, models):
+        group.add_commands(commands)
+    return parser

@@ -1,0 +1,49 @@
+"""The names under which a job shows what it runs: for every paper its executor, its aggregator and its recipe, made from one table.
+
+A method without a name of its own runs under the general class, told its name: `MedflareExecutor(method="moon")`.
+"""
+
+from typing import Final, NamedTuple, TypeVar
+
+C = TypeVar("C")
+
+
+class Names(NamedTuple):
+    """The classes of one method; "" where the general one serves.
+
+    Attributes:
+        executor: below `medflare.flare.executors`.
+        aggregator: below `medflare.flare.aggregators`; also of every method whose server half is derived from this one's.
+        recipe: below `medflare.flare.recipes`.
+    """
+
+    executor: str = ""
+    aggregator: str = ""
+    recipe: str = ""
+
+
+NAMES: Final[dict[str, Names]] = {
+    "fedavg": Names("FedAvgExecutor", "WeightedAggregator", "FedAvgRecipe"),
+    "fedsm": Names("FedSMExecutor", "SoftPullAggregator", "FedSMRecipe"),
+    "prr": Names("PRRExecutor", "FourierAggregator", "PRRRecipe"),
+    "grace": Names("GraceExecutor", "ConsistencyAggregator", "GraceRecipe"),
+    "iop_fl": Names("IOPExecutor", "", "IOPRecipe"),
+    "feddag": Names("FedDAGExecutor", "", "FedDAGRecipe"),
+    "sha": Names("", "SharpnessAggregator", ""),
+}
+
+
+def named_classes(base: type[C], column: str, module: str) -> dict[str, type[C]]:
+    """method -> class derived from `base` that bears the method's name in a column of the table and has it as its default.
+
+    Args:
+        base: has a class attribute `default_method`.
+        column: "executor", "aggregator" or "recipe".
+        module: where the classes can be found by name: FLARE loads them from there.
+    """
+    found: dict[str, type[C]] = {}
+    for method, names in NAMES.items():
+        if name := getattr(names, column):
+            text = f"`{base.__name__}` of the method {method}."
+            found[method] = type(name, (base,), {"default_method": method, "__module__": module, "__doc__": text})
+    return found

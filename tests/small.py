@@ -1,0 +1,42 @@
+"""The small tasks of the tests, each of which takes them with its own difference: what trains in a moment and still learns something."""
+
+from typing import Any
+
+from medflare.tasks.config import TaskConfig, load_task
+
+SEGMENTATION: dict[str, Any] = {
+    "name": "squares",
+    "kind": "segmentation",
+    "target": "binary",
+    "labels": ["square"],
+    "channels": 1,
+    "size": [16, 16],
+    "network": {"name": "unet", "channels": [4, 8], "norm": "batch"},
+    "loss": {"name": "dice"},
+    "optimizer": {"name": "adam", "lr": 0.01},
+    "batch_size": 4,
+    "local_epochs": 1,
+    "metric": "dice",
+}
+CLASSIFICATION: dict[str, Any] = {
+    **SEGMENTATION,
+    "name": "shades",
+    "kind": "classification",
+    "target": "multiclass",
+    "labels": ["dark", "medium", "bright"],
+    "network": {"name": "small_cnn", "channels": [4, 8]},
+    "loss": {"name": "ce"},
+    "metric": "accuracy",
+}
+INSTANCE_UNET: dict[str, Any] = {"name": "unet", "channels": [4, 8], "norm": "instance"}
+
+
+def small_task(kind: str = "segmentation", **changes: Any) -> TaskConfig:
+    """ "segmentation" or "classification" with some settings changed."""
+    return load_task({**{"segmentation": SEGMENTATION, "classification": CLASSIFICATION}[kind], **changes})
+
+
+def tiny_phantom(**changes: Any) -> dict[str, Any]:
+    """The embedded phantom, a quarter of its size, with a network of two levels and some settings changed."""
+    small = {"size": [32, 32], "network": INSTANCE_UNET, "batch_size": 16}
+    return {**load_task("phantom").to_dict(), **small, **changes}
