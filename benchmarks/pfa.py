@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.rng import torch_generator
-from medflare.methods.prr.halves import fourier_aggregate
+from medflare.methods.prr import fourier_aggregate
 
 WIDTHS = (3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 CONVOLUTIONS = [(outputs, inputs, 3, 3) for inputs, outputs in itertools.pairwise(WIDTHS)]

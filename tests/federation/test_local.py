@@ -14,16 +14,12 @@ from medflare.evaluation.contract import validate_results
 from medflare.federation.local import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.inference.deployed import load_model
-from medflare.methods.catalogue import BUILDERS, build_deployed, get_method
+from medflare.methods.catalogue import build_deployed, get_method
 from medflare.sites.opening import open_site
 from medflare.tasks.config import load_task
+from small import tiny_phantom
 
-TINY = {
-    **load_task("phantom").to_dict(),
-    "size": [32, 32],
-    "network": {"name": "unet", "channels": [4, 8], "norm": "instance"},
-    "batch_size": 16,
-}
+TINY = tiny_phantom()
 
 
 def run(method: str = "fedsm", sites: Any = 3, **options: Any) -> dict[str, Any]:
@@ -67,7 +63,7 @@ class TestResults:
         site = open_site("site-1", model.task, seed=3)
         again = site.score(build_deployed(model.task, model.message), "test").values["dice"]
         assert again == results["sites"]["site-1"]["metrics"]["deployed"]["dice"]
-        assert model.kind in BUILDERS
+        assert model.kind == "super" and model.kind in get_method("fedsm").models
 
     def test_traffic_is_the_sum_of_all_tensors(self) -> None:
         results = run("fedavg", 2, rounds=1)
@@ -149,8 +145,8 @@ class TestDefinedBehaviour:
         ("options", "words"),
         [
             ({"lamb": 0.3}, "did you mean 'lam'"),
-            ({"lam": 2.0}, r"lam = 2.0 is outside \[0, 1\]"),
-            ({"personalization": "ditto"}, "choose one of softpull"),
+            ({"lam": 2.0}, "lam must be at most 1, got 2.0"),
+            ({"personalization": "ditto"}, "personalization must be one of softpull, finetune, .*, got 'ditto'"),
             ({"outside": ["site-1"]}, "site-1 is both inside and outside"),
             ({"sites": []}, "at least one site"),
         ],

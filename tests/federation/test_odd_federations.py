@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import medflare
+import small
 from medflare.data.splits import SiteData, Split
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import read_rounds
 from medflare.inference.deployed import load_model
-from medflare.methods.grace import halves as grace
+from medflare.methods.grace import server as grace
 from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -24,33 +25,11 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 SEED = 5
 
-DISC = {
-    "name": "disc",
-    "kind": "segmentation",
-    "target": "binary",
-    "labels": ["disc"],
-    "channels": 1,
-    "size": [16, 16],
-    "network": {"name": "unet", "channels": [4, 8], "norm": "batch"},
-    "loss": {"name": "dice"},
-    "optimizer": {"name": "adam", "lr": 0.01},
-    "batch_size": 4,
-    "local_epochs": 1,
-    "metric": "dice",
-}
-GRADE = {
-    **DISC,
-    "name": "grade",
-    "kind": "classification",
-    "target": "multiclass",
-    "labels": ["dark", "bright", "glaring"],
-    "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True},
-    "loss": {"name": "ce"},
-    "metric": "accuracy",
-}
+DISC = {**small.SEGMENTATION, "name": "disc", "labels": ["disc"]}
+GRADE = {**small.CLASSIFICATION, "name": "grade", "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}}
 BATCH_NORM = {"segmentation": DISC, "classification": GRADE}
 NO_BATCH_NORM = {
-    "segmentation": {**DISC, "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}},
+    "segmentation": {**DISC, "network": small.INSTANCE_UNET},
     "classification": {**GRADE, "network": {"name": "small_cnn", "channels": [4, 8]}},
 }
 

@@ -16,17 +16,12 @@ import medflare
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, StateStore
+from medflare.federation.checkpoint import CHECKPOINT
 from medflare.federation.local import resume_local
 from medflare.federation.memory import HalfMemory
-from medflare.federation.run import CHECKPOINT
-from medflare.tasks.config import load_task
+from small import tiny_phantom
 
-TINY = {
-    **load_task("phantom").to_dict(),
-    "size": [32, 32],
-    "network": {"name": "unet", "channels": [4, 8], "norm": "instance"},
-    "batch_size": 32,
-}
+TINY = tiny_phantom(batch_size=32)
 ROUNDS = 3
 
 KILLED = """

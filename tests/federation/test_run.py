@@ -6,14 +6,9 @@ import pytest
 
 from medflare.evaluation.results import read_rounds
 from medflare.federation.local import run_local
-from medflare.tasks.config import load_task
+from small import tiny_phantom
 
-TINY = {
-    **load_task("phantom").to_dict(),
-    "size": [32, 32],
-    "network": {"name": "unet", "channels": [4, 8], "norm": "instance"},
-    "batch_size": 16,
-}
+TINY = tiny_phantom()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from medflare.cli import main
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import SoftPullAggregator, WeightedAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.seat import TASK_FILE
+from medflare.flare.exchange.participants import TASK_FILE
 from medflare.tasks.config import load_task
 
 
@@ -99,7 +99,7 @@ def broken_aggregator(server: Server) -> None:
         (task_of_bytes, "fedavg", "unknown", "not readable as text"),
         (cut_short, "fedavg", "unknown", "not valid JSON"),
         (unknown_key, "fedavg", "unknown", "batchsize"),
-        (unknown_method, "fedms", "phantom", "did you mean 'fedsm'"),
+        (unknown_method, "fedms", "phantom", "did you mean fedsm"),
         (no_aggregator, "unknown", "phantom", "component 'aggregator' of the job is no medflare aggregator"),
         (broken_aggregator, "['fedsm']", "phantom", "TypeError"),
     ],
@@ -128,11 +128,11 @@ def test_a_job_that_is_wrong_leaves_results(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rounds": "three"}, "rounds = 'three'"),
-        ({"rounds": -1}, "rounds = -1"),
-        ({"seed": None}, "seed = None"),
-        ({"outside": 5}, "outside = 5"),
-        ({"site_half": "fedms"}, "did you mean 'fedsm'"),
+        ({"rounds": "three"}, "rounds must be a whole number, got 'three'"),
+        ({"rounds": -1}, "rounds must be at least 1, got -1"),
+        ({"seed": None}, "seed must be a whole number, got None"),
+        ({"outside": 5}, "outside must be a list, got 5"),
+        ({"site_half": "fedms"}, "did you mean fedsm"),
         ({"aggregator_id": "mine"}, "component 'mine' of the job"),
         ({"resume": "../other"}, "is no job id"),
         ({"resume": "gone"}, "no checkpoint in"),

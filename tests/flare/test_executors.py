@@ -20,14 +20,15 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
 from medflare.federation.participant import identity_of
+from medflare.flare.exchange.participants import TASK_FILE, ParticipantSpec, anchor, read_local
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
 from medflare.flare.guard import refuse_undeclared
-from medflare.flare.seat import TASK_FILE, Seat, anchor, read_local
 from medflare.flare.simulator.host import WarmHost
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import initial_network
+from medflare.sites.local import OutboundLimits
 from medflare.tasks.config import TaskConfig, load_task
 
 SMALL = {"size": [16, 16], "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}}
@@ -105,13 +106,16 @@ def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, tas
 
 
 def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    edited = enrolment(task, hyper=get_method("fedavg").effective({"weighting": "uniform"}))
+    said = "site CS and the server differ in hyper.server.weighting: 'samples' here, 'uniform' there"
+    assert said in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", edited)))
     stranger = enrolment(task, seed=9)
     assert "site CS and the server differ in seed" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", stranger)))
     (place / "local" / "medflare.json").write_text('{"data_root": "/nowhere"}')
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
     assert "site CS: data root /nowhere" in reason
     assert "\n" not in reason
-    assert "no method 'fedavgg'; did you mean 'fedavg'" in str(
+    assert "unknown method 'fedavgg'; did you mean fedavg" in str(
         error_of(answered(MedflareExecutor(seed=0, method="fedavgg"), fl_ctx, "enrol", Message()))
     )
 
@@ -122,13 +126,13 @@ def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskCo
     write_json(place / "local" / "medflare.json", {"privacy": {"epsilon": 4.8, "delta": 1e-5}})
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
     assert reason.endswith("trains with differential privacy only (privacy in its local/medflare.json), this job without: set dp_noise")
-    hyper = {"dp_noise": 1.0}
+    hyper = get_method("fedavg").effective({"dp_noise": 1.0})
     executor = FedAvgExecutor(seed=0, hyper=hyper)
     answered(executor, fl_ctx, "enrol", enrolment(task, hyper=hyper))
     reply = to_message(answered(executor, fl_ctx, "train", model(task)))
     assert 0 < reply.facts["privacy"]["epsilon"] < 4.8
     method = get_method("fedavg")
-    refuse_undeclared(reply, method.site_class.outbound("train", method.plan(task, ("CS", "DU"), hyper)), {})
+    refuse_undeclared(reply, method.site_class.manifest("train", method.plan(task, ("CS", "DU"), hyper)), OutboundLimits())
     assert (place / "local" / "privacy" / "privacy-CS.safetensors").is_file()
     reason = str(error_of(answered(FedAvgExecutor(seed=0, hyper=hyper), fl_ctx, "train", model(task, step=1), round=1)))
     assert reason.startswith("site CS does not train") and "its own budget is 4.8" in reason
@@ -185,7 +189,7 @@ def test_warm_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: 
     host.start("fedavg")
     host.start("fedavg")  # two sites may start one at the same time
     wait_for(host.running)
-    seat = Seat(
+    seat = ParticipantSpec(
         "CS", "fedavg", "", 0, str(place / "config" / TASK_FILE), str(place / "local" / "medflare.json"), str(place / "run" / "medflare")
     )
     warm = host.answer(seat, "train", 0, model(task), aborted=lambda: False)

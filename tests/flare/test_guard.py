@@ -17,11 +17,11 @@ from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.flare.guard import FACTS_LIMIT, OutboundGuard, own_limits
 from medflare.flare.privacy import UpdatePrivacy
-from medflare.flare.seat import ASSIGNMENT, Assignment, Seat
-from medflare.methods.base import Plan
+from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
 
 SITE = "clinic"
@@ -33,30 +33,30 @@ def task() -> Any:
 
 
 @pytest.fixture
-def seat(tmp_path: Path, task: Any) -> Seat:
+def spec(tmp_path: Path, task: Any) -> ParticipantSpec:
     (tmp_path / "task.json").write_text(json.dumps(task.to_dict()))
     StateStore(tmp_path / "medflare" / "state").save("membership", Message({}, {"site": SITE, "sites": [SITE, "other"], "role": "inside"}))
     paths = {"task_file": tmp_path / "task.json", "local_file": tmp_path / "medflare.json", "folder": tmp_path / "medflare"}
-    return Seat(SITE, "fedavg", "", 0, **{name: str(path) for name, path in paths.items()})
+    return ParticipantSpec(SITE, "fedavg", "", 0, **{name: str(path) for name, path in paths.items()})
 
 
 @pytest.fixture
-def context(seat: Seat) -> FLContext:
-    return prepared(seat, Message())
+def context(spec: ParticipantSpec) -> FLContext:
+    return prepared(spec, Message())
 
 
-def prepared(seat: Seat, incoming: Message) -> FLContext:
+def prepared(spec: ParticipantSpec, incoming: Message) -> FLContext:
     """FLARE's context while the site answers to "train" of round 4."""
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, SITE)
-    fl_ctx.set_prop(ASSIGNMENT, Assignment("train", 4, incoming, seat), private=True, sticky=False)
+    fl_ctx.set_prop(SITE_TASK, SiteTask("train", 4, incoming, spec), private=True, sticky=False)
     return fl_ctx
 
 
 @pytest.fixture
 def update(task: Any) -> Message:
     """What FedAvg's site half sends: real tensors for the manifest's shapes."""
-    template = Plan(task, (SITE, "other"), None).template()
+    template = get_method("fedavg").plan(task, (SITE, "other"), {}).template()
     model = {name: torch.ones(tensor.shape, dtype=tensor.dtype) for name, tensor in template.items()}
     return Message({"model": model}, {"n_samples": 12, "loss": 0.5, "validation": {"global": 0.7}})
 
@@ -69,15 +69,15 @@ def kept_back(result: Shareable) -> str:
     return error_of(result) or ""
 
 
-def report(seat: Seat) -> list[dict[str, str]]:
-    with (Path(seat.folder) / "outbound.csv").open() as file:
+def report(spec: ParticipantSpec) -> list[dict[str, str]]:
+    with (Path(spec.folder) / "outbound.csv").open() as file:
         return list(csv.DictReader(file))
 
 
-def test_what_is_declared_leaves_and_is_reported(context: FLContext, seat: Seat, update: Message) -> None:
+def test_what_is_declared_leaves_and_is_reported(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
     sent = to_shareable(update)
     assert OutboundGuard().process(sent, context) is sent
-    model, facts = report(seat)
+    model, facts = report(spec)
     assert (model["phase"], model["round"], model["entry"], model["sent"]) == ("train", "4", "model", "yes")
     assert int(model["bytes"]) == update.nbytes and int(model["tensors"]) == len(update.states["model"])
     assert "weighted mean" in model["purpose"]
@@ -95,11 +95,11 @@ def test_what_is_declared_leaves_and_is_reported(context: FLContext, seat: Seat,
         (lambda m: m.facts.update(pixels=torch.ones(3)), "neither number nor text"),
     ],
 )
-def test_everything_else_stays(context: FLContext, seat: Seat, update: Message, spoil: Any, words: str) -> None:
+def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update: Message, spoil: Any, words: str) -> None:
     spoil(update)
     line = kept_back(OutboundGuard().process(to_shareable(update), context))
     assert words in line and f"the outbound guard of site {SITE} kept back the answer to 'train'" in line
-    (row,) = report(seat)
+    (row,) = report(spec)
     assert row["sent"] == "no" and words in row["purpose"]
 
 
@@ -127,25 +127,25 @@ def test_results_of_other_executors_stay(update: Message) -> None:
 
 
 class TestTheSitesOwnList:
-    def test_entries(self, context: FLContext, seat: Seat, update: Message) -> None:
-        Path(seat.local_file).write_text('{"outbound": {"entries": ["selector"]}}')
+    def test_entries(self, context: FLContext, spec: ParticipantSpec, update: Message) -> None:
+        Path(spec.local_file).write_text('{"outbound": {"entries": ["selector"]}}')
         assert "model is not among the entries" in kept_back(OutboundGuard().process(to_shareable(update), context))
-        Path(seat.local_file).write_text('{"outbound": {"entries": ["model"]}}')
+        Path(spec.local_file).write_text('{"outbound": {"entries": ["model"]}}')
         assert OutboundGuard().process(to_shareable(update), context).get_return_code() == ReturnCode.OK
 
-    def test_bytes(self, context: FLContext, seat: Seat, update: Message) -> None:
-        Path(seat.local_file).write_text(json.dumps({"outbound": {"bytes": update.nbytes - 1}}))
+    def test_bytes(self, context: FLContext, spec: ParticipantSpec, update: Message) -> None:
+        Path(spec.local_file).write_text(json.dumps({"outbound": {"bytes": update.nbytes - 1}}))
         assert f"{update.nbytes} bytes of tensors, local/medflare.json allows" in kept_back(
             OutboundGuard().process(to_shareable(update), context)
         )
-        Path(seat.local_file).write_text(json.dumps({"outbound": {"bytes": update.nbytes}}))
+        Path(spec.local_file).write_text(json.dumps({"outbound": {"bytes": update.nbytes}}))
         assert OutboundGuard().process(to_shareable(update), context).get_return_code() == ReturnCode.OK
 
     @pytest.mark.parametrize("outbound", [["model"], {"entry": ["model"]}, {"bytes": "10"}, {"bytes": True}, {"entries": "model"}])
-    def test_a_misspelt_limit_is_not_taken_for_none(self, context: FLContext, seat: Seat, update: Message, outbound: Any) -> None:
-        Path(seat.local_file).write_text(json.dumps({"outbound": outbound}))
+    def test_a_misspelt_limit_is_not_taken_for_none(self, context: FLContext, spec: ParticipantSpec, update: Message, outbound: Any) -> None:
+        Path(spec.local_file).write_text(json.dumps({"outbound": outbound}))
         with pytest.raises(ConfigError, match="outbound"):
-            own_limits(Path(seat.local_file))
+            own_limits(Path(spec.local_file))
         assert "outbound" in kept_back(OutboundGuard().process(to_shareable(update), context))
 
 
@@ -158,18 +158,18 @@ class TestPrivacyFiltersOfFlare:
         floats = [tensor for tensor in filtered.states["model"].values() if torch.as_tensor(tensor).ndim]
         assert floats and all(torch.as_tensor(tensor).abs().max() <= 0.01 for tensor in floats)
 
-    def test_update_privacy_clips_the_change(self, seat: Seat, update: Message) -> None:
+    def test_update_privacy_clips_the_change(self, spec: ParticipantSpec, update: Message) -> None:
         incoming = {name: tensor - 0.5 if tensor.is_floating_point() else tensor for name, tensor in update.states["model"].items()}
-        context = prepared(seat, Message({"model": incoming}))
+        context = prepared(spec, Message({"model": incoming}))
         sent = UpdatePrivacy("percentile", {"percentile": 0, "gamma": 0.25}).process(to_shareable(update), context)
         for name, tensor in to_message(sent).states["model"].items():
             expected = incoming[name] + 0.25 if tensor.is_floating_point() else incoming[name]
             torch.testing.assert_close(tensor, expected)
         assert OutboundGuard().process(sent, context).get_return_code() == ReturnCode.OK, "shapes and dtypes are the declared ones"
 
-    def test_svt_sends_part_of_the_change(self, seat: Seat, update: Message) -> None:
+    def test_svt_sends_part_of_the_change(self, spec: ParticipantSpec, update: Message) -> None:
         incoming = {name: tensor - 0.5 if tensor.is_floating_point() else tensor for name, tensor in update.states["model"].items()}
-        context = prepared(seat, Message({"model": incoming}))
+        context = prepared(spec, Message({"model": incoming}))
         sent = UpdatePrivacy("svt", {"fraction": 0.3, "epsilon": 10.0, "gamma": 1.0, "tau": 0.1, "replace": False}).process(
             to_shareable(update), context
         )

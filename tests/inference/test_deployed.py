@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from medflare.core.errors import MedflareError, StateError
+from medflare.core.errors import ConfigError, MedflareError, StateError
 from medflare.core.message import Message
 from medflare.inference import deployed
 from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model
@@ -60,8 +60,10 @@ def test_other_kinds_are_built_by_the_given_builder(tmp_path):
     stored = load_model(tmp_path)
     built = stored.build(lambda task, message: Scaled(message.states["scale"]["by"]))
     assert torch.equal(built(torch.ones(2)), torch.full((2,), 2.0))
-    with pytest.raises(StateError, match="needs the entry 'model'"):
+    with pytest.raises(ConfigError, match="no builder for a model of kind 'doubled'"):
         stored.build()
+    with pytest.raises(StateError, match="needs the entry 'model'"):
+        plain_model(TASK, stored.message)
 
 
 def test_building_leaves_the_global_generator_alone(message):

@@ -1,5 +1,7 @@
 import csv
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +13,12 @@ from torch import nn
 from medflare.cli import main
 from medflare.core.errors import ConfigError, DataError, ExportError
 from medflare.inference import export as exporting
+from medflare.inference.adaptation import dsbn_for, with_tent
 from medflare.inference.bundle import definition, harmless, inference_config
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.export import export, largest_difference, random_batches
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
-from medflare.methods.grace.adaptation import AdaptationHyper, adapted_to, with_adaptation
 from medflare.sites.opening import open_site
 from medflare.tasks.config import load_task
 
@@ -87,7 +89,7 @@ def test_onnx(super_model, untrained, classification, tmp_path):
 def test_a_site_adapted_model_keeps_its_statistics(trained, data_root, segmentation, tmp_path):
     plain = load_model(trained("fedavg") / "models/global")
     site = open_site("O", segmentation, role="outside", data_root=data_root)
-    stored = StoredModel(plain.task, adapted_to(site, plain.message, AdaptationHyper(tta="dsbn")), {})
+    stored = StoredModel(plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {})
     export(stored, "torchscript", tmp_path, builder=build_deployed)
     images, recorded = site.data.test.images, torch.jit.load(tmp_path / "model.ts")
     with torch.no_grad():
@@ -140,7 +142,7 @@ def test_models_that_live_on_their_images_are_refused(trained, tmp_path):
     with pytest.raises(ExportError, match=r"'routed' cannot be exported: its weights .* use `medflare predict`"):
         export(routed, "onnx", tmp_path, builder=build_deployed)
     plain = load_model(trained("fedavg") / "models/global")
-    tent = StoredModel(plain.task, with_adaptation(plain.message, plain.task, AdaptationHyper(tta="tent")), {})
+    tent = StoredModel(plain.task, with_tent(plain.message, plain.task), {})
     with pytest.raises(ExportError, match="'tent' cannot be exported: it goes on learning"):
         export(tent, "torchscript", tmp_path, builder=build_deployed)
 
@@ -229,20 +231,20 @@ def test_monais_own_check_of_a_bundle(untrained, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"labels": ["$__import__('os').system('touch owned')"], "label_values": {}},
+        {"labels": ("$__import__('os').system('touch owned')",), "label_values": {}},
         {"source": "@run"},
         {"name": "%configs/secret.json"},
         {"intensity": {"name": "ScaleIntensity", "_mode_": "callable"}},
     ],
 )
 def test_a_card_never_becomes_code(changes, segmentation):
-    task = load_task(segmentation.to_dict()).__class__(**{**vars(segmentation), **changes})
+    task = replace(segmentation, **changes)
     with pytest.raises(ExportError, match=r"command in a MONAI bundle|would be run by MONAI"):
         definition(task)
 
 
 def test_intensity_arguments_are_no_code_either(segmentation):
-    task = segmentation.__class__(**{**vars(segmentation), "intensity": {"name": "ScaleIntensity", "dtype": "$print()"}})
+    task = replace(segmentation, intensity={"name": "ScaleIntensity", "dtype": "$print()"})
     with pytest.raises(ExportError, match="would be run by MONAI"):
         inference_config(task, {})
 

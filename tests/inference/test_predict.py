@@ -1,5 +1,6 @@
 import csv
 import json
+from functools import partial
 from pathlib import Path
 
 import nibabel
@@ -12,11 +13,11 @@ from torch import nn
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.inference.adaptation import dsbn_for, with_dsbn, with_tent
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
 from medflare.methods.catalogue import build_deployed
-from medflare.methods.grace.adaptation import AdaptationHyper, adapted_to, with_adaptation
 from medflare.sites.opening import open_site
 from medflare.tasks.config import load_task
 
@@ -80,13 +81,15 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(trained, da
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])
 def test_adaptation_on_request_is_that_of_the_methods(tta, trained, data_root, tmp_path, segmentation):
     stored = load_model(trained("fedavg") / "sites/A/global")
-    site, hyper = open_site("O", segmentation, role="outside", data_root=data_root), AdaptationHyper(tta=tta)
-    expected = site.predict(build_deployed(stored.task, adapted_to(site, stored.message, hyper)), "test")
+    site = open_site("O", segmentation, role="outside", data_root=data_root)
+    tent = with_tent(stored.message, stored.task)
+    message = tent if tta == "tent" else dsbn_for(site, stored.message, partial(build_deployed, stored.task))
+    expected = site.predict(build_deployed(stored.task, message), "test")
     found = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
     assert torch.equal(found, expected)
     plain = probabilities(stored, data_root / "O/test", tmp_path)
     assert not torch.allclose(found, plain)
-    delivered = StoredModel(stored.task, with_adaptation(stored.message, stored.task, hyper), {})
+    delivered = StoredModel(stored.task, tent if tta == "tent" else with_dsbn(stored.message), {})
     assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path), expected), "a model that came with it"
     assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt=tta), expected), "asking twice changes nothing"
     assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt="none"), plain), "and without it"

@@ -16,6 +16,7 @@ from medflare.data.splits import SiteData, Split
 from medflare.privacy.dp_sgd import epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release
 from medflare.sites.site import Site
+from methods import squares
 
 HUGE = 1e9  # a norm that clips nothing
 
@@ -24,7 +25,7 @@ def random(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def linear_site(squares, values, batch_size=4) -> Site:
+def linear_site(values, batch_size=4) -> Site:
     """Image i is 16 x 16 pixels of value values[i]; its class is ignored by the losses below."""
     task = squares.task("classification", batch_size=batch_size)
     images = torch.tensor(values).view(-1, 1, 1, 1).expand(-1, 1, 16, 16).contiguous()
@@ -47,36 +48,36 @@ def trained(model, site, *, clip, noise=0.0, rate=1.0, steps=1, loss=mean_pixel,
 
 
 class TestStep:
-    def test_the_mean_of_clipped_gradients(self, squares) -> None:
+    def test_the_mean_of_clipped_gradients(self) -> None:
         """Gradients 0.5, -3 and 2 clipped to 1: (0.5 - 1 + 1) / 3."""
-        (move,) = trained(nn.Linear(1, 1, bias=False), linear_site(squares, [0.5, -3.0, 2.0]), clip=1.0)
+        (move,) = trained(nn.Linear(1, 1, bias=False), linear_site([0.5, -3.0, 2.0]), clip=1.0)
         assert move.item() == pytest.approx(-0.5 / 3, abs=1e-6)
 
-    def test_all_parameters_are_clipped_together(self, squares) -> None:
+    def test_all_parameters_are_clipped_together(self) -> None:
         """The gradient (x, 1) of weight and bias has the norm sqrt(x² + 1), 5/4 for x = 3/4: clipped to 1 it is (3/5, 4/5)."""
-        weight, bias = trained(nn.Linear(1, 1), linear_site(squares, [0.75]), clip=1.0)
+        weight, bias = trained(nn.Linear(1, 1), linear_site([0.75]), clip=1.0)
         assert weight.item() == pytest.approx(-0.6, abs=1e-5) and bias.item() == pytest.approx(-0.8, abs=1e-5)
 
-    def test_divided_by_the_expected_number_of_patients(self, squares) -> None:
+    def test_divided_by_the_expected_number_of_patients(self) -> None:
         """Whoever is drawn, of gradients of 1 the step takes (number drawn) / (rate · patients)."""
-        site = linear_site(squares, [1.0] * 10)
+        site = linear_site([1.0] * 10)
         moves = {round(trained(nn.Linear(1, 1, bias=False), site, clip=5.0, rate=0.4, seed=seed)[0].item(), 5) for seed in range(20)}
         assert len(moves) > 3
         assert all(any(math.isclose(-move, drawn / 4, abs_tol=1e-4) for drawn in range(11)) for move in moves)
 
-    def test_noise_has_the_deviation_that_is_accounted_for(self, squares) -> None:
+    def test_noise_has_the_deviation_that_is_accounted_for(self) -> None:
         """Gradients of zero leave N(0, (σ C / L)²): σ = 2, C = 3, L = 4."""
         (move, _) = trained(
             nn.Linear(1, 4000),
-            linear_site(squares, [0.0] * 4),
+            linear_site([0.0] * 4),
             clip=3.0,
             noise=2.0,
             loss=lambda model, images, _: 0 * mean_pixel(model, images, _),
         )
         assert kstest(move.flatten().numpy() / (2.0 * 3.0 / 4), "norm").pvalue > 1e-3
 
-    def test_nobody_drawn_is_a_step_of_noise(self, squares) -> None:
-        site = linear_site(squares, [1.0])
+    def test_nobody_drawn_is_a_step_of_noise(self) -> None:
+        site = linear_site([1.0])
         quiet = [
             trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, steps=3),
             trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, noise=0.0),
@@ -86,8 +87,8 @@ class TestStep:
         (move, _) = trained(noisy, site, clip=1.0, rate=0.01, noise=1.0, steps=1)
         assert move.abs().min() > 0
 
-    def test_noise_repeats_with_its_generator_alone(self, squares) -> None:
-        site = linear_site(squares, [1.0, 2.0])
+    def test_noise_repeats_with_its_generator_alone(self) -> None:
+        site = linear_site([1.0, 2.0])
 
         def move(seed: int) -> list[torch.Tensor]:
             return trained(nn.Linear(1, 3), site, clip=1.0, noise=1.0, steps=2, seed=seed)
@@ -96,13 +97,13 @@ class TestStep:
         assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(first, again, strict=True))
         assert not torch.allclose(first[0], other[0], atol=1e-2)
 
-    def test_what_opacus_hangs_on_a_model_is_taken_off(self, squares) -> None:
+    def test_what_opacus_hangs_on_a_model_is_taken_off(self) -> None:
         model = nn.Linear(1, 1)
-        trained(model, linear_site(squares, [1.0]), clip=1.0)
+        trained(model, linear_site([1.0]), clip=1.0)
         parameter = next(model.parameters())
         assert parameter.grad is None and not hasattr(parameter, "grad_sample")
         assert not model._forward_hooks and not model._backward_hooks
-        trained(model, linear_site(squares, [1.0]), clip=1.0)  # and goes on again
+        trained(model, linear_site([1.0]), clip=1.0)  # and goes on again
 
 
 NETWORKS = {
@@ -114,7 +115,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_task_networks_have_the_gradients_that_autograd_finds(squares, name: str) -> None:
+def test_task_networks_have_the_gradients_that_autograd_finds(name: str) -> None:
     """Without noise and with every patient drawn, a step is the mean over images of each one's clipped gradient."""
     kind, network = NETWORKS[name]
     task = squares.task(kind, network=network, batch_size=3)

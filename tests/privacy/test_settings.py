@@ -24,6 +24,7 @@ from medflare.privacy import settings as privacy
 from medflare.privacy.ledger import Budget, Release
 from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
+from methods import squares
 
 INSTANCE = {"name": "unet", "channels": [4, 8], "norm": "instance"}
 TINY = {**load_task("phantom").to_dict(), "size": [32, 32], "network": INSTANCE, "batch_size": 16}
@@ -39,7 +40,7 @@ def epsilon(noise: float, rate: float, steps: int, delta: float = 1e-5) -> float
 
 
 @pytest.fixture
-def task(squares) -> TaskConfig:
+def task() -> TaskConfig:
     return squares.task(network=INSTANCE, batch_size=6)
 
 
@@ -85,7 +86,7 @@ class TestWhoMay:
             ({"loss": {"name": "dice", "batch": True}}, r"loss dice .*task\.loss\.batch=false"),
         ],
     )
-    def test_what_mixes_the_images_of_a_batch_is_named(self, squares, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    def test_what_mixes_the_images_of_a_batch_is_named(self, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
         from medflare.flare.jobs.building import build_job
 
         mixed = squares.task(**{"network": INSTANCE, **changes})
@@ -99,7 +100,7 @@ class TestWhoMay:
             assert "\n" not in str(caught.value)
         assert not (tmp_path / "job").exists()
 
-    def test_without_opacus(self, squares, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_opacus(self, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, "medflare.privacy.dp_sgd", raising=False)
         monkeypatch.delattr("medflare.privacy.dp_sgd", raising=False)
         monkeypatch.setitem(sys.modules, "opacus", None)
@@ -110,7 +111,7 @@ class TestWhoMay:
         ):
             squares.half(cls, task=task, **PRIVATE)
 
-    def test_delta_must_not_allow_to_give_a_patient_away(self, squares, task: TaskConfig) -> None:
+    def test_delta_must_not_allow_to_give_a_patient_away(self, task: TaskConfig) -> None:
         with pytest.raises(ConfigError, match=r"dp_delta = 0.09 is not below 1 / 12 training patients"):
             squares.half(get_method("fedavg").site_class, task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)
         squares.half(get_method("fedavg").site_class, "O", task=task, counts=COUNTS, **PRIVATE, dp_delta=0.09)  # outside: it never trains
@@ -118,7 +119,7 @@ class TestWhoMay:
 
 class TestTraining:
     @pytest.mark.parametrize("method", ALLOWED)
-    def test_every_method_trains_through_the_mechanism(self, squares, task: TaskConfig, method: str, monkeypatch) -> None:
+    def test_every_method_trains_through_the_mechanism(self, task: TaskConfig, method: str, monkeypatch) -> None:
         """Noise so large that nothing else could have moved the weights so far, in every round."""
         monkeypatch.setattr(privacy, "secret", lambda: np.random.default_rng(5))
         task = squares.task(network=INSTANCE, batch_size=6, optimizer={"name": "sgd", "lr": 1.0})
@@ -132,7 +133,7 @@ class TestTraining:
             assert reply.facts["loss"] is None
             assert reply.facts["privacy"]["steps"] == 2 * (round + 1)
 
-    def test_noise_is_none_of_the_servers(self, squares, task: TaskConfig) -> None:
+    def test_noise_is_none_of_the_servers(self, task: TaskConfig) -> None:
         """Everything that the server knows is the same, and still it cannot tell what the noise was."""
         first, second = (squares.trained(get_method("fedavg").site_class, task=task, **PRIVATE)[0] for _ in range(2))
         assert not squares.equal(first, second)
@@ -173,7 +174,7 @@ class TestAccount:
     """A participant that lives from process to process on what lies in its folder."""
 
     @pytest.fixture
-    def ask(self, squares, task: TaskConfig, tmp_path: Path) -> Any:
+    def ask(self, task: TaskConfig, tmp_path: Path) -> Any:
         method, hyper = get_method("fedavg"), dict(PRIVATE)
         start = squares.start(task)
 
@@ -234,7 +235,7 @@ class TestAccount:
         with pytest.raises(ConfigError, match=r"site A trains with differential privacy only .*local/medflare\.json.*set dp_noise"):
             ask("enrol", budget=budget, hyper={})
 
-    def test_a_site_with_a_budget_refuses_methods_without(self, squares, task: TaskConfig, tmp_path: Path) -> None:
+    def test_a_site_with_a_budget_refuses_methods_without(self, task: TaskConfig, tmp_path: Path) -> None:
         def opened(role: str) -> Site:
             site = squares.site("A", task, COUNTS)
             site.budget = Budget(8.0, 1e-5, tmp_path, "A")

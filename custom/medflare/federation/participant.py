@@ -25,6 +25,19 @@ def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str,
     return {"method": method.name, "hyper": method.effective(hyper), "task": task_fingerprint, "seed": seed}
 
 
+def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
+    """(dotted name, value here, value there) of the first setting in which two nested mappings differ.
+
+    >>> first_difference("hyper", {"site": {"mu": 1, "lr": 2}}, {"site": {"mu": 1, "lr": 3}})
+    ('hyper.site.lr', 2, 3)
+    """
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        for key in sorted({*here, *there}):
+            if here.get(key) != there.get(key):
+                return first_difference(f"{name}.{key}", here.get(key), there.get(key))
+    return name, here, there
+
+
 def stored_members(folder: Path) -> tuple[str, ...]:
     """The federation's inside sites as the participant that keeps its state in `folder` enrolled with them.
 
@@ -127,8 +140,9 @@ class Participant:
             )
         for name, value in identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed).items():
             if name in theirs and theirs[name] != value:
+                what, here, there = first_difference(name, value, theirs[name])
                 raise ConfigError(
-                    f"site {self.name} and the server differ in {name}: {value!r} here, {theirs[name]!r} there; "
+                    f"site {self.name} and the server differ in {what}: {here!r} here, {there!r} there; "
                     "submit one job folder to all, and do not edit the site's copy"
                 )
 

@@ -11,8 +11,8 @@ from nvflare.apis.signal import Signal
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 
+from medflare.flare.exchange import signs
 from medflare.flare.exchange.signs import expect_answers, wait_for_work
-from medflare.flare.exchange.tasks import signs
 
 
 class Line:

@@ -48,7 +48,8 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
     assert workflow["args"] == {"rounds": 20, "seed": 7, "outside": ["HT"], "min_sites": 2, "step_timeout": 600.0}
     assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.SoftPullAggregator"
     hyper = component(folder, "aggregator")["args"]["hyper"]
-    assert hyper["lam"] == 0.3 and hyper["gamma"] == "tune"  # what is not set is there with its default
+    assert hyper["server"]["lam"] == 0.3 and hyper["server"]["gamma"] == "tune"  # what is not set is there with its default
+    assert hyper["site"]["personalization"] == "softpull"
     executor = config(folder, "client")["executors"][0]["executor"]
     assert executor == {"path": "medflare.flare.executors.FedSMExecutor", "args": {"seed": 7, "hyper": hyper}}
     assert json.loads((folder / "meta.json").read_text())["min_clients"] == 2
@@ -102,10 +103,10 @@ def test_an_older_job_is_replaced_and_anything_else_is_not(tmp_path: Path) -> No
 
 
 def test_wrong_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'fedsm'"):
+    with pytest.raises(ConfigError, match="did you mean fedsm"):
         build_job("fedms", "phantom", out=tmp_path / "job")
     with pytest.raises(ConfigError, match="no hyper-parameter 'lambda_'"):
         build_job("fedsm", "phantom", out=tmp_path / "job", hyper={"lambda_": 0.3})
-    with pytest.raises(ConfigError, match="rounds = 0"):
+    with pytest.raises(ConfigError, match="rounds must be at least 1, got 0"):
         build_job("fedsm", "phantom", out=tmp_path / "job", rounds=0)
     assert not (tmp_path / "job").exists()

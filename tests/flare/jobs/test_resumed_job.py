@@ -8,9 +8,9 @@ import pytest
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.controller import MedflareController
+from medflare.flare.exchange.participants import interrupted
 from medflare.flare.executors import FedSMExecutor
 from medflare.flare.jobs.building import build_job, resumed_job
-from medflare.flare.seat import interrupted
 
 
 @pytest.fixture

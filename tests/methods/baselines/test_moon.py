@@ -12,6 +12,7 @@ from medflare.methods.fedavg import FedAvgServer
 from medflare.methods.grace.local_model import LocalModelSite
 from medflare.methods.grace.server import GraceServer
 from medflare.methods.grace.site import GraceSite
+from methods import squares
 
 
 def test_loss_by_hand():
@@ -39,7 +40,7 @@ def test_agreeing_models_give_log_two_without_a_gradient():
 
 
 @pytest.mark.parametrize("task", ["segmentation", "classification"])
-def test_contrast_sets_in_with_the_second_round(squares, task):
+def test_contrast_sets_in_with_the_second_round(task):
     task = squares.task(task)
     assert squares.equal(squares.trained(MoonSite, task)[0], squares.trained(LocalModelSite, task)[0])
     second = squares.trained(MoonSite, task, rounds=2)[0]
@@ -50,7 +51,7 @@ def test_contrast_sets_in_with_the_second_round(squares, task):
     assert squares.equal(plain, weightless)
 
 
-def test_it_draws_features_from_the_previous_to_the_global_model(squares):
+def test_it_draws_features_from_the_previous_to_the_global_model():
     """Five rounds of contrast alone, from the same global model: nearer to it than without."""
     half, start = squares.half(MoonSite, mu=5.0), squares.start()
     free = squares.half(LocalModelSite)
@@ -68,7 +69,7 @@ def test_it_draws_features_from_the_previous_to_the_global_model(squares):
     assert similarity(drawn) > similarity(own)
 
 
-def test_server_is_fedavgs_unless_graces_is_asked_for(squares):
+def test_server_is_fedavgs_unless_graces_is_asked_for():
     models = {}
     for name, server in [
         ("moon", squares.server(MoonServer)),
@@ -82,7 +83,7 @@ def test_server_is_fedavgs_unless_graces_is_asked_for(squares):
     assert not squares.equal(models["moon"], models["grace"])
 
 
-def test_two_steps_are_graces_with_another_alignment(squares):
+def test_two_steps_are_graces_with_another_alignment():
     assert squares.equal(squares.trained(MoonSite, two_step=True)[0], squares.trained(GraceSite, client="meta")[0])
     second = squares.trained(MoonSite, rounds=2, two_step=True)[0]
     assert not squares.equal(second, squares.trained(GraceSite, rounds=2, client="meta")[0])
@@ -90,6 +91,6 @@ def test_two_steps_are_graces_with_another_alignment(squares):
 
 
 @pytest.mark.parametrize("hyper", [{}, {"two_step": True, "batch_norm": "local"}], ids=["moon", "two steps"])
-def test_new_process_for_every_task(squares, hyper, tmp_path):
+def test_new_process_for_every_task(hyper, tmp_path):
     kept, renewed = (squares.play(squares.server(MoonServer), squares.halves(MoonSite, **hyper), store=store) for store in (None, tmp_path))
     assert squares.equal(kept.model, renewed.model)

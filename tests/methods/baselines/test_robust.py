@@ -50,7 +50,7 @@ def test_errors() -> None:
         robust_mean({}, "median")
     with pytest.raises(ValueError, match="leaves none of 2 sites"):
         robust_mean(states([1.0], [2.0]), "trimmed", 0.5)
-    with pytest.raises(ConfigError, match="trim = 0.5 cuts off everybody; choose it below 0.5"):
+    with pytest.raises(ConfigError, match=r"trim = 0\.5 cuts off everybody; choose it below 0.5"):
         medflare.run_local("robust", TINY, 3, rounds=1, seed=0, rule="trimmed", trim=0.5)
     with pytest.raises(ConfigError, match="trim"):
         medflare.run_local("robust", TINY, 3, rounds=1, seed=0, trim=0.7)

@@ -19,6 +19,7 @@ from medflare.methods.feddag.server import FedDAGServer
 from medflare.methods.feddag.site import FedDAGSite
 from medflare.networks.features import pooled
 from medflare.tasks.config import load_task
+from methods import squares
 from small import tiny_phantom
 
 VARIANTS = [
@@ -45,7 +46,7 @@ VARIANTS = [
 
 
 @pytest.fixture
-def generation(squares):
+def generation():
     """Makes student, teacher and generator of a fresh site with some settings."""
 
     def make(task=squares.SEGMENTATION, **hyper):
@@ -65,7 +66,7 @@ def first_batch(generation):
 
 
 class TestStages:
-    def test_generator_moves_away_from_the_teacher_within_the_task(self, squares, generation):
+    def test_generator_moves_away_from_the_teacher_within_the_task(self, generation):
         """Stage 1 lowers its own objective, and moves nothing but the generator."""
         dag = generation(m=2.0)
         images, targets, _ = first_batch(dag)
@@ -84,7 +85,7 @@ class TestStages:
         assert squares.equal(weights(dag.student), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
         assert all(parameter.grad is None for network in (dag.student, dag.teacher) for parameter in network.parameters())
 
-    def test_capped_images_stop_pulling_one_by_one_or_all_at_once(self, squares, generation):
+    def test_capped_images_stop_pulling_one_by_one_or_all_at_once(self, generation):
         """With the cap between the images' discrepancies the two readings of Eq. 1 train the generator differently."""
         batch = first_batch(generation(alpha=1.0))
         probe = generation(alpha=1.0)
@@ -100,7 +101,7 @@ class TestStages:
             moved[cap] = weights(dag.generator)
         assert not squares.equal(moved["instance"], moved["batch"])
 
-    def test_student_comes_closer_on_fixed_generated_images(self, squares, generation):
+    def test_student_comes_closer_on_fixed_generated_images(self, generation):
         """Stage 2 lowers L_S, and moves nothing but the student."""
         dag = generation(alpha=1.0)
         images, targets, _ = first_batch(dag)
@@ -120,7 +121,7 @@ class TestStages:
         counts = [int(tensor) for name, tensor in dag.student.state_dict().items() if name.endswith("num_batches_tracked")]
         assert set(counts) == {2}  # generated and original images
 
-    def test_teacher_follows_the_student(self, squares, generation):
+    def test_teacher_follows_the_student(self, generation):
         dag = generation()
         start = weights(dag.teacher)
         dag.step(first_batch(dag), 0.75)
@@ -128,7 +129,7 @@ class TestStages:
             if tensor.is_floating_point():
                 torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * dag.student.state_dict()[name])
 
-    def test_no_strength_leaves_images_and_generator_alone(self, squares, generation):
+    def test_no_strength_leaves_images_and_generator_alone(self, generation):
         dag = generation(alpha=0.0)
         images = first_batch(dag).images
         assert torch.equal(dag.student_images(images), images)
@@ -169,7 +170,7 @@ class TestSharpnessAwareStep:
 
 class TestSite:
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-    def test_every_setting_changes_the_model(self, squares, kind):
+    def test_every_setting_changes_the_model(self, kind):
         task = squares.task(kind)
         results = [squares.trained(FedDAGSite, task, **variant) for variant in VARIANTS]
         for model, facts in results:
@@ -178,14 +179,14 @@ class TestSite:
             for j in range(i):
                 assert not squares.equal(results[i][0], results[j][0]), (VARIANTS[i], VARIANTS[j])
 
-    def test_reply_is_what_the_site_declares(self, squares):
+    def test_reply_is_what_the_site_declares(self):
         for hyper in ({}, {"distribution": "type2"}, {"ndag": False}, {"sha": False}, {"rho": 0.0}):
             half = squares.half(FedDAGSite, **hyper)
             reply = half.perform("train", 0, Message({"model": squares.start()}))
             assert reply.states.keys() == half.manifest("train", half.plan).keys()
         assert half.manifest("warm_up", half.plan).keys() == {"model"} and half.manifest("score", half.plan) == {}
 
-    def test_teacher_stays_and_is_sent_in_type_3(self, squares):
+    def test_teacher_stays_and_is_sent_in_type_3(self):
         half, start = squares.half(FedDAGSite), squares.start()
         teacher = half.perform("train", 0, Message({"model": start})).states["model"]
         assert squares.equal(half.kept, teacher)
@@ -202,20 +203,20 @@ class TestSite:
             ({"distribution": "type3", "chain": "teacher_from_global"}, "kept", "global"),
         ],
     )
-    def test_who_starts_from_what(self, squares, hyper, student, teacher):
+    def test_who_starts_from_what(self, hyper, student, teacher):
         half = squares.half(FedDAGSite, **hyper)
         networks = {name: weights(half.site.network(name)) for name in ("global", "student", "kept")}
         half.kept = networks["kept"]
         begun = half._begin(Message({"model": networks["global"], "student": networks["student"]}))
         assert squares.equal(weights(begun.student), networks[student]) and squares.equal(weights(begun.teacher), networks[teacher])
 
-    def test_nothing_kept_in_types_1_and_2(self, squares):
+    def test_nothing_kept_in_types_1_and_2(self):
         for distribution in ("type1", "type2"):
             half = squares.half(FedDAGSite, distribution=distribution)
             half.perform("train", 0, Message({"model": squares.start()}))
             assert half.kept is None and not half.memory.states
 
-    def test_perturbed_model_lies_rho_away(self, squares):
+    def test_perturbed_model_lies_rho_away(self):
         for loss in ("task", "full"):
             half = squares.half(FedDAGSite, rho=0.2, perturbation_loss=loss)
             states = half.perform("train", 0, Message({"model": squares.start()})).states
@@ -226,7 +227,7 @@ class TestSite:
             )
             assert math.sqrt(far) == pytest.approx(0.2, rel=1e-4)
 
-    def test_pictures_are_made_of_own_images_and_stay(self, squares):
+    def test_pictures_are_made_of_own_images_and_stay(self):
         half = squares.half(FedDAGSite, pictures=3)
         generator = initial_generator(half.site.task, half.site.seed, half.hyper).state_dict()
         content = half.pictures(Message({"model": squares.start(), "generator": generator}))["generated"]
@@ -234,11 +235,11 @@ class TestSite:
         assert half.pictures(Message({"model": squares.start()})) == {}
         assert squares.half(FedDAGSite, pictures=0).pictures(Message({"generator": generator})) == {}
 
-    def test_site_with_one_image(self, squares):
+    def test_site_with_one_image(self):
         model, facts = squares.trained(FedDAGSite, counts=(1, 1, 1))
         assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
 
-    def test_network_without_batch_norm(self, squares):
+    def test_network_without_batch_norm(self):
         task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
         squares.play(squares.server(FedDAGServer, task), squares.halves(FedDAGSite, task))
 
@@ -249,7 +250,7 @@ class TestSite:
 
 
 class TestFederation:
-    def test_warm_up_is_fedavg(self, squares):
+    def test_warm_up_is_fedavg(self):
         server = squares.server(FedDAGServer, rounds=8, warmup=2)
         steps = server.steps()
         assert [(step.phase, step.round) for step in steps[:4]] == [("warm_up", 0), ("warm_up", 1), ("train", 2), ("score", 2)]
@@ -261,12 +262,12 @@ class TestFederation:
         assert squares.equal(after, squares.play(plain, squares.halves(FedAvgSite)).model)
         assert not server.aggregation.history
 
-    def test_warm_up_is_cut_for_short_runs_and_says_so(self, squares):
+    def test_warm_up_is_cut_for_short_runs_and_says_so(self):
         server = squares.server(FedDAGServer, rounds=8)
         assert server.warmup == 2 and "2 instead of 5" in server.context.events.of("warning")[0]["message"]
         assert not squares.server(FedDAGServer, rounds=20).context.events.of("warning")
 
-    def test_without_both_parts_it_is_fedavg(self, squares):
+    def test_without_both_parts_it_is_fedavg(self):
         """w/o NDAG and w/o SHA, the teacher no slower than its student: Table V's last row."""
         settings = {"ndag": False, "sha": False, "ema": 0.0}
         both = squares.play(squares.server(FedDAGServer, **settings), squares.halves(FedDAGSite, **settings)).model
@@ -283,7 +284,7 @@ class TestFederation:
             {"evaluators": 1, "window": "passing"},
         ],
     )
-    def test_state_survives_new_processes(self, squares, settings, tmp_path):
+    def test_state_survives_new_processes(self, settings, tmp_path):
         once, again = (
             squares.play(squares.server(FedDAGServer, rounds=4, **settings), squares.halves(FedDAGSite, **settings), store=store)
             for store in (None, tmp_path)
@@ -291,7 +292,7 @@ class TestFederation:
         assert squares.equal(once.model, again.model)
         assert all(squares.equal(state, again.server.companions[name]) for name, state in once.server.companions.items())
 
-    def test_generators_are_averaged_with_the_models_weights(self, squares):
+    def test_generators_are_averaged_with_the_models_weights(self):
         settings = {"beta": 4.0, "score_metric": "exp_loss"}
         server, halves = squares.server(FedDAGServer, rounds=1, **settings), squares.halves(FedDAGSite, **settings)
         step = server.steps()[0]
@@ -305,7 +306,7 @@ class TestFederation:
             expected = sum(shares[site] * reply.states["generator"][name] for site, reply in replies.items())
             torch.testing.assert_close(tensor, expected)
 
-    def test_students_of_type_2_are_a_second_global_model(self, squares):
+    def test_students_of_type_2_are_a_second_global_model(self):
         server = squares.server(FedDAGServer, rounds=4, distribution="type2", warmup=1)
         steps = server.steps()
         halves = squares.halves(FedDAGSite, distribution="type2")
@@ -316,13 +317,13 @@ class TestFederation:
         squares.play(server, halves)
         assert not squares.equal(server.companions["student"], server.model)
 
-    def test_only_inside_sites_get_the_generator(self, squares):
+    def test_only_inside_sites_get_the_generator(self):
         server = squares.server(FedDAGServer)
         assert server.configure_delivery("A").states.keys() == {"model", "generator"}
         assert server.configure_delivery("O").states.keys() == {"model"}
         assert squares.server(FedDAGServer, pictures=0).configure_delivery("A").states.keys() == {"model"}
 
-    def test_site_that_misses_rounds_goes_on_from_its_own_teacher(self, squares):
+    def test_site_that_misses_rounds_goes_on_from_its_own_teacher(self):
         task = tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}, batch_size=load_task("phantom").batch_size)
         results = run_local("feddag", task, 3, rounds=3, seed=1, absent={1: ["site-2"]}, generator_width=4, generator_blocks=1)
         assert results["status"] == "COMPLETED"

@@ -18,6 +18,7 @@ from medflare.methods.feddag.formulas import soft_balancing_weights
 from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.feddag.scoring import CANDIDATE, ScoredSite, perturbed
 from medflare.methods.feddag.sha import HierarchicalAggregation, SHAServer
+from methods import squares
 
 SHASite = get_method("sha").site_class
 SHAMoonSite = get_method("moon", server="sha").site_class
@@ -51,7 +52,7 @@ def averaged(average, states, scores):
 
 
 class TestPerturbation:
-    def test_perturbed_model_lies_rho_uphill_and_keeps_its_buffers(self, squares):
+    def test_perturbed_model_lies_rho_uphill_and_keeps_its_buffers(self):
         half = squares.half(SHASite, rho=0.3)
         reply = half.perform("train", 0, Message({"model": squares.start()}))
         model, moved = reply.states["model"], reply.states["perturbed"]
@@ -67,17 +68,17 @@ class TestPerturbation:
 
         assert loss(moved) > loss(model)
 
-    def test_last_batch_is_the_one_that_training_ended_with(self, squares):
+    def test_last_batch_is_the_one_that_training_ended_with(self):
         half = squares.half(SHASite, task=squares.task(local_epochs=2))
         used = [batch.index.tolist() for epoch in range(2) for batch in half.site.batches("train", 3, "model", epoch)]
         assert half.last_batch(3).index.tolist() == used[-1] != used[0]
 
-    def test_training_itself_is_that_of_the_site(self, squares):
+    def test_training_itself_is_that_of_the_site(self):
         plain, _ = squares.trained(FedAvgSite)
         assert squares.equal(squares.trained(SHASite)[0], plain)
         assert squares.equal(squares.trained(SHAMoonSite, server_class=SHAServer)[0], squares.trained(MoonSite)[0])
 
-    def test_without_rho_nothing_more_is_sent(self, squares):
+    def test_without_rho_nothing_more_is_sent(self):
         for hyper in ({"rho": 0.0}, {"sha": False}):
             assert squares.half(SHASite, **hyper).perform("train", 0, Message({"model": squares.start()})).states.keys() == {"model"}
 
@@ -90,7 +91,7 @@ class TestPerturbation:
 
 
 class TestScoring:
-    def test_scores_are_the_validation_metric_of_each_model(self, squares):
+    def test_scores_are_the_validation_metric_of_each_model(self):
         half = squares.half(SHASite)
         trained, _ = squares.trained(FedAvgSite, rounds=1)
         scores = half.perform("score", 0, Message({"candidate/B": squares.start(), "candidate/C": trained})).facts["scores"]
@@ -99,7 +100,7 @@ class TestScoring:
         assert scores == {name: half.validation(network) for name, network in networks.items()}
         assert half.perform("score", 0, Message()).facts["scores"] == {}
 
-    def test_score_may_be_another_metric_or_the_loss(self, squares):
+    def test_score_may_be_another_metric_or_the_loss(self):
         start = Message({"candidate/B": squares.start()})
         dice, iou, likelihood = (
             squares.half(SHASite, score_metric=name).perform("score", 0, start).facts["scores"]["B"] for name in ("dice", "iou", "exp_loss")
@@ -109,12 +110,12 @@ class TestScoring:
         expected = math.exp(-site.loss(network(site.data.validation.images), site.data.validation.targets).item())
         assert dice > iou and likelihood == pytest.approx(expected, rel=1e-5)
 
-    def test_site_without_validation_images_gives_no_score(self, squares):
+    def test_site_without_validation_images_gives_no_score(self):
         for name in ("task", "exp_loss"):
             half = squares.half(SHASite, counts=(12, 0, 1), score_metric=name)
             assert half.perform("score", 0, Message({"candidate/B": squares.start()})).facts["scores"] == {"B": None}
 
-    def test_metric_of_another_kind_of_task_is_refused(self, squares):
+    def test_metric_of_another_kind_of_task_is_refused(self):
         with pytest.raises(ConfigError, match="auc_macro"):
             squares.server(SHAServer, score_metric="auc_macro")
 
@@ -157,18 +158,18 @@ class TestAggregation:
 
 
 class TestServer:
-    def test_a_round_has_two_phases_unless_sha_is_off(self, squares):
+    def test_a_round_has_two_phases_unless_sha_is_off(self):
         phases = [(step.phase, step.round) for step in squares.server(SHAServer, rounds=2).steps()]
         assert phases == [("train", 0), ("score", 0), ("train", 1), ("score", 1), ("validate", 2)]
         assert [step.phase for step in squares.server(SHAServer, rounds=2, sha=False).steps()] == ["train", "train", "validate"]
 
-    def test_everybody_gets_the_perturbed_models_of_the_others(self, squares):
+    def test_everybody_gets_the_perturbed_models_of_the_others(self):
         server = squares.server(SHAServer)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3), perturbed={"A": 10, "B": 20, "C": 30}))
         sent = server.configure(Step("score", 0), "B").states
         assert {name: tensors["weight"].item() for name, tensors in sent.items()} == {"candidate/A": 10, "candidate/C": 30}
 
-    def test_a_sampled_number_of_evaluators(self, squares):
+    def test_a_sampled_number_of_evaluators(self):
         server = squares.server(SHAServer, evaluators=1)
         asked = []
         for round in range(8):
@@ -179,7 +180,7 @@ class TestServer:
             asked.append(sent)
         assert any(sent != asked[0] for sent in asked)
 
-    def test_scores_become_weights(self, squares):
+    def test_scores_become_weights(self):
         server = squares.server(SHAServer, kappa=0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
@@ -187,7 +188,7 @@ class TestServer:
         expected = soft_balancing_weights([0.7, 0.3, 0.5])
         assert server.model["weight"].item() == pytest.approx(float((expected * torch.tensor([1.0, 2.0, 3.0])).sum()))
 
-    def test_evaluators_count_by_their_validation_images_if_wanted(self, squares):
+    def test_evaluators_count_by_their_validation_images_if_wanted(self):
         server = squares.server(SHAServer, kappa=0, score_weighting="samples")
         server.context.site_counts.update({site: {"n": {"validation": n}} for site, n in {"A": 1, "B": 3, "C": 1}.items()})
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
@@ -196,7 +197,7 @@ class TestServer:
         assert server.aggregation.scores == pytest.approx({"A": 0.5, "B": 0.5, "C": 0.3})
 
     @pytest.mark.parametrize("bad", [1.5, -0.1, math.nan, "high", None])
-    def test_impossible_scores_are_left_out_by_name(self, squares, bad):
+    def test_impossible_scores_are_left_out_by_name(self, bad):
         server = squares.server(SHAServer, kappa=0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.5, "C": 0.5}, "B": {"A": bad, "C": 0.5}, "C": {"A": 0.5, "B": 0.5}}
@@ -205,14 +206,14 @@ class TestServer:
         rejected = server.context.events.of("rejected")
         assert ([event["site"] for event in rejected] == ["B"]) == (bad is not None)
 
-    def test_sites_that_do_not_answer_are_left_out(self, squares):
+    def test_sites_that_do_not_answer_are_left_out(self):
         server = squares.server(SHAServer, kappa=0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 6)))
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.5, "C": 0.5}}))
         assert server.model["weight"].item() == pytest.approx(3)  # A's own model has no score and counts as an average one
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
 
-    def test_half_a_round_survives_a_restart(self, squares, tmp_path):
+    def test_half_a_round_survives_a_restart(self, tmp_path):
         server, restored = squares.server(SHAServer), squares.server(SHAServer)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
@@ -229,11 +230,11 @@ class TestServer:
 
 
 class TestFederation:
-    def test_without_sha_it_is_fedavg(self, squares):
+    def test_without_sha_it_is_fedavg(self):
         sha = squares.play(squares.server(SHAServer, sha=False), squares.halves(SHASite, sha=False))
         assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
-    def test_cea_with_equal_weights_is_the_uniform_mean(self, squares):
+    def test_cea_with_equal_weights_is_the_uniform_mean(self):
         """rho = 0 and kappa = 0 leave the plain cross-client evaluation; beta = 0 makes all scores equal."""
         settings = {"rho": 0.0, "kappa": 0, "beta": 0.0}
         cea = squares.play(squares.server(SHAServer, **settings), squares.halves(SHASite, **settings)).model
@@ -241,12 +242,12 @@ class TestFederation:
         for name, tensor in uniform.items():
             torch.testing.assert_close(cea[name], tensor)
 
-    def test_state_survives_new_processes(self, squares, tmp_path):
+    def test_state_survives_new_processes(self, tmp_path):
         once = squares.play(squares.server(SHAServer), squares.halves(SHASite))
         again = squares.play(squares.server(SHAServer), squares.halves(SHASite), store=tmp_path)
         assert squares.equal(once.model, again.model)
 
-    def test_pairings(self, squares):
+    def test_pairings(self):
         sha, moon = get_method("sha"), get_method("moon", server="sha")
         assert issubclass(moon.site_class, MoonSite) and issubclass(moon.site_class, ScoredSite)
         assert get_method("fedavg", server="sha").site_class.__mro__[1:] == sha.site_class.__mro__[1:]
@@ -256,7 +257,7 @@ class TestFederation:
         with pytest.raises(ConfigError, match="rho"):
             sha.check({"rhoo": 0.1})
 
-    def test_best_round_is_chosen_by_validation_not_by_scores(self, squares):
+    def test_best_round_is_chosen_by_validation_not_by_scores(self):
         server = squares.server(SHAServer)
         halves = squares.halves(SHASite)
         final = squares.play(server, halves).model

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from medflare.methods.fedsm.extra import ExtraSuperModel
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.networks.catalogue import initial_network
+from methods import squares
 
 SITES = ["A", "B", "C"]
 
@@ -20,7 +21,7 @@ class Brightness(nn.Module):
         return -10 * (images.mean(dim=(1, 2, 3))[:, None] - self.levels).square()
 
 
-def super_model_of(squares, kind="segmentation", combine=None):
+def super_model_of(kind="segmentation", combine=None):
     """K = 3 personal networks and a global one, untrained but different."""
     task = squares.task(kind)
     networks = [initial_network(task, 1, name).eval() for name in ("global", *SITES)]
@@ -36,8 +37,8 @@ def images_of(*levels):
 
 
 @torch.no_grad()
-def test_who_answered_is_told_image_by_image(squares):
-    model = super_model_of(squares)
+def test_who_answered_is_told_image_by_image():
+    model = super_model_of()
     images = images_of(2.0, 0.0, 0.5, 1.0, 0.0)
     output = model(images)
     assert model.answered == ["C", "A", "global", "B", "A"]  # half way between A and B nobody is sure
@@ -50,7 +51,7 @@ def test_who_answered_is_told_image_by_image(squares):
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
 @torch.no_grad()
-def test_without_branches_the_answers_are_the_same(squares, kind, combine):
-    model, images = super_model_of(squares, kind, combine), images_of(2.0, 0.0, 0.5, 1.0, 0.1, 2.9)
+def test_without_branches_the_answers_are_the_same(kind, combine):
+    model, images = super_model_of(kind, combine), images_of(2.0, 0.0, 0.5, 1.0, 0.1, 2.9)
     torch.testing.assert_close(model.unbranched()(images), model(images), rtol=0, atol=1e-6)
     assert len(set(model.answered)) == 4, "all networks should have had their turn"

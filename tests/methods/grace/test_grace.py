@@ -17,6 +17,7 @@ from medflare.methods.grace import formulas as grace_math
 from medflare.methods.grace.formulas import NegativeRule
 from medflare.methods.grace.server import GraceServer, trainable_names
 from medflare.methods.grace.site import GraceSite, build_discriminator, feature_rows
+from methods import squares
 
 VARIANTS = [
     {"client": "erm"},
@@ -43,7 +44,7 @@ def test_contract_names():
 
 class TestLocalTraining:
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-    def test_every_variant_trains_in_its_own_way(self, squares, kind):
+    def test_every_variant_trains_in_its_own_way(self, kind):
         task = squares.task(kind)
         variants = VARIANTS + ([{"client": "coral", "align_pixels": 20}] if kind == "segmentation" else [])
         models = [squares.trained(GraceSite, task, **variant) for variant in variants]
@@ -54,17 +55,17 @@ class TestLocalTraining:
             for j in range(i):
                 assert not squares.equal(models[i][0], models[j][0]), (variant, variants[j])
 
-    def test_erm_is_fedavgs_training(self, squares):
+    def test_erm_is_fedavgs_training(self):
         assert squares.equal(squares.trained(GraceSite, client="erm", reset_optimizer=True)[0], squares.trained(FedAvgSite)[0])
 
-    def test_no_weight_or_warming_up_is_no_alignment(self, squares):
+    def test_no_weight_or_warming_up_is_no_alignment(self):
         meta = squares.trained(GraceSite, client="meta")[0]
         assert squares.equal(squares.trained(GraceSite, client="coral", beta=0.0)[0], meta)
         assert squares.equal(squares.trained(GraceSite, client="mmd", warmup=1)[0], meta)
         second = squares.trained(GraceSite, client="mmd", warmup=1, rounds=2)[0]
         assert not squares.equal(second, squares.trained(GraceSite, client="meta", rounds=2)[0])
 
-    def test_alignment_keeps_features_near_the_global_models(self, squares):
+    def test_alignment_keeps_features_near_the_global_models(self):
         def gap(**hyper):
             state, _ = squares.trained(GraceSite, squares.task(local_epochs=10), **hyper)
             place = squares.site()
@@ -79,11 +80,11 @@ class TestLocalTraining:
 
     @pytest.mark.parametrize("client", ["coral", "mmd", "adv"])
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-    def test_site_with_one_image(self, squares, kind, client):
+    def test_site_with_one_image(self, kind, client):
         model, facts = squares.trained(GraceSite, squares.task(kind), counts=(1, 1, 1), client=client)
         assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
 
-    def test_the_discriminator_learns_and_the_site_keeps_it(self, squares):
+    def test_the_discriminator_learns_and_the_site_keeps_it(self):
         half, start = squares.half(GraceSite, client="adv"), squares.start()
         half.perform("train", 0, Message({"model": copy_state(start)}))
         first = half.discriminator
@@ -93,7 +94,7 @@ class TestLocalTraining:
         other = squares.half(GraceSite, "B", client="adv")
         assert other.discriminator is None  # nobody else's
 
-    def test_reversal_grows(self, squares):
+    def test_reversal_grows(self):
         half = squares.half(GraceSite, reversal=2.0, reversal_rounds=4)
         strengths = [half._reversal(round) for round in range(6)]
         assert strengths == sorted(strengths) and strengths[0] == pytest.approx(2 * math.tanh(1.25))
@@ -114,14 +115,14 @@ class TestLocalTraining:
         assert sum(p.numel() for p in build_discriminator(8, "linear").parameters()) == 9
         assert build_discriminator(8, "mlp")(torch.ones(3, 8)).shape == (3, 1)
 
-    def test_settings_that_exclude_each_other(self, squares):
+    def test_settings_that_exclude_each_other(self):
         with pytest.raises(ConfigError, match="second_order=false"):
             squares.half(GraceSite, adam_plus_sgd=True, second_order=True)
 
 
 class TestServer:
     @pytest.fixture
-    def replies(self, squares):
+    def replies(self):
         """Site -> reply with a model that has moved in its own direction."""
         found = {}
         for place, name in enumerate(squares.SITES):
@@ -137,7 +138,7 @@ class TestServer:
         server.aggregate(Step("train", 0), replies)
         return server.model
 
-    def test_it_weights_by_consistency(self, squares, replies):
+    def test_it_weights_by_consistency(self, replies):
         server, p = squares.server(GraceServer), {"A": 10.0, "B": 20.0, "C": 30.0}
         states = {name: reply.states["model"] for name, reply in replies.items()}
         expected, weights = grace.consistent_aggregate(server.model, states, p, trainable_names(squares.SEGMENTATION))
@@ -156,11 +157,11 @@ class TestServer:
         ],
         ids=lambda hyper: next(iter(hyper)),
     )
-    def test_every_setting_is_read(self, squares, replies, hyper):
+    def test_every_setting_is_read(self, replies, hyper):
         plain, changed = (self.aggregated(squares.server(GraceServer, **settings), replies) for settings in ({}, hyper))
         assert not squares.equal(plain, changed)
 
-    def test_negative_rule_is_read(self, squares, replies):
+    def test_negative_rule_is_read(self, replies):
         start = squares.server(GraceServer).model
         replies["C"].states["model"] = {
             name: 2 * start[name] - tensor if tensor.is_floating_point() else tensor
@@ -170,35 +171,35 @@ class TestServer:
         models = [self.aggregated(squares.server(GraceServer, **hyper), replies) for hyper in rules]
         assert not any(squares.equal(models[i], models[j]) for i in range(3) for j in range(i))
 
-    def test_fedavgs_server_by_configuration(self, squares, replies):
+    def test_fedavgs_server_by_configuration(self, replies):
         ours, theirs = squares.server(GraceServer, consistency=False), squares.server(FedAvgServer)
         assert squares.equal(self.aggregated(ours, replies), self.aggregated(theirs, replies))
 
-    def test_identical_sites_are_a_fixed_point(self, squares, replies):
+    def test_identical_sites_are_a_fixed_point(self, replies):
         server = squares.server(GraceServer)
         before = copy_state(server.model)
         same = {name: Message({"model": copy_state(before)}, reply.facts) for name, reply in replies.items()}
         assert squares.equal(self.aggregated(server, same), before)
 
-    def test_a_missing_site_is_left_out(self, squares, replies):
+    def test_a_missing_site_is_left_out(self, replies):
         del replies["B"]
         found = self.aggregated(squares.server(GraceServer), replies)
         states = {name: reply.states["model"] for name, reply in replies.items()}
         for name, tensor in weighted_mean(states, {"A": 10, "C": 30}).items():  # of two updates each agrees with the other as much
             torch.testing.assert_close(found[name], tensor)
 
-    def test_trainable_names_are_parameters_in_order(self, squares):
+    def test_trainable_names_are_parameters_in_order(self):
         names = trainable_names(squares.SEGMENTATION)
         assert names == [name for name, _ in squares.site().network().named_parameters()]
         assert not any("running" in name for name in names)
 
-    def test_any_site_half_will_do(self, squares):
+    def test_any_site_half_will_do(self):
         assert get_method("fedavg", server="grace").server_class is GraceServer
         squares.play(squares.server(GraceServer, rounds=1), squares.halves(FedAvgSite))
 
 
 class TestFederation:
-    def test_nothing_of_grace_is_fedavg(self, squares):
+    def test_nothing_of_grace_is_fedavg(self):
         ours = squares.play(squares.server(GraceServer, consistency=False), squares.halves(GraceSite, client="erm", reset_optimizer=True))
         assert squares.equal(ours.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
@@ -207,14 +208,14 @@ class TestFederation:
         [{"client": "coral", "align_pixels": 9}, {"client": "adv", "batch_norm": "local"}, {"client": "meta", "adam_plus_sgd": True}],
         ids=lambda hyper: hyper["client"],
     )
-    def test_new_process_for_every_task(self, squares, hyper, tmp_path):
+    def test_new_process_for_every_task(self, hyper, tmp_path):
         kept, renewed = (squares.halves(GraceSite, **hyper) for _ in range(2))
         expected = squares.play(squares.server(GraceServer), kept).model
         assert squares.equal(squares.play(squares.server(GraceServer), renewed, store=tmp_path).model, expected)
         for name in squares.SITES:
             assert squares.equal(kept[name].personal.state, renewed[name].personal.state)
 
-    def test_server_goes_on_after_a_restart(self, squares):
+    def test_server_goes_on_after_a_restart(self):
         expected = squares.play(squares.server(GraceServer), squares.halves(GraceSite)).model
         server, halves = squares.server(GraceServer), squares.halves(GraceSite)
         for step in server.steps():
@@ -225,7 +226,7 @@ class TestFederation:
             server = fresh
         assert squares.equal(server.model, expected)
 
-    def test_it_learns(self, squares):
+    def test_it_learns(self):
         server, halves = squares.server(GraceServer, rounds=12), squares.halves(GraceSite)
         squares.play(server, halves)
         assert server.best.value > 0.5

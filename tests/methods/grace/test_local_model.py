@@ -8,18 +8,19 @@ from medflare.core.states import batch_norm_entries, copy_state
 from medflare.core.store import MemoryStore
 from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.grace.local_model import LocalModelSite
+from methods import squares
 
 
 def incoming(state):
     return Message({"model": copy_state(state)})
 
 
-def test_trains_as_fedavg_does(squares):
+def test_trains_as_fedavg_does():
     assert squares.equal(squares.trained(LocalModelSite, reset_optimizer=True)[0], squares.trained(FedAvgSite)[0])
     assert not squares.equal(squares.trained(LocalModelSite, rounds=2)[0], squares.trained(FedAvgSite, rounds=2)[0])  # kept moments
 
 
-def test_inside_the_best_local_model_outside_the_global_one(squares):
+def test_inside_the_best_local_model_outside_the_global_one():
     half, start = squares.half(LocalModelSite), squares.start()
     values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
     half.validation = lambda model: next(values)  # global, personal, ... of three rounds
@@ -33,38 +34,44 @@ def test_inside_the_best_local_model_outside_the_global_one(squares):
 
 
 @pytest.mark.parametrize(("hyper", "counts"), [({"selection": "last"}, (12, 4, 5)), ({}, (12, 0, 5))], ids=["last", "no validation images"])
-def test_the_last_local_model(squares, hyper, counts):
+def test_the_last_local_model(hyper, counts):
     half, start = squares.half(LocalModelSite, counts=counts, **hyper), squares.start()
     states = [half.perform("train", round, incoming(start)).states["model"] for round in range(2)]
     assert squares.equal(half.deliver(incoming(start))["personal"].states["model"], states[1])
 
 
-def test_site_that_never_trained_uses_the_global_model(squares):
+def test_site_that_never_trained_uses_the_global_model():
     start = squares.start()
     assert squares.equal(squares.half(LocalModelSite).deliver(incoming(start))["deployed"].states["model"], start)
 
 
-def test_outside_adaptation_only_outside(squares):
+def test_outside_adaptation_only_outside():
     start = squares.start()
-    kinds = {name: squares.half(LocalModelSite, name, tta="tent").deliver(incoming(start))["deployed"].facts["kind"] for name in "AO"}
-    assert kinds == {"A": "plain", "O": "tent"}
+    for tta, kind in (("none", "plain"), ("tent", "tent"), ("dsbn", "dsbn")):
+        delivered = {name: squares.half(LocalModelSite, name, tta=tta).deliver(incoming(start)) for name in "AO"}
+        assert {name: models["deployed"].facts["kind"] for name, models in delivered.items()} == {"A": "plain", "O": kind}
+        assert {models["global"].facts["kind"] for models in delivered.values()} == {"plain"}
+    assert delivered["O"]["deployed"].states.keys() == {"model", "statistics"}
+    tent = squares.half(LocalModelSite, "O", tta="tent", tent_rate=0.02, tent_steps=2, tent_episodic=True).deliver(incoming(start))
+    assert tent["deployed"].facts["tent"] == {"rate": 0.02, "steps": 2, "episodic": True, "batch_size": 6}
 
 
-def test_adaptation_without_batch_norm_is_refused_before_training(squares):
+@pytest.mark.parametrize("tta", ["dsbn", "tent"])
+def test_adaptation_without_batch_norm_is_refused_before_training(tta: str):
     task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
     with pytest.raises(ConfigError, match="no BatchNorm"):
-        squares.half(LocalModelSite, "A", task, tta="dsbn")
+        squares.half(LocalModelSite, "A", task, tta=tta)
     squares.half(LocalModelSite, "A", task)
 
 
-def test_facts_and_probe(squares):
+def test_facts_and_probe():
     _, facts = squares.trained(LocalModelSite, probe=True)
     assert 0 <= facts["validation"]["personal"] <= 1 and -2 <= facts["a_distance"] <= 2
     assert "a_distance" not in squares.trained(LocalModelSite)[1]
     assert squares.trained(LocalModelSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split
 
 
-def test_local_batch_norm_stays_at_the_site(squares, monkeypatch):
+def test_local_batch_norm_stays_at_the_site(monkeypatch):
     half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
     own = batch_norm_entries(squares.site().network())
     first = half.perform("train", 0, incoming(start)).states["model"]
@@ -80,7 +87,7 @@ def test_local_batch_norm_stays_at_the_site(squares, monkeypatch):
     assert squares.equal(seen, {**start, **{name: first[name] for name in own}})
 
 
-def test_memory_survives_a_new_process(squares):
+def test_memory_survives_a_new_process():
     half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
     half.perform("train", 0, incoming(start))
     renewed = squares.half(LocalModelSite, batch_norm="local")

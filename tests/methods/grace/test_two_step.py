@@ -10,10 +10,11 @@ from medflare.methods.grace.formulas import coral, meta_trained
 from medflare.methods.grace.site import GraceSite
 from medflare.methods.grace.two_step import MetaLoss, halves
 from medflare.methods.parts.training import trainable
+from methods import squares
 
 
 @pytest.mark.parametrize("rate", [None, 0.2])
-def test_the_update_is_the_gradient_at_the_stepped_weights(squares, rate):
+def test_the_update_is_the_gradient_at_the_stepped_weights(rate):
     """One batch, SGD: theta - lr g(theta - eta g(theta; first half); second half), with alignment."""
     network = {"name": "unet", "channels": [4, 8], "norm": "instance"}
     task = squares.task(network=network, optimizer={"name": "sgd", "lr": 0.1}, batch_size=12)
@@ -36,7 +37,7 @@ def test_the_update_is_the_gradient_at_the_stepped_weights(squares, rate):
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_adam_plus_sgd(squares):
+def test_adam_plus_sgd():
     """Each of the two steps: Adam, then a plain step; the second from the origin; Adam's moments see both.
 
     On a network without normalisation: a bias before one has no gradient but rounding, which Adam blows up.
@@ -66,7 +67,7 @@ def test_adam_plus_sgd(squares):
 
 
 @pytest.mark.parametrize("second_order", [True, False])
-def test_second_order_is_the_exact_gradient_and_first_order_is_not(squares, second_order):
+def test_second_order_is_the_exact_gradient_and_first_order_is_not(second_order):
     """The gradient of L_meta along a direction against the difference quotient of L_meta itself."""
     place = squares.site("A", squares.CLASSIFICATION)
     network = place.network().double().eval()
@@ -87,7 +88,7 @@ def test_second_order_is_the_exact_gradient_and_first_order_is_not(squares, seco
     assert (slope == pytest.approx(quotient, rel=1e-4)) is second_order
 
 
-def test_batch_norm_follows_both_halves_and_parameters_end_where_the_optimizer_put_them(squares):
+def test_batch_norm_follows_both_halves_and_parameters_end_where_the_optimizer_put_them():
     place = squares.site("A")
     network = place.network().train()
     before = copy_state(network.state_dict())

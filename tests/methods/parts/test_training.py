@@ -8,9 +8,10 @@ import torch
 from medflare.core.message import Message
 from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.parts.training import run_epochs, train_epochs
+from methods import squares
 
 
-def test_means_are_over_images_not_batches(squares) -> None:
+def test_means_are_over_images_not_batches() -> None:
     """Seven images in batches of four and three: a mean over batches would be 3.5."""
     site = squares.site("A", squares.task(batch_size=4, local_epochs=2), (7, 2, 2))
     sizes: list[int] = []
@@ -23,7 +24,7 @@ def test_means_are_over_images_not_batches(squares) -> None:
     assert sizes == [4, 3, 4, 3]
 
 
-def test_purpose_and_round_key_the_batches(squares) -> None:
+def test_purpose_and_round_key_the_batches() -> None:
     site = squares.site("A", counts=(12, 2, 2))
 
     def order(round: int, purpose: str) -> list[int]:
@@ -36,14 +37,14 @@ def test_purpose_and_round_key_the_batches(squares) -> None:
     assert len({tuple(order(*keys)) for keys in ((0, "model"), (1, "model"), (0, "personal"))}) == 3
 
 
-def test_no_images_have_no_loss(squares) -> None:
+def test_no_images_have_no_loss() -> None:
     site = squares.site("A", counts=(0, 2, 2))
     network = site.network()
     assert math.isnan(train_epochs(network, site.optimizer(network.parameters()), site, 0, "model"))
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_moments_go_on_where_they_are_kept(squares, reset: bool) -> None:
+def test_moments_go_on_where_they_are_kept(reset: bool) -> None:
     half = squares.half(FedAvgSite, reset_optimizer=reset)
     start = Message({"model": squares.start()})
     for round in range(2):

@@ -25,13 +25,18 @@ F = TypeVar("F", bound=FedAvgSiteHyper)
 
 
 class PartialSite(FedAvgSite[F]):
-    """Trains the shared part together with the site's own; a subclass says which part that is, see `phases_of`.
+    """Trains the shared part together with the site's own; a subclass says which part that is, and its phases follow from it.
 
     The site keeps its model of the best round by its own validation, both parts together.
     """
 
     unprotected = "the part that stays at home is trained on the same images and is not counted"
     own = Kept("own")  # the part that stays
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "phases" not in vars(cls):
+            cls.phases = phases_of(cls)
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)

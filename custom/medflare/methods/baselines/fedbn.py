@@ -1,0 +1,45 @@
+"""FedBN (Li et al., ICLR 2021): batch normalisation stays at the site, everything else is averaged.
+
+Scanners, stains and cameras shift what a layer sees; a site's own statistics, scales and shifts take that out before the shared
+layers. Layers are known by their type, whatever they are called.
+"""
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from medflare.core.errors import ConfigError
+from medflare.methods.base import meta_network
+from medflare.methods.fedavg.partial import PartialSite
+from medflare.methods.fedavg.site import FedAvgSiteHyper
+from medflare.methods.method import Method
+from medflare.methods.parts.partial import LocalPart
+from medflare.tasks.config import TaskConfig
+
+METHOD = Method(
+    name="fedbn",
+    title="Local batch normalisation",
+    paper="Li et al., FedBN, ICLR 2021",
+    site="medflare.methods.baselines.fedbn:FedBNSite",
+    server="medflare.methods.fedavg.server:FedAvgServer",
+)
+
+
+class FedBNSite(PartialSite[FedAvgSiteHyper]):
+    """Keeps weights and running statistics of every batch-normalisation layer."""
+
+    Hyper: ClassVar[type] = FedAvgSiteHyper
+
+    @classmethod
+    def local_part(cls, network: nn.Module) -> LocalPart:
+        return LocalPart.of_batch_norm(network)
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
+        """Refused without batch normalisation: a table with FedAvg's numbers under FedBN's name would mislead."""
+        super().check(task, hyper, server_hyper)
+        if not cls.local_part(meta_network(task)).names:
+            raise ConfigError(
+                f"task {task.name}: network {task.network['name']} has no batch normalisation to keep at home, so fedbn would be fedavg; "
+                "set task.network.norm=batch (unet) or task.network.batch_norm=true (small_cnn), or run fedavg"
+            )

@@ -1,0 +1,46 @@
+"""FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020): sites are kept near the global model.
+
+    min_w h_k(w; w_g) = F_k(w) + μ/2 ||w - w_g||²        (Eq. 2)
+
+Every local step follows the gradient of h_k, that of the task with μ (w - w_g) added. μ = 0 is FedAvg.
+"""
+
+from typing import ClassVar
+
+import torch
+from pydantic.dataclasses import dataclass
+
+from medflare.core.hyper import param
+from medflare.core.settings import STRICT
+from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.methods.method import Method
+from medflare.methods.parts.proximal import pull
+from medflare.methods.parts.training import train_epochs
+from medflare.networks.features import FeatureNetwork
+
+METHOD = Method(
+    name="fedprox",
+    title="A proximal term in local training",
+    paper="Li et al., FedProx, MLSys 2020",
+    site="medflare.methods.baselines.fedprox:FedProxSite",
+    server="medflare.methods.fedavg.server:FedAvgServer",
+)
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedProxHyper(FedAvgSiteHyper):
+    """The proximal term."""
+
+    mu: float = param(
+        0.1, "weight of the proximal term; 0: FedAvg", symbol="μ", source="Eq. 2; the paper tunes it, 0.1 as in GRACE's code", low=0
+    )
+
+
+class FedProxSite(FedAvgSite[FedProxHyper]):
+    """FedAvg's site half with a pull to the model that the round began with."""
+
+    Hyper: ClassVar[type] = FedProxHyper
+
+    def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
+        correct = pull(model, model.state_dict(), self.hyper.mu)
+        return train_epochs(model, optimizer, self.site, round, "model", correct=correct)

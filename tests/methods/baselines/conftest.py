@@ -1,0 +1,43 @@
+"""A federation that no single model can serve."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from medflare.data.splits import SiteData, Split
+from medflare.inference.deployed import build
+from medflare.sites.site import Site
+
+Change = Callable[[Split], Split]
+
+
+def opposite(split: Split) -> Split:
+    """Of a binary classification: what is bright elsewhere is dark here."""
+    return replace(split, targets=1 - split.targets)
+
+
+@pytest.fixture
+def torn(squares: ModuleType) -> Callable[..., dict[str, float]]:
+    """(site half, server half, task, rounds, change, hyper-parameters) -> site -> test metric of the model that it uses in the end.
+
+    Sites A and B have the same images and targets, but for `change`, which is done to all that B has; by default opposite labels.
+    """
+
+    def federation(
+        site_class: Any, server_class: Any, task: Any, rounds: int = 4, change: Change = opposite, **hyper: Any
+    ) -> dict[str, float]:
+        data = squares.site("A", task, (24, 8, 8)).data
+        other = SiteData(*(change(data.split(name)) for name in ("train", "validation", "test")))
+        plan = squares.plan_of(site_class, server_class, task, ("A", "B"), **hyper)
+        halves = {name: site_class(Site(name, task, own, squares.SEED), plan) for name, own in (("A", data), ("B", other))}
+        played = squares.play(squares.server(server_class, rounds=rounds, outside=(), halves=halves), halves)
+        found = {}
+        for name, half in played.halves.items():
+            used = half.deliver(played.server.configure_delivery(name))["deployed"]
+            found[name] = half.site.score(build(task, used), "test").values[task.metric]
+        return found
+
+    return federation

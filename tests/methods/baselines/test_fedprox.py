@@ -1,0 +1,91 @@
+"""FedProx by its formula, between FedAvg (μ = 0) and a model that does not move."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.states import StateDict, copy_state
+from medflare.methods.baselines.fedprox import METHOD, FedProxSite
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import FedAvgSite
+from medflare.methods.parts.proximal import pull
+
+
+def loaded(network: nn.Module, numbers: dict[str, np.ndarray], name: str) -> StateDict:
+    network.load_state_dict({key: torch.from_numpy(numbers[f"{name}/{key}"]) for key in ("weight", "bias")})
+    return copy_state(network.state_dict())
+
+
+@pytest.mark.parametrize("step", ["official", "ref"])
+def test_step_is_the_reference(golden: Callable[[str], dict[str, np.ndarray]], step: str) -> None:
+    numbers = golden("baselines")
+    network = nn.Linear(4, 3)
+    anchor = loaded(network, numbers, "anchor")
+    loaded(network, numbers, "theta")
+    for name, weight in network.named_parameters():
+        weight.grad = torch.from_numpy(numbers[f"grad/{name}"])
+    pull(network, anchor, 0.1)()
+    torch.optim.SGD(network.parameters(), lr=0.1).step()
+    for name, weight in network.named_parameters():
+        expected = torch.from_numpy(numbers[f"fedprox_step_{step}_lr.1_mu.1/{name}"])
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_pull_by_hand() -> None:
+    network = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    network[0].bias.requires_grad_(False)
+    anchor = {name: torch.zeros_like(tensor) for name, tensor in network.state_dict().items()}
+    with torch.no_grad():
+        network[0].weight.fill_(3.0)
+    network[0].weight.grad = torch.tensor([[1.0]])
+    pull(network, anchor, 0.5)()
+    assert network[0].weight.grad.item() == 1 + 0.5 * 3
+    assert network[0].bias.grad is None and network[1].weight.grad is None, "frozen, and without a part in the loss"
+
+
+def test_without_mu_it_is_fedavg(squares: ModuleType) -> None:
+    prox = squares.federation(FedProxSite, FedAvgServer, rounds=3, mu=0.0)
+    assert squares.equal(prox.model, squares.federation(FedAvgSite, FedAvgServer, rounds=3).model)
+
+
+def test_the_first_step_feels_no_pull(squares: ModuleType) -> None:
+    """w = w_g: a site with one batch a round trains as FedAvg does, however strong the pull."""
+    task = squares.task(batch_size=16)
+    assert squares.equal(squares.trained(FedProxSite, task, mu=50.0)[0], squares.trained(FedAvgSite, task)[0])
+
+
+def test_the_stronger_the_pull_the_nearer_the_site_stays(squares: ModuleType) -> None:
+    task = squares.task(optimizer={"name": "sgd", "lr": 0.1}, batch_size=2)
+    start = squares.start(task)
+    weights = [name for name, _ in squares.site("A", task).network().named_parameters()]
+
+    def moved(mu: float) -> float:
+        state = squares.trained(FedProxSite, task, mu=mu)[0]
+        return sum((state[name] - start[name]).square().sum().item() for name in weights)
+
+    distances = [moved(mu) for mu in (0.0, 0.5, 5.0)]
+    assert distances == sorted(distances, reverse=True) and distances[2] < 0.7 * distances[0]
+
+
+def test_a_new_process_for_every_task_and_a_site_that_misses_a_round(squares: ModuleType, tmp_path: object) -> None:
+    options = {"rounds": 3, "reset_optimizer": False, "absent": lambda step, name: name == "B" and step.round == 1}
+    kept, renewed = (squares.federation(FedProxSite, FedAvgServer, store=store, **options) for store in (None, tmp_path))
+    assert squares.equal(kept.model, renewed.model)
+    assert [sorted(turn.replies) for turn in kept.log] == [["A", "B", "C"], ["A", "C"], ["A", "B", "C"], ["A", "B", "C"]]
+
+
+def test_it_sends_what_fedavg_sends(squares: ModuleType) -> None:
+    plan = METHOD.plan(squares.SEGMENTATION, squares.SITES, {})
+    assert METHOD.site_class.phases == FedAvgSite.phases
+    assert METHOD.site_class.manifest("train", plan).keys() == {"model"}
+
+
+@pytest.mark.parametrize(("values", "words"), [({"mu": -1}, "mu must be at least 0"), ({"dp_noise": 1.0}, "cannot train with differential")])
+def test_what_it_refuses(values: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        METHOD.check(values)
