@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class ProvisionedFederation:
         """Start server or sites, each from its own kit in processes of its own, and wait until all of them are up."""
         signs = {name: self._launch(name) for name in names}
         for name, (log, start, sign) in signs.items():
-            wait_until(lambda log=log, start=start, sign=sign: sign in text_of(log)[start:], f"{name} is not up, see {log}")
+            wait_until(partial(_said, sign, log, start), f"{name} is not up, see {log}")
 
     def _launch(self, name: str) -> tuple[Path, int, str]:
         kit = self.kit(name)
@@ -142,6 +143,10 @@ def wait_until(true: Callable[[], bool], otherwise: str, every: float = 0.25) ->
     while not true():
         assert time.monotonic() < deadline, otherwise
         time.sleep(every)
+
+
+def _said(words: str, log: Path, start: int) -> bool:
+    return words in text_of(log)[start:]
 
 
 def text_of(path: Path) -> str:

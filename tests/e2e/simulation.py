@@ -84,9 +84,9 @@ def use_executor(job: Path, source: Path, name: str, **args: Any) -> None:
     rewire(job, "client", change)
 
 
-def problems(results: Mapping[str, Any], kind: str) -> dict[str, list[str]]:
-    """site -> messages of the events of one kind."""
-    found: dict[str, list[str]] = {}
+def problems(results: Mapping[str, Any], kind: str) -> dict[str | None, list[str]]:
+    """site -> messages of the events of one kind; None: those that name no site."""
+    found: dict[str | None, list[str]] = {}
     for event in results["events"]:
         if event["kind"] == kind:
             found.setdefault(event["site"], []).append(event["message"])

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisioned
         running.stop()
 
 
-def test_wrong_clocks_change_nothing(federation, tiny_task, tmp_path):
+def test_wrong_clocks_change_nothing(federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
     """One site is two hours ahead, another two hours behind, in all of their processes: nobody takes them for silent or late."""
     identity = federation.submit(build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path / "job"))
     federation.watch(identity)
@@ -63,7 +64,9 @@ def _ahead(log: Path) -> float:
 
 @pytest.mark.parametrize("party", [SERVER, "site-1"])
 @pytest.mark.parametrize(("days", "remedy"), [(-1, "set the clock"), (4000, "set the clock, or have a new kit provisioned if it is right")])
-def test_a_clock_by_which_no_certificate_is_valid_is_named_at_the_start(federation, party: str, days: int, remedy: str):
+def test_a_clock_by_which_no_certificate_is_valid_is_named_at_the_start(
+    federation: ProvisionedFederation, party: str, days: int, remedy: str
+) -> None:
     usual, federation.environment = federation.environment, {**federation.environment, **clock(24 * HOUR * days)}
     try:
         done = federation.script("start.sh", federation.kit(party), check=False)
@@ -73,7 +76,7 @@ def test_a_clock_by_which_no_certificate_is_valid_is_named_at_the_start(federati
     assert done.stderr.startswith(f"{party}: ") and " is valid from " in done.stderr and done.stderr.strip().endswith(f"; {remedy}")
 
 
-def test_flare_refuses_a_certificate_that_is_not_valid_yet(federation):
+def test_flare_refuses_a_certificate_that_is_not_valid_yet(federation: ProvisionedFederation) -> None:
     """What `start.sh` foretells does happen."""
     federation.kill(SERVER)
     log = federation.kit(SERVER) / "log.txt"

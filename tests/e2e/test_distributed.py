@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,13 @@ class DistributedFederation(ProvisionedFederation):
 
 
 @pytest.fixture
-def federation(tmp_path: Path):
+def federation(tmp_path: Path) -> Iterator[DistributedFederation]:
     running = DistributedFederation(tmp_path)
     yield running
     running.stop()
 
 
-def test_keys_stay_where_they_were_made(federation) -> None:
+def test_keys_stay_where_they_were_made(federation: DistributedFederation) -> None:
     init = ("nvflare", "--format", "json", "cert", "init", "--profile", "project_profile.yml", "-o", "ca")
     root = json.loads(federation.command(*init).stdout)["data"]
     fingerprint = next(value for value in root.values() if str(value).startswith("SHA256:"))
@@ -63,7 +64,7 @@ def test_keys_stay_where_they_were_made(federation) -> None:
     federation.start(*PARTIES)  # until the site has registered with the server
 
 
-def test_another_root_is_refused(federation) -> None:
+def test_another_root_is_refused(federation: DistributedFederation) -> None:
     federation.command("nvflare", "cert", "init", "--profile", "project_profile.yml", "-o", "ca")
     with pytest.raises(AssertionError, match=r"(?i)fingerprint"):
         federation.certify("site-1", "SHA256:" + ":".join(["00"] * 32))

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation
-from e2e.simulation import ROOT, environment
+from e2e.simulation import ROOT, Simulate, environment
 from medflare.evaluation.results import load_results
 from medflare.federation.local import run_local
 from medflare.flare.jobs.building import build_job
@@ -80,7 +80,9 @@ def test_the_bare_site_is_bare(tmp_path: Path) -> None:
     assert said("import torch, monai, nvflare; print('there')", tmp_path) == "there"
 
 
-def test_a_job_with_its_code_gives_the_installed_packages_results(simulate, tiny_task, plain, tmp_path: Path) -> None:
+def test_a_job_with_its_code_gives_the_installed_packages_results(
+    simulate: Simulate, tiny_task: dict[str, Any], plain: dict[str, Any], tmp_path: Path
+) -> None:
     job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, embed_code=True, out=tmp_path / "a job")
     simulation = simulate(job, "-n", "2", "-t", "2", **bare_site()).wait()
     results = simulation.results
@@ -108,7 +110,9 @@ print("running:", host.running())
     assert said(code, tmp_path) == "running: True"
 
 
-def test_parties_that_allow_code_run_it_and_the_others_refuse(tiny_task, plain, tmp_path_factory, tmp_path: Path) -> None:
+def test_parties_that_allow_code_run_it_and_the_others_refuse(
+    tiny_task: dict[str, Any], plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     """Provisioned, server and sites bare: refused in words by the policies that provision.sh installs, run with `--bring-code`."""
     job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, embed_code=True, min_sites=2, out=tmp_path / "job")
     federation = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2"))
@@ -140,7 +144,7 @@ def test_parties_that_allow_code_run_it_and_the_others_refuse(tiny_task, plain, 
     assert list((federation.kit("site-1") / identity).rglob("custom/medflare/flare/executors.py")), "the code came with the job"
 
 
-def test_a_site_that_cannot_read_its_images_says_what_to_install(simulate, tiny_task, tmp_path: Path) -> None:
+def test_a_site_that_cannot_read_its_images_says_what_to_install(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
     job = build_job("fedavg", tiny_task, rounds=1, embed_code=True, out=tmp_path / "job")
     for site in ("site-1", "site-2"):
         folder = tmp_path / "data" / site

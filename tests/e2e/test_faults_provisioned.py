@@ -25,12 +25,14 @@ CUT = 60.0  # seconds without network
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, tiny_task) -> Path:
+def job(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any]) -> Path:
     return build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path_factory.mktemp("jobs") / "fedsm")
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, tiny_task, federation) -> tuple[dict[str, Any], Path]:
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any], federation: ProvisionedFederation
+) -> tuple[dict[str, Any], Path]:
     """Results and folder of the same federation in the plain loop, where nothing goes wrong."""
     folder = tmp_path_factory.mktemp("plain")
     return run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder), folder
@@ -42,7 +44,9 @@ def steps_done(federation: ProvisionedFederation, job: str) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def test_a_killed_server_goes_on_after_its_last_step(federation, job, uninterrupted, tmp_path):
+def test_a_killed_server_goes_on_after_its_last_step(
+    federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
     """kill -9 for the server and its job in the middle of a round; started again, the job is resumed; nothing is lost."""
     interrupted = federation.submit(job)
     wait_until(lambda: steps_done(federation, interrupted) >= 2, "the job does not get anywhere")
@@ -62,7 +66,9 @@ def test_a_killed_server_goes_on_after_its_last_step(federation, job, uninterrup
         assert all(found[name].equal(tensors[name]) for name in tensors), model
 
 
-def test_an_aborted_job_can_be_taken_up(federation, job, uninterrupted, tmp_path):
+def test_an_aborted_job_can_be_taken_up(
+    federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
     """Stopped by the lead in the middle: it ends as aborted, at the sites too, and what was finished is not lost."""
     aborted = federation.submit(job)
     wait_until(lambda: steps_done(federation, aborted) >= 1, "the job does not get anywhere")
@@ -75,7 +81,9 @@ def test_an_aborted_job_can_be_taken_up(federation, job, uninterrupted, tmp_path
     assert not (federation.kit(SERVER) / "medflare" / identity).exists(), "a completed job needs no checkpoint any more"
 
 
-def test_a_killed_site_is_started_again_and_loses_nothing(federation, job, uninterrupted, tmp_path):
+def test_a_killed_site_is_started_again_and_loses_nothing(
+    federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
     """kill -9 for one site's job process while it trains: another process answers in its place, from what the site remembers."""
     identity = federation.submit(job)
     wait_until(lambda: steps_done(federation, identity) >= 1, "the job does not get anywhere")
@@ -86,7 +94,9 @@ def test_a_killed_site_is_started_again_and_loses_nothing(federation, job, unint
     assert "starting it again" in (federation.kit("site-2") / "log.txt").read_text()
 
 
-def test_a_cut_network_costs_time_and_nothing_else(federation, job, uninterrupted, tmp_path):
+def test_a_cut_network_costs_time_and_nothing_else(
+    federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
     """One site's connections are cut for a while shorter than `silence`: it is waited for, comes back and answers."""
     cable = Cable(federation.port)
     config = federation.kit("site-2") / "startup" / "fed_client.json"
@@ -110,7 +120,9 @@ def test_a_cut_network_costs_time_and_nothing_else(federation, job, uninterrupte
     assert results["sites"] == uninterrupted[0]["sites"]
 
 
-def test_a_site_that_is_gone_for_good_is_named_and_the_others_go_on(federation, tiny_task, tmp_path):
+def test_a_site_that_is_gone_for_good_is_named_and_the_others_go_on(
+    federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
     """kill -9 for everything of one site: no hang, no failed job; the rounds end without it, and it is named."""
     job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=40.0, out=tmp_path / "job")
     identity = federation.submit(job)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from e2e.provisioned import PATIENCE, SCRIPTS, text_of, wait_until
+from e2e.provisioned import PATIENCE, SCRIPTS, ProvisionedFederation, text_of, wait_until
 from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
 from medflare.federation.local import run_local
@@ -36,20 +36,22 @@ finally:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, tiny_task) -> Path:
+def job(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any]) -> Path:
     """jobs/fedsm with fewer rounds and smaller images, in the form that hospitals accept."""
     return build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path_factory.mktemp("jobs") / "fedsm")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory, tiny_task, federation) -> Path:
+def plain(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any], federation: ProvisionedFederation) -> Path:
     """The same federation in the plain loop."""
     folder = tmp_path_factory.mktemp("plain")
     assert run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder)["status"] == "COMPLETED"
     return folder
 
 
-def test_command_line_and_api_give_the_plain_loops_models_and_metrics(federation, job, plain, tmp_path):
+def test_command_line_and_api_give_the_plain_loops_models_and_metrics(
+    federation: ProvisionedFederation, job: Path, plain: Path, tmp_path: Path
+) -> None:
     """Both ways of submitting at once: two jobs run side by side in one federation and do not disturb each other."""
     api = subprocess.Popen(
         [sys.executable, "-c", THROUGH_THE_API, "lead@coordination.org", federation.kit("lead"), job, tmp_path],
@@ -76,13 +78,13 @@ def test_command_line_and_api_give_the_plain_loops_models_and_metrics(federation
                 assert json.loads((own / role / "card.json").read_text())["site"] == site
 
 
-def test_a_member_may_not_submit(federation, job):
+def test_a_member_may_not_submit(federation: ProvisionedFederation, job: Path) -> None:
     refused = federation.script("submit.sh", federation.kit("member"), job, check=False)
     assert refused.returncode != 0
     assert "'member@hospital-two.org' is not authorized for 'submit_job'" in refused.stderr
 
 
-def test_code_in_a_job_is_refused_in_words(federation, tiny_task, tmp_path):
+def test_code_in_a_job_is_refused_in_words(federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
     """A job with app/custom/ brings code; the hospitals' policy says no, and whoever watches learns who refused and what to do."""
     identity = federation.submit(build_job("fedsm", tiny_task, rounds=1, embed_code=True, out=tmp_path / "job"))
     watched = federation.watch(identity, check=False)
@@ -91,7 +93,7 @@ def test_code_in_a_job_is_refused_in_words(federation, tiny_task, tmp_path):
     assert "server refuses jobs that bring their own code" in watched.stdout and "--no-byoc" in watched.stdout
 
 
-def test_a_job_that_cannot_be_read_leaves_results(federation, tiny_task, tmp_path):
+def test_a_job_that_cannot_be_read_leaves_results(federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
     """The lead sees the reason while watching, and again in the results that can be fetched."""
     job = build_job("fedsm", tiny_task, rounds=1, byoc=False, out=tmp_path / "job")
     task = job / "app" / "config" / "task.json"
@@ -107,7 +109,7 @@ def test_a_job_that_cannot_be_read_leaves_results(federation, tiny_task, tmp_pat
     assert set(results["sites"]) == set(federation.sites)
 
 
-def test_a_site_that_does_not_list_medflare_is_named(federation, job):
+def test_a_site_that_does_not_list_medflare_is_named(federation: ProvisionedFederation, job: Path) -> None:
     """Without "medflare." in class_allow_list the job does not run there, and the message names site, component and remedy."""
     resources = federation.kit("site-3") / "local" / "resources.json"
     allowed = resources.read_text()
@@ -125,7 +127,7 @@ def test_a_site_that_does_not_list_medflare_is_named(federation, job):
     assert not (federation.kit("site-3") / identity / "medflare").exists()
 
 
-def test_a_stranger_does_not_get_in(federation, tmp_path_factory):
+def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A kit of another root, for the right server and with a member's name: the TLS handshake ends it."""
     other = type(federation)(tmp_path_factory.mktemp("stranger"), ["site-4"])
     other.port = federation.port
@@ -144,7 +146,7 @@ def test_a_stranger_does_not_get_in(federation, tmp_path_factory):
     assert "site-3" in connected and "site-4" not in connected
 
 
-def test_a_site_that_is_added_later_takes_part(federation, tiny_task, tmp_path):
+def test_a_site_that_is_added_later_takes_part(federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
     """A kit of the same root for a running federation, as docs/deployment.md says; nobody else notices, and the next job includes it."""
     (federation.folder / "site-4.yml").write_text("name: site-4\ntype: client\norg: hospital_four\n")
     provision = ("nvflare", "provision", "-p", "project.yml", "-w", "federation", "--add-client", "site-4.yml", "--force")

@@ -24,7 +24,7 @@ def stock_job(folder: Path, aggregator: str, args: dict[str, Any], rounds: int) 
     own_part = {"tasks": ["train"], "filters": [{"path": "medflare.flare.filters.OwnPartFilter"}]}
     server = {"server": {"task_request_interval": 0.2}, "task_data_filters": [own_part], "task_result_filters": [], "components": []}
     client = {"executors": [{"tasks": ["*"], "executor": {"path": "plain_client.PlainClient"}}], "components": []}
-    empty = {"task_data_filters": [], "task_result_filters": []}
+    empty: dict[str, Any] = {"task_data_filters": [], "task_result_filters": []}
     config, custom = folder / "app" / "config", folder / "app" / "custom"
     config.mkdir(parents=True)
     custom.mkdir()

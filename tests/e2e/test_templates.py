@@ -31,8 +31,8 @@ def test_templates_are_what_a_kit_gets(provisioned: ProvisionedFederation, kind:
 
 
 def test_a_sites_own_settings(provisioned: ProvisionedFederation, tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPTS / "install_local.py", provisioned.kit("site-1"), "--data-root", tmp_path, "--device", "cuda:1"]
-    command += ["--batch-size", "4"]
+    options = ["--data-root", str(tmp_path), "--device", "cuda:1", "--batch-size", "4"]
+    command = [sys.executable, str(SCRIPTS / "install_local.py"), str(provisioned.kit("site-1")), *options]
     own = provisioned.kit("site-1") / "local" / "medflare.json"
     kept = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"kept      {own}" in kept.stdout and "data_root" not in own.read_text(), "what is there is not replaced unasked"

@@ -156,7 +156,7 @@ class TestDefinedBehaviour:
             run(**options)
 
     def test_unknown_method(self) -> None:
-        with pytest.raises(ConfigError, match="did you mean 'fedsm'"):
+        with pytest.raises(ConfigError, match="unknown method 'fedsmm'; did you mean fedsm or"):
             run("fedsmm")
 
 

@@ -9,6 +9,7 @@ import torch
 
 import medflare
 import small
+from medflare.core.errors import ConfigError
 from medflare.data.splits import SiteData, Split
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import read_rounds
@@ -126,8 +127,8 @@ def test_a_network_without_batch_norm(method: str, kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("tta", ["dsbn", "tent"])
 def test_adaptation_of_batch_norm_that_is_not_there_is_refused(tta: str) -> None:
-    results = federation("grace", NO_BATCH_NORM["segmentation"], tta=tta)
-    assert results["status"] == "FAILED" and "has no BatchNorm, which Tent and DSBN adapt" in results["reason"]
+    with pytest.raises(ConfigError, match="has no BatchNorm, which Tent and DSBN adapt"):
+        federation("grace", NO_BATCH_NORM["segmentation"], tta=tta)
 
 
 @pytest.mark.parametrize("kind", BATCH_NORM)

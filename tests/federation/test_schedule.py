@@ -24,7 +24,7 @@ FEDAVG = get_method("fedavg")
 class Sites:
     """An exchange with three sites whose answers and presence a test may change."""
 
-    def __init__(self, absent: Mapping[int, set[str]] | None = None):
+    def __init__(self, absent: Mapping[int, set[str]] | None = None) -> None:
         self.members = {name: Participant(name, lambda role, name=name: squares.site(name), FEDAVG, {}) for name in (*SITES, "O")}
         self.absent = absent or {}
         self.asked: list[tuple[str, int, tuple[str, ...]]] = []
@@ -45,12 +45,12 @@ class Sites:
 
 @pytest.fixture
 def run() -> Callable[..., Federation]:
-    def start(exchange: Sites, rounds: int = 2, rules: Rules = Rules(), outside: tuple[str, ...] = (), **identity: Any) -> Federation:
+    def start(exchange: Sites, rounds: int = 2, rules: Rules | None = None, outside: tuple[str, ...] = (), **identity: Any) -> Federation:
         task = squares.SEGMENTATION
         plan = FEDAVG.plan(task, SITES, {})
         server = FEDAVG.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=FEDAVG.site_class.phases))
         own = {**identity_of(FEDAVG, {}, task.fingerprint(), squares.SEED), **identity}
-        federation = Federation(server, exchange, lambda phase: FEDAVG.site_class.manifest(phase, plan), rules, own)
+        federation = Federation(server, exchange, lambda phase: FEDAVG.site_class.manifest(phase, plan), rules or Rules(), own)
         federation.run()
         return federation
 

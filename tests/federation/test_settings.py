@@ -1,60 +1,86 @@
-"""The settings of a run: one list behind the controller, the job builder and the recipes."""
+"""The settings of a run: one list with names, types and ranges, refused in one line."""
 
+import dataclasses
 import json
-from dataclasses import fields
-from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from medflare.core.errors import ConfigError
-from medflare.federation.settings import RunSettings
-from medflare.flare.controller import MedflareController
-from medflare.flare.jobs.building import JobSettings
-from medflare.flare.recipes import FedSMRecipe
+from medflare.federation.settings import RUN_SETTINGS, Rules, RunSettings, run_settings
+
+NEEDED: dict[str, Any] = {"rounds": 3, "seed": 1}
 
 
-def test_the_controller_takes_every_setting_by_name() -> None:
-    """FLARE builds it from JSON and writes back what its constructor names, so the constructor must name them all."""
-    names = {field.name for field in fields(RunSettings)}
-    assert set(signature(MedflareController).parameters) == {*names, "aggregator_id"}
-    settings: dict[str, Any] = {"rounds": 3, "seed": 1, "outside": ["X"], "silence": 30.0}
-    controller = MedflareController(**settings)
-    assert controller.run_settings() == {**RunSettings(rounds=3, seed=1).run_settings(), "outside": ("X",), "silence": 30.0}
-    assert len({controller, MedflareController(rounds=3, seed=1)}) == 2  # FLARE keeps components by identity
+def test_all_that_a_run_fixes_has_a_name_and_a_default_but_rounds_and_seed() -> None:
+    assert RUN_SETTINGS == ("rounds", "seed", "outside", "min_sites", "sites_per_round", "step_timeout", "silence", "resume")
+    assert run_settings(NEEDED) == RunSettings(rounds=3, seed=1)
+    defaults = {"outside": (), "min_sites": None, "sites_per_round": None, "step_timeout": 0.0, "silence": 120.0, "resume": ""}
+    assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
 
-def test_a_recipe_tells_settings_and_hyper_parameters_apart(tmp_path: Path) -> None:
-    FedSMRecipe(task="phantom", num_rounds=4, seed=5, outside=["X"], min_sites=2, lam=0.3).export(str(tmp_path))
-    (file,) = tmp_path.rglob("config_fed_server.json")
-    config = json.loads(file.read_text())
-    assert config["workflows"][0]["args"] == {"rounds": 4, "seed": 5, "outside": ["X"], "min_sites": 2}
-    assert config["components"][0]["args"]["hyper"]["lam"] == 0.3
-    for wrong in ({"rounds": 3}, {"lam_": 0.3}):
-        with pytest.raises(ConfigError, match="no hyper-parameter"):
-            FedSMRecipe(task="phantom", **wrong)
+def test_what_json_has_is_taken_and_comes_back() -> None:
+    given = {
+        **NEEDED,
+        "seed": -4,
+        "outside": ["X", "Y"],
+        "min_sites": 2,
+        "sites_per_round": 3,
+        "step_timeout": 60,
+        "silence": 30.5,
+        "resume": "id",
+    }
+    settings = run_settings(json.loads(json.dumps(given)))
+    assert settings.outside == ("X", "Y") and settings.step_timeout == 60.0
+    assert settings.to_dict() == given == json.loads(json.dumps(settings.to_dict()))
+    assert run_settings(settings.to_dict()) == settings
+
+
+def test_the_schedule_is_told_its_rules() -> None:
+    assert run_settings(NEEDED).rules == Rules()
+    assert run_settings({**NEEDED, "min_sites": 2, "sites_per_round": 3}).rules == Rules(min_sites=2, sites_per_round=3)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"rounds": 0}, "rounds = 0: a federation needs at least one round"),
-        ({"rounds": "three"}, "rounds = 'three'"),
-        ({"rounds": True}, "rounds = True"),
-        ({"seed": 1.5}, "seed = 1.5: give a whole number"),
-        ({"outside": "HT"}, "outside = 'HT': give a list of site names"),
-        ({"outside": [3]}, "outside = "),
-        ({"min_sites": 0}, "min_sites = 0: give a number of sites, 1 or more"),
-        ({"sites_per_round": "all"}, "sites_per_round = 'all'"),
-        ({"step_timeout": -1}, "step_timeout = -1: give a number of seconds"),
-        ({"silence": float("nan")}, "silence = nan"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"rounds": "three"}, "rounds must be a whole number, got 'three'"),
+        ({"rounds": True}, "rounds must be a whole number, got True"),
+        ({"rounds": None}, "rounds must be a whole number, got None"),
+        ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
+        ({"seed": True}, "seed must be a whole number, got True"),
+        ({"outside": "HT"}, "outside must be a list, got 'HT'"),
+        ({"outside": [3]}, "outside[0] must be text, got 3"),
+        ({"min_sites": 0}, "min_sites must be at least 1, got 0"),
+        ({"min_sites": 2.5}, "min_sites must be a whole number"),
+        ({"sites_per_round": "all"}, "sites_per_round must be a whole number"),
+        ({"sites_per_round": 0}, "sites_per_round must be at least 1, got 0"),
+        ({"step_timeout": -1}, "step_timeout must be at least 0, got -1"),
+        ({"step_timeout": "1"}, "step_timeout must be a number, got '1'"),
+        ({"silence": float("nan")}, "silence must be a finite number, got nan"),
+        ({"silence": None}, "silence must be a number, got None"),
+        ({"resume": 3}, "resume must be text, got 3"),
+        ({"round": 3}, "unknown setting 'round'; did you mean rounds"),
     ],
+    ids=str,
 )
 def test_what_no_run_can_have(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        JobSettings(method="fedavg", **wrong).check()
+    with pytest.raises(ConfigError) as caught:
+        run_settings({**NEEDED, **wrong})
+    assert str(caught.value).startswith(f"run: {said}") and "\n" not in str(caught.value)
 
 
-def test_the_defaults_are_fine() -> None:
-    JobSettings(method="fedavg").check()
+@pytest.mark.parametrize("missing", NEEDED)
+def test_what_no_run_can_do_without(missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"^run: setting '{missing}' is missing$"):
+        run_settings({name: value for name, value in NEEDED.items() if name != missing})
+
+
+def test_settings_stay_as_they_are_and_go_by_name() -> None:
+    settings: Any = run_settings(NEEDED)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.rounds = 4
+    with pytest.raises(ValidationError):
+        RunSettings(3, 1)  # type: ignore[misc]

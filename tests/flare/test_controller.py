@@ -3,60 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nvflare.apis.fl_constant import ReservedKey
-from nvflare.apis.fl_context import FLContext, FLContextManager
-from nvflare.apis.signal import Signal
 
+from flare.server import Server
 from medflare.cli import main
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import SoftPullAggregator, WeightedAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.participants import TASK_FILE
 from medflare.tasks.config import load_task
-
-
-class Server:
-    """A server's engine with two sites, as far as a controller needs it before anything is sent."""
-
-    def __init__(self, root: Path, aggregator: Any):
-        self.root = root
-        self.aggregator = aggregator
-        self.panics: list[str] = []
-        self.task_file.parent.mkdir(parents=True)
-        self.task_file.write_text(json.dumps(load_task("phantom").to_dict()))
-
-    @property
-    def task_file(self) -> Path:
-        return self.root / "job" / "config" / TASK_FILE
-
-    def get_component(self, name: str) -> Any:
-        return self.aggregator if name == "aggregator" else None
-
-    def get_clients(self) -> list[Any]:
-        return [SimpleNamespace(name="site-1"), SimpleNamespace(name="site-2")]
-
-    def get_workspace(self) -> Any:
-        return SimpleNamespace(
-            get_app_config_dir=lambda job: str(self.root / job / "config"),
-            get_run_dir=lambda job: str(self.root / job),
-            get_root_dir=lambda: str(self.root),
-        )
-
-    def fire_event(self, event: str, fl_ctx: FLContext) -> None:
-        """Nobody listens."""
-
-    def run(self, controller: MedflareController) -> None:
-        fl_ctx: FLContext = FLContextManager(
-            engine=self, identity_name="server", job_id="job", public_stickers={}, private_stickers={}
-        ).new_context()
-        fl_ctx.set_prop(ReservedKey.ENGINE, self, private=True, sticky=False)
-        controller._engine = self
-        controller.system_panic = lambda reason, ctx: self.panics.append(reason)  # type: ignore[method-assign]
-        controller.control_flow(Signal(), fl_ctx)
 
 
 @pytest.fixture
@@ -89,7 +45,7 @@ def no_aggregator(server: Server) -> None:
 
 
 def broken_aggregator(server: Server) -> None:
-    server.aggregator = SoftPullAggregator(method=["fedsm"])  # type: ignore[arg-type]
+    server.aggregator = SoftPullAggregator(method=["fedsm"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,7 +173,7 @@ def test_a_relative_data_root_is_meant_where_the_user_was(monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def simulator():
+def simulator() -> "Iterator[subprocess.Popen[bytes]]":
     """A process that a host takes for its simulator."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     yield process
@@ -181,7 +182,7 @@ def simulator():
 
 
 @pytest.mark.slow
-def test_warm_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: subprocess.Popen) -> None:
+def test_warm_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: "subprocess.Popen[bytes]") -> None:
     """A fork answers as this process does, says why it cannot, stops on request, and the host ends with the simulator."""
     cold = to_message(answered_twice(fl_ctx, task))
     host = WarmHost(simulator.pid)

@@ -36,8 +36,8 @@ def task() -> Any:
 def spec(tmp_path: Path, task: Any) -> ParticipantSpec:
     (tmp_path / "task.json").write_text(json.dumps(task.to_dict()))
     StateStore(tmp_path / "medflare" / "state").save("membership", Message({}, {"site": SITE, "sites": [SITE, "other"], "role": "inside"}))
-    paths = {"task_file": tmp_path / "task.json", "local_file": tmp_path / "medflare.json", "folder": tmp_path / "medflare"}
-    return ParticipantSpec(SITE, "fedavg", "", 0, **{name: str(path) for name, path in paths.items()})
+    task_file, local_file, folder = (str(tmp_path / name) for name in ("task.json", "medflare.json", "medflare"))
+    return ParticipantSpec(SITE, "fedavg", "", 0, task_file, local_file, folder)
 
 
 @pytest.fixture
@@ -142,7 +142,9 @@ class TestTheSitesOwnList:
         assert OutboundGuard().process(to_shareable(update), context).get_return_code() == ReturnCode.OK
 
     @pytest.mark.parametrize("outbound", [["model"], {"entry": ["model"]}, {"bytes": "10"}, {"bytes": True}, {"entries": "model"}])
-    def test_a_misspelt_limit_is_not_taken_for_none(self, context: FLContext, spec: ParticipantSpec, update: Message, outbound: Any) -> None:
+    def test_a_misspelt_limit_is_not_taken_for_none(
+        self, context: FLContext, spec: ParticipantSpec, update: Message, outbound: Any
+    ) -> None:
         Path(spec.local_file).write_text(json.dumps({"outbound": outbound}))
         with pytest.raises(ConfigError, match="outbound"):
             own_limits(Path(spec.local_file))

@@ -2,31 +2,31 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.inference.batch_statistics import TargetStatistics, batch_norm_layers, estimate_statistics
 
 
-def images(n, seed=0, size=8):
+def images(n: int, seed: int = 0, size: int = 8) -> Tensor:
     return 3 * torch.randn(n, 2, size, size, generator=torch.Generator().manual_seed(seed)) + 1
 
 
-def model():
+def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(3, 1, 3)
     ).eval()
 
 
-def test_first_layer_holds_mean_and_unbiased_variance_of_all_images():
+def test_first_layer_holds_mean_and_unbiased_variance_of_all_images() -> None:
     network, shown = model(), images(7)
     estimate_statistics(network, shown.split(3))  # batches of 3, 3 and 1
     torch.testing.assert_close(network[0].running_mean, shown.mean(dim=(0, 2, 3)))
     torch.testing.assert_close(network[0].running_var, shown.transpose(0, 1).flatten(1).var(dim=1))
 
 
-def test_one_batch_then_predicts_as_with_batch_statistics():
+def test_one_batch_then_predicts_as_with_batch_statistics() -> None:
     """With all images in one batch, evaluation with the new statistics equals a forward pass in training mode (but for n / (n - 1))."""
     network, shown = model(), images(6)
     adapted = TargetStatistics(network)
@@ -36,7 +36,7 @@ def test_one_batch_then_predicts_as_with_batch_statistics():
     torch.testing.assert_close(adapted(shown), network(shown), rtol=1e-2, atol=1e-2)
 
 
-def test_weights_and_source_model_stay():
+def test_weights_and_source_model_stay() -> None:
     network = model()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     adapted = TargetStatistics(network)
@@ -47,7 +47,7 @@ def test_weights_and_source_model_stay():
     assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
 
 
-def test_showing_the_same_images_again_changes_nothing():
+def test_showing_the_same_images_again_changes_nothing() -> None:
     adapted = TargetStatistics(model())
     adapted.adapt([images(4)])
     first = {name: tensor.clone() for name, tensor in adapted.model.state_dict().items()}
@@ -55,7 +55,7 @@ def test_showing_the_same_images_again_changes_nothing():
     assert all(torch.equal(tensor, first[name]) for name, tensor in adapted.model.state_dict().items())
 
 
-def test_one_image_with_one_value_per_channel_keeps_the_trained_statistics():
+def test_one_image_with_one_value_per_channel_keeps_the_trained_statistics() -> None:
     network = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3)).eval()
     trained = network[1].running_mean.clone()
     estimate_statistics(network, [images(1)])
@@ -64,7 +64,7 @@ def test_one_image_with_one_value_per_channel_keeps_the_trained_statistics():
     torch.testing.assert_close(network[1].running_mean, network[0](images(3)).mean(dim=(0, 2, 3)))
 
 
-def test_layer_used_twice_sees_both():
+def test_layer_used_twice_sees_both() -> None:
     shared = nn.BatchNorm2d(2)
     network = nn.Sequential(shared, nn.ReLU(), shared)
     assert list(batch_norm_layers(network)) == ["0", "2"]
@@ -72,7 +72,7 @@ def test_layer_used_twice_sees_both():
     assert torch.isfinite(shared.running_var).all()
 
 
-def test_statistics_can_be_kept_and_taken_up():
+def test_statistics_can_be_kept_and_taken_up() -> None:
     adapted, other = TargetStatistics(model()), TargetStatistics(model())
     adapted.adapt([images(4)])
     kept = adapted.statistics()
@@ -83,13 +83,13 @@ def test_statistics_can_be_kept_and_taken_up():
         other.load_statistics({"0.running_mean": torch.zeros(2)})
 
 
-def test_is_the_adaptive_model_of_deployment():
+def test_is_the_adaptive_model_of_deployment() -> None:
     from medflare.inference.deployed import Adaptive
 
     assert isinstance(TargetStatistics(model()), Adaptive)
 
 
-def test_network_without_batch_norm_or_images():
+def test_network_without_batch_norm_or_images() -> None:
     with pytest.raises(ConfigError, match=r"has no BatchNorm.*none"):
         TargetStatistics(nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2)))
     with pytest.raises(DataError, match="at least one"):

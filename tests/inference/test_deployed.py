@@ -1,8 +1,10 @@
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, MedflareError, StateError
 from medflare.core.message import Message
@@ -15,11 +17,11 @@ TASK = load_task("phantom")
 
 
 @pytest.fixture
-def message():
+def message() -> Message:
     return plain_message(initial_network(TASK, seed=3).state_dict(), selected_round=7)
 
 
-def test_plain_model_gives_the_networks_probabilities(message):
+def test_plain_model_gives_the_networks_probabilities(message: Message) -> None:
     network, images = initial_network(TASK, seed=3).eval(), torch.rand(2, 3, 64, 64)
     model = plain_model(TASK, message)
     assert not model.training
@@ -27,7 +29,7 @@ def test_plain_model_gives_the_networks_probabilities(message):
         assert torch.equal(model(images), network(images).sigmoid())
 
 
-def test_a_stored_model_is_the_delivered_one(tmp_path, message):
+def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path / "model", TASK, message, {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5, "hd95": None}})
     stored = load_model(tmp_path / "model")
     assert stored.task == TASK and stored.kind == "plain" and stored.message.facts["selected_round"] == 7
@@ -37,7 +39,7 @@ def test_a_stored_model_is_the_delivered_one(tmp_path, message):
     assert {file.name for file in (tmp_path / "model").iterdir()} == {"model.safetensors", "card.json"}
 
 
-def test_card_says_what_a_reader_needs(tmp_path, message):
+def test_card_says_what_a_reader_needs(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5}})
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["schema"] == 1 and card["method"] == "fedavg" and card["kind"] == "plain"
@@ -46,15 +48,15 @@ def test_card_says_what_a_reader_needs(tmp_path, message):
     assert load_task(card["task"]) == TASK
 
 
-def test_other_kinds_are_built_by_the_given_builder(tmp_path):
+def test_other_kinds_are_built_by_the_given_builder(tmp_path: Path) -> None:
     save_model(tmp_path, TASK, Message({"scale": {"by": torch.tensor(2.0)}}, {"kind": "doubled"}), {})
 
     class Scaled(nn.Module):
-        def __init__(self, by):
+        def __init__(self, by: Tensor) -> None:
             super().__init__()
             self.by = by
 
-        def forward(self, images):
+        def forward(self, images: Tensor) -> Tensor:
             return images * self.by
 
     stored = load_model(tmp_path)
@@ -66,13 +68,13 @@ def test_other_kinds_are_built_by_the_given_builder(tmp_path):
         plain_model(TASK, stored.message)
 
 
-def test_building_leaves_the_global_generator_alone(message):
+def test_building_leaves_the_global_generator_alone(message: Message) -> None:
     before = torch.get_rng_state()
     plain_model(TASK, message)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_weights_of_another_network_are_refused_by_name(message):
+def test_weights_of_another_network_are_refused_by_name(message: Message) -> None:
     state = message.states["model"]
     name = next(iter(state))
     with pytest.raises(StateError, match=name.replace(".", r"\.")):
@@ -81,7 +83,7 @@ def test_weights_of_another_network_are_refused_by_name(message):
         network_with(TASK, {**state, name: torch.zeros(1)})
 
 
-def test_a_network_by_its_own_specification(message):
+def test_a_network_by_its_own_specification(message: Message) -> None:
     small = {**TASK.network, "channels": [8, 16]}
     state = initial_network(TASK, 0, "selector", small, 5).state_dict()
     assert network_with(TASK, state, small, 5)(torch.rand(1, 3, 64, 64)).shape == (1, 5, 64, 64)
@@ -89,13 +91,13 @@ def test_a_network_by_its_own_specification(message):
         network_with(TASK, state)
 
 
-def _damage(folder, name):
+def _damage(folder: Path, name: str) -> None:
     content = bytearray((folder / name).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / name).write_bytes(content)
 
 
-def _swap_weights(folder, message):
+def _swap_weights(folder: Path, message: Message) -> None:
     other = {name: tensor + 1 for name, tensor in message.states["model"].items()}
     save_model(folder / "other", TASK, plain_message(other), {})
     (folder / "other" / "model.safetensors").replace(folder / "model.safetensors")
@@ -112,14 +114,14 @@ def _swap_weights(folder, message):
         (lambda folder, message: _swap_weights(folder, message), "is not the file"),
     ],
 )
-def test_damaged_folders_are_refused(tmp_path, message, spoil, text):
+def test_damaged_folders_are_refused(tmp_path: Path, message: Message, spoil: Any, text: str) -> None:
     save_model(tmp_path, TASK, message, {"method": "fedavg"})
     spoil(tmp_path, message)
     with pytest.raises(StateError, match=text):
         load_model(tmp_path)
 
 
-def test_a_folder_above_the_model_is_told_from_a_damaged_one(tmp_path, message):
+def test_a_folder_above_the_model_is_told_from_a_damaged_one(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path / "run/models/global", TASK, message, {"method": "fedavg"})
     with pytest.raises(StateError, match=r"no delivered model here .* for example .*run/models/global"):
         load_model(tmp_path / "run")
@@ -127,7 +129,7 @@ def test_a_folder_above_the_model_is_told_from_a_damaged_one(tmp_path, message):
         load_model(tmp_path / "nowhere")
 
 
-def test_another_schema_is_refused(tmp_path, message, monkeypatch):
+def test_another_schema_is_refused(tmp_path: Path, message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployed, "CARD_SCHEMA", 2)
     save_model(tmp_path, TASK, message, {})
     monkeypatch.undo()
@@ -135,7 +137,7 @@ def test_another_schema_is_refused(tmp_path, message, monkeypatch):
         load_model(tmp_path)
 
 
-def test_an_edited_task_in_the_card_is_an_error_not_a_crash(tmp_path, message):
+def test_an_edited_task_in_the_card_is_an_error_not_a_crash(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {})
     card = json.loads((tmp_path / "card.json").read_text())
     card["task"]["channels"] = "three"
@@ -144,6 +146,6 @@ def test_an_edited_task_in_the_card_is_an_error_not_a_crash(tmp_path, message):
         load_model(tmp_path)
 
 
-def test_a_model_must_say_of_which_kind_it_is(tmp_path):
+def test_a_model_must_say_of_which_kind_it_is(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind"):
         save_model(tmp_path, TASK, Message({"model": {}}), {})

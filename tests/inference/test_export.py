@@ -1,26 +1,28 @@
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.cli import main
 from medflare.core.errors import ConfigError, DataError, ExportError
 from medflare.inference import export as exporting
 from medflare.inference.adaptation import dsbn_for, with_tent
-from medflare.inference.bundle import definition, harmless, inference_config
+from medflare.inference.bundle import as_data, definition, inference_config
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.export import export, largest_difference, random_batches
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
 from medflare.sites.opening import open_site
-from medflare.tasks.config import load_task
+from medflare.tasks.config import TaskConfig, load_task
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),
@@ -33,7 +35,7 @@ def built(stored: StoredModel) -> nn.Module:
 
 
 @pytest.fixture
-def super_model(trained, segmentation) -> StoredModel:
+def super_model(trained: Callable[..., Path], segmentation: TaskConfig) -> StoredModel:
     """A super model whose members all get their turn: γ between the scores that its selector gives to random images."""
     stored = load_model(trained("fedsm") / "models/deployed")
     with torch.no_grad():
@@ -45,7 +47,7 @@ def super_model(trained, segmentation) -> StoredModel:
 # -- TorchScript and ONNX --------------------------------------------------------------------------------------------------
 
 
-def test_torchscript_of_a_plain_model(untrained, tmp_path, segmentation):
+def test_torchscript_of_a_plain_model(untrained: Callable[..., Path], tmp_path: Path, segmentation: TaskConfig) -> None:
     stored = load_model(untrained())
     result = export(stored, "torchscript", tmp_path / "out")
     assert {file.name for file in result.files} == {"model.ts", "card.json"} and max(result.differences.values()) == 0
@@ -59,7 +61,7 @@ def test_torchscript_of_a_plain_model(untrained, tmp_path, segmentation):
 
 
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
-def test_torchscript_of_super_models(combine, trained, super_model, tmp_path):
+def test_torchscript_of_super_models(combine: str | None, trained: Callable[..., Path], super_model: StoredModel, tmp_path: Path) -> None:
     stored = super_model
     if combine:
         stored = load_model(trained("fedsm_extra", combine=combine, selector_rounds=1) / "models/deployed")
@@ -73,7 +75,7 @@ def test_torchscript_of_super_models(combine, trained, super_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_onnx(super_model, untrained, classification, tmp_path):
+def test_onnx(super_model: StoredModel, untrained: Callable[..., Path], classification: TaskConfig, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     for name, stored in {"super": super_model, "plain": load_model(untrained(classification))}.items():
@@ -86,7 +88,9 @@ def test_onnx(super_model, untrained, classification, tmp_path):
         torch.testing.assert_close(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]), expected, rtol=0, atol=1e-5)
 
 
-def test_a_site_adapted_model_keeps_its_statistics(trained, data_root, segmentation, tmp_path):
+def test_a_site_adapted_model_keeps_its_statistics(
+    trained: Callable[..., Path], data_root: Path, segmentation: TaskConfig, tmp_path: Path
+) -> None:
     plain = load_model(trained("fedavg") / "models/global")
     site = open_site("O", segmentation, role="outside", data_root=data_root)
     stored = StoredModel(plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {})
@@ -100,7 +104,7 @@ def test_a_site_adapted_model_keeps_its_statistics(trained, data_root, segmentat
 # -- nothing is handed out unchecked ---------------------------------------------------------------------------------------
 
 
-def test_other_numbers_are_refused(untrained, tmp_path, monkeypatch):
+def test_other_numbers_are_refused(untrained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = load_model(untrained())
     monkeypatch.setitem(exporting._WRITERS, "torchscript", lambda stored, model, folder: [model, lambda images: model(images) + 1e-3])
     with pytest.raises(ExportError, match=r"differs from the delivered one by 1\.0e-03 on random input, allowed is 1e-04"):
@@ -108,9 +112,9 @@ def test_other_numbers_are_refused(untrained, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_branch_that_the_recording_missed_is_found(segmentation, tmp_path):
+def test_a_branch_that_the_recording_missed_is_found(segmentation: TaskConfig, tmp_path: Path) -> None:
     class Branches(nn.Module):
-        def forward(self, images):
+        def forward(self, images: Tensor) -> Tensor:
             return images.sigmoid() if images.mean() > 0.3 else -images.sigmoid()
 
     with pytest.raises(ExportError, match="differs from the delivered one"):
@@ -118,9 +122,9 @@ def test_a_branch_that_the_recording_missed_is_found(segmentation, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_recorded_is_refused_with_the_reason(segmentation, tmp_path):
+def test_what_cannot_be_recorded_is_refused_with_the_reason(segmentation: TaskConfig, tmp_path: Path) -> None:
     class Stubborn(nn.Module):
-        def forward(self, images):
+        def forward(self, images: Tensor) -> Tensor:
             if torch.jit.is_tracing():
                 raise RuntimeError("I am not recorded")
             return images
@@ -130,14 +134,14 @@ def test_what_cannot_be_recorded_is_refused_with_the_reason(segmentation, tmp_pa
         export(stored, "torchscript", tmp_path / "out", builder=lambda task, message: Stubborn())
 
 
-def test_differences():
+def test_differences() -> None:
     batches = [torch.zeros(1, 2), torch.ones(3, 2)]
     assert largest_difference(lambda x: x, lambda x: x * 1.25, batches) == 0.25
     assert largest_difference(lambda x: x, lambda x: x[:1], batches) == float("inf")
     assert largest_difference(lambda x: x, lambda x: x / 0, batches) == float("inf")
 
 
-def test_models_that_live_on_their_images_are_refused(trained, tmp_path):
+def test_models_that_live_on_their_images_are_refused(trained: Callable[..., Path], tmp_path: Path) -> None:
     routed = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
     with pytest.raises(ExportError, match=r"'routed' cannot be exported: its weights .* use `medflare predict`"):
         export(routed, "onnx", tmp_path, builder=build_deployed)
@@ -147,7 +151,7 @@ def test_models_that_live_on_their_images_are_refused(trained, tmp_path):
         export(tent, "torchscript", tmp_path, builder=build_deployed)
 
 
-def test_missing_packages_are_named(untrained, tmp_path, monkeypatch):
+def test_missing_packages_are_named(untrained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "installed", lambda package: package != "onnxruntime")
     with pytest.raises(ConfigError, match=r"needs onnxruntime; pip install 'medflare\[export\]'"):
         export(load_model(untrained()), "onnx", tmp_path)
@@ -155,7 +159,9 @@ def test_missing_packages_are_named(untrained, tmp_path, monkeypatch):
         export(load_model(untrained()), "caffe", tmp_path)
 
 
-def test_the_check_takes_the_users_images(untrained, data_root, tmp_path, capsys):
+def test_the_check_takes_the_users_images(
+    untrained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["export", str(untrained()), "--format", "torchscript", "--out", str(tmp_path / "out"), "--images"]
     assert main([*arguments, str(data_root / "A/test")]) == 0
     assert "on 9 images" in capsys.readouterr().out
@@ -170,7 +176,7 @@ def test_the_check_takes_the_users_images(untrained, data_root, tmp_path, capsys
 # -- MONAI bundle ----------------------------------------------------------------------------------------------------------
 
 
-def run_bundle(root: Path, images: Path, out: Path, monkeypatch, **override: str) -> None:
+def run_bundle(root: Path, images: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **override: str) -> None:
     from monai import bundle
 
     monkeypatch.chdir(root)
@@ -189,7 +195,9 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("without_medflare", [False, True])
-def test_a_bundle_predicts_as_medflare_does(without_medflare, super_model, pictures, tmp_path, monkeypatch):
+def test_a_bundle_predicts_as_medflare_does(
+    without_medflare: Any, super_model: StoredModel, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = export(super_model, "monai", tmp_path / "bundle", builder=build_deployed)
     assert max(result.differences.values()) < 1e-5
     script = {"network_def": "$torch.jit.load('models/model.ts')", "checkpoint": "$None"} if without_medflare else {}
@@ -202,7 +210,9 @@ def test_a_bundle_predicts_as_medflare_does(without_medflare, super_model, pictu
         np.testing.assert_array_equal(np.asarray(Image.open(file)), expected == 3)
 
 
-def test_a_bundle_of_a_classifier_writes_a_table(untrained, classification, pictures, tmp_path, monkeypatch):
+def test_a_bundle_of_a_classifier_writes_a_table(
+    untrained: Callable[..., Path], classification: TaskConfig, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     colour = load_task({**classification.to_dict(), "channels": 3, "intensity": {"name": "NormalizeIntensity"}})
     stored = load_model(untrained(colour))
     export(stored, "monai", tmp_path / "bundle")
@@ -216,7 +226,7 @@ def test_a_bundle_of_a_classifier_writes_a_table(untrained, classification, pict
             assert found[Path(row["image"]).stem] == pytest.approx(expected, abs=1e-5)
 
 
-def test_monais_own_check_of_a_bundle(untrained, tmp_path):
+def test_monais_own_check_of_a_bundle(untrained: Callable[..., Path], tmp_path: Path) -> None:
     from monai import bundle
 
     export(load_model(untrained()), "monai", tmp_path / "bundle")
@@ -237,21 +247,21 @@ def test_monais_own_check_of_a_bundle(untrained, tmp_path):
         {"intensity": {"name": "ScaleIntensity", "_mode_": "callable"}},
     ],
 )
-def test_a_card_never_becomes_code(changes, segmentation):
+def test_a_card_never_becomes_code(changes: dict[str, Any], segmentation: TaskConfig) -> None:
     task = replace(segmentation, **changes)
     with pytest.raises(ExportError, match=r"command in a MONAI bundle|would be run by MONAI"):
         definition(task)
 
 
-def test_intensity_arguments_are_no_code_either(segmentation):
+def test_intensity_arguments_are_no_code_either(segmentation: TaskConfig) -> None:
     task = replace(segmentation, intensity={"name": "ScaleIntensity", "dtype": "$print()"})
     with pytest.raises(ExportError, match="would be run by MONAI"):
         inference_config(task, {})
 
 
-def test_what_no_configuration_can_describe():
+def test_what_no_configuration_can_describe() -> None:
     with pytest.raises(ExportError, match="Identity does not say how it was made"):
         definition(nn.Identity())
     with pytest.raises(ExportError, match="set cannot be written"):
-        harmless({"a": {1}})
-    assert harmless({"a": [1, 2.5, None, True, ("x",)]}) == {"a": [1, 2.5, None, True, ["x"]]}
+        as_data({"a": {1}})
+    assert as_data({"a": [1, 2.5, None, True, ("x",)]}) == {"a": [1, 2.5, None, True, ["x"]]}

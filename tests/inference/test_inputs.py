@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_empty_folders_are_named(tmp_path: Path) -> None:
     assert len(problems) == 1 and "empty: no images in this folder" in problems[0]
 
 
-def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom) -> None:
+def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
     for number in range(3):
         write_dicom(tmp_path / f"in/ct/IM{number}", GREY, number)
     (tmp_path / "in/DICOMDIR").write_bytes((tmp_path / "in/ct/IM0").read_bytes())
@@ -61,7 +62,7 @@ def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom) -> None:
     assert found([tmp_path / "in/ct"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
 
 
-def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path, write_dicom) -> None:
+def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
     write_dicom(tmp_path / "views/1.dcm", GREY)  # radiographs: one series, no position
     write_dicom(tmp_path / "views/2.dcm", GREY)
     write_dicom(tmp_path / "mixed/1.dcm", GREY, 0, series="1.2.3")

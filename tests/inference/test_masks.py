@@ -1,5 +1,7 @@
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -12,13 +14,13 @@ from medflare.data.readers import read_image, read_mask
 from medflare.data.targets import encode_mask
 from medflare.inference.inputs import Input
 from medflare.inference.masks import label_map, pixels, restored, write_masks
-from medflare.tasks.config import load_task
+from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import foreground
 
 PHANTOM = load_task("phantom")  # disc: values 1 and 2, cup: value 2
 
 
-def task_of(target, labels, **settings):
+def task_of(target: str, labels: list[str], **settings: dict[str, Any]) -> TaskConfig:
     return load_task({**PHANTOM.to_dict(), "target": target, "labels": labels, "label_values": {}, **settings})
 
 
@@ -32,7 +34,7 @@ TASKS = [
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{task.target}-{len(task.label_values)}")
-def test_masks_read_back_are_what_the_metrics_count(task, tmp_path):
+def test_masks_read_back_are_what_the_metrics_count(task: TaskConfig, tmp_path: Path) -> None:
     logits = torch.randn(task.outputs, 7, 5, generator=torch.Generator().manual_seed(0))
     p = task.probabilities(logits[None])
     masks = label_map(p[0], task)
@@ -47,7 +49,7 @@ def test_masks_read_back_are_what_the_metrics_count(task, tmp_path):
     assert list(pixels(masks, task).values()) == kept.flatten(1).sum(dim=1).tolist()
 
 
-def test_one_mask_for_several_structures():
+def test_one_mask_for_several_structures() -> None:
     p = torch.tensor([[0.9, 0.9, 0.1, 0.2, 0.45, 0.5], [0.8, 0.3, 0.1, 0.9, 0.95, 0.5]]).reshape(2, 1, 6)  # disc, cup
     # cup without disc has no value: where the disc is unlikely it is background, where it is nearly there it is cup in disc
     assert label_map(p, PHANTOM).tolist() == [[[2, 1, 0, 2, 2, 0]]]
@@ -56,7 +58,7 @@ def test_one_mask_for_several_structures():
     assert pixels(label_map(p, PHANTOM), PHANTOM) == {"disc": 4, "cup": 3}
 
 
-def test_the_most_probable_value_is_found_among_many():
+def test_the_most_probable_value_is_found_among_many() -> None:
     values = {"a": [1, 3], "b": [2, 3], "c": [7]}
     task = task_of("multilabel", ["a", "b", "c"], label_values=values)
     p = torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(0))
@@ -70,7 +72,7 @@ def test_the_most_probable_value_is_found_among_many():
         assert chance[found[row, column]] == pytest.approx(max(chance.values()), rel=1e-6)
 
 
-def test_size_is_restored():
+def test_size_is_restored() -> None:
     p = torch.rand(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     assert restored(p, (8, 8)) is p
     larger, smaller, mixed = restored(p, (16, 24)), restored(p, (4, 2)), restored(p, (16, 4))
@@ -84,7 +86,7 @@ ORIENTATIONS = ["".join(codes) for axes in itertools.permutations(("LR", "PA", "
 
 
 @pytest.mark.parametrize("codes", ORIENTATIONS)
-def test_nifti_masks_lie_on_their_image(codes, tmp_path):
+def test_nifti_masks_lie_on_their_image(codes: tuple[str, str, str], tmp_path: Path) -> None:
     """A mask cut from the image as it was read has, in the written file, its ones where the stored image is bright."""
     ornt = nibabel.orientations.axcodes2ornt(tuple(codes))
     affine = np.diag([0.8, 1.5, 4, 1]) @ nibabel.orientations.inv_ornt_aff(ornt, (5, 6, 7))
@@ -101,7 +103,7 @@ def test_nifti_masks_lie_on_their_image(codes, tmp_path):
     np.testing.assert_array_equal(read_mask(file), read > 0.7)
 
 
-def test_flat_nifti_stays_flat(tmp_path):
+def test_flat_nifti_stays_flat(tmp_path: Path) -> None:
     flat = np.random.default_rng(0).random((5, 6)).astype(np.float32)
     nibabel.save(nibabel.Nifti1Image(flat, np.diag([2, 3, 1, 1])), tmp_path / "flat.nii")
     mask = (read_image(tmp_path / "flat.nii", 1) > 0.5).astype(np.int64) * 70000
@@ -111,7 +113,7 @@ def test_flat_nifti_stays_flat(tmp_path):
     np.testing.assert_array_equal(written.affine, np.diag([2, 3, 1, 1]))
 
 
-def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path, write_dicom):
+def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
     volume = np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)  # rows, columns, slices
     for number in range(3):
         write_dicom(tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number)
@@ -124,7 +126,7 @@ def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path, write_dicom)
     np.testing.assert_allclose(place[:3], [-(10 + 0.5 * 2), -(20 + 2 * 1), 30 + 4 * 2])
 
 
-def test_pictures_keep_their_rows(tmp_path):
+def test_pictures_keep_their_rows(tmp_path: Path) -> None:
     mask = np.zeros((1, 3, 4), np.int64)
     mask[0, 2, 1] = 1
     (file,) = write_masks(Input(tmp_path / "a.jpg", "a"), mask, TASKS[0], tmp_path)
@@ -134,6 +136,6 @@ def test_pictures_keep_their_rows(tmp_path):
     assert [file.name for file in files] == ["b_seg_left-lung.png", "b_seg_heart.png"]
 
 
-def test_values_that_no_png_can_hold_are_refused(tmp_path):
+def test_values_that_no_png_can_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="do not fit a PNG mask"):
         write_masks(Input(tmp_path / "a.png", "a"), np.full((1, 2, 2), -1), TASKS[0], tmp_path)

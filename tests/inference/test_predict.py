@@ -1,14 +1,16 @@
 import csv
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import nibabel
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.cli import main
 from medflare.core.errors import ConfigError
@@ -19,7 +21,7 @@ from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.sites.opening import open_site
-from medflare.tasks.config import load_task
+from medflare.tasks.config import TaskConfig, load_task
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
@@ -41,7 +43,9 @@ def probabilities(stored: StoredModel, images: Path, tmp_path: Path, adapt: str 
 
 
 @pytest.mark.parametrize("role", ["global", "personal", "deployed"])
-def test_a_sites_test_images_give_the_numbers_of_the_run(role, trained, data_root, tmp_path, segmentation):
+def test_a_sites_test_images_give_the_numbers_of_the_run(
+    role: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
+) -> None:
     stored = load_model(trained("fedsm") / "sites/B" / role)
     site = open_site("B", segmentation, data_root=data_root)
     expected = site.predict(build_deployed(stored.task, stored.message), "test")
@@ -51,7 +55,7 @@ def test_a_sites_test_images_give_the_numbers_of_the_run(role, trained, data_roo
     assert site.score_outputs(found, "test").values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
 
 
-def test_the_same_for_classification(trained, data_root, tmp_path, classification):
+def test_the_same_for_classification(trained: Callable[..., Path], data_root: Path, tmp_path: Path, classification: TaskConfig) -> None:
     run = trained("fedsm", classification, opener=lambda name, role: open_site(name, classification, data_root=data_root / name / "grades"))
     stored = load_model(run / "sites/A/deployed")
     predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
@@ -64,7 +68,9 @@ def test_the_same_for_classification(trained, data_root, tmp_path, classificatio
     assert {row["model"] for row in rows} <= {"global", "A", "B"} and "mask" not in rows[0]
 
 
-def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(trained, data_root, tmp_path, segmentation):
+def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
+    trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
+) -> None:
     stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
     site = open_site("O", segmentation, role="outside", data_root=data_root)
     expected = site.predict(build_deployed(stored.task, stored.message), "test")
@@ -79,7 +85,9 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(trained, da
 
 
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])
-def test_adaptation_on_request_is_that_of_the_methods(tta, trained, data_root, tmp_path, segmentation):
+def test_adaptation_on_request_is_that_of_the_methods(
+    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
+) -> None:
     stored = load_model(trained("fedavg") / "sites/A/global")
     site = open_site("O", segmentation, role="outside", data_root=data_root)
     tent = with_tent(stored.message, stored.task)
@@ -98,7 +106,7 @@ def test_adaptation_on_request_is_that_of_the_methods(tta, trained, data_root, t
 # -- files -----------------------------------------------------------------------------------------------------------------
 
 
-def test_masks_and_table(trained, data_root, tmp_path):
+def test_masks_and_table(trained: Callable[..., Path], data_root: Path, tmp_path: Path) -> None:
     stored = load_model(trained("fedsm") / "sites/A/deployed")
     summary = predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
     rows = rows_of(tmp_path)
@@ -112,7 +120,7 @@ def test_masks_and_table(trained, data_root, tmp_path):
     assert "answered by" in summary.render() and "9 images predicted, 0 failed" in summary.render()
 
 
-def test_every_format_in_its_own_geometry(tmp_path, write_dicom, untrained):
+def test_every_format_in_its_own_geometry(tmp_path: Path, write_dicom: Callable[..., None], untrained: Callable[..., Path]) -> None:
     random = np.random.default_rng(0)
     flat = random.integers(0, 255, (30, 22)).astype(np.uint8)
     volume = random.integers(0, 255, (22, 30, 5)).astype(np.uint8)
@@ -140,7 +148,7 @@ def test_every_format_in_its_own_geometry(tmp_path, write_dicom, untrained):
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_volume_is_its_slices(axis, tmp_path, segmentation):
+def test_a_volume_is_its_slices(axis: int, tmp_path: Path, segmentation: TaskConfig) -> None:
     """Each slice of a predicted volume is the prediction of that slice alone, by a model that calls bright what is bright."""
     task = load_task({**segmentation.to_dict(), "slices": {"axis": axis}})
     volume = np.random.default_rng(0).integers(0, 255, (9, 7, 5)).astype(np.uint8)  # (left, posterior, superior)
@@ -159,7 +167,7 @@ def test_a_volume_is_its_slices(axis, tmp_path, segmentation):
         np.testing.assert_array_equal(alone, np.take(whole.transpose(1, 0, 2), number, axis=axis))
 
 
-def test_multilabel_and_binary_tables(tmp_path, classification, untrained):
+def test_multilabel_and_binary_tables(tmp_path: Path, classification: TaskConfig, untrained: Callable[..., Path]) -> None:
     random = np.random.default_rng(0)
     for number in range(3):
         Image.fromarray(random.integers(0, 255, (16, 16)).astype(np.uint8)).save(tmp_path / f"{number}.png")
@@ -177,11 +185,11 @@ def test_multilabel_and_binary_tables(tmp_path, classification, untrained):
         assert row["label"] == ("melanoma" if p > 0.5 else "not melanoma")
 
 
-def test_batches_run_across_files(tmp_path, segmentation):
+def test_batches_run_across_files(tmp_path: Path, segmentation: TaskConfig) -> None:
     sizes = []
 
     class Counting(nn.Module):
-        def forward(self, images):
+        def forward(self, images: Tensor) -> Tensor:
             sizes.append(len(images))
             return images
 
@@ -196,7 +204,9 @@ def test_batches_run_across_files(tmp_path, segmentation):
 # -- what goes wrong -------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_image_is_named_and_the_others_go_through(tmp_path, data_root, capsys, untrained):
+def test_a_broken_image_is_named_and_the_others_go_through(
+    tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Callable[..., Path]
+) -> None:
     images = tmp_path / "images"
     images.mkdir()
     for name in ("a.png", "c.png"):
@@ -218,7 +228,9 @@ def test_a_broken_image_is_named_and_the_others_go_through(tmp_path, data_root, 
     assert {file.name for file in (tmp_path / "out/images").iterdir()} == {"a_seg.png", "c_seg.png"}
 
 
-def test_the_command_succeeds_quietly(trained, data_root, tmp_path, capsys):
+def test_the_command_succeeds_quietly(
+    trained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed"
     assert main(["predict", str(model), str(data_root / "O/test"), "--out", str(tmp_path)]) == 0
     output = capsys.readouterr()
@@ -226,9 +238,9 @@ def test_the_command_succeeds_quietly(trained, data_root, tmp_path, capsys):
     assert "adapted to these images: routed, fitted to 9 pictures before the first was predicted" in output.out
 
 
-def test_an_answer_that_is_no_number_is_no_prediction(tmp_path, data_root, segmentation):
+def test_an_answer_that_is_no_number_is_no_prediction(tmp_path: Path, data_root: Path, segmentation: TaskConfig) -> None:
     class Broken(nn.Module):
-        def forward(self, images):
+        def forward(self, images: Tensor) -> Tensor:
             return torch.where(images.mean(dim=(1, 2, 3), keepdim=True) > 0.3, torch.nan, images)
 
     stored = StoredModel(segmentation, plain_message({}), {})
@@ -246,19 +258,25 @@ def test_an_answer_that_is_no_number_is_no_prediction(tmp_path, data_root, segme
         ({"adapt": "tent"}, "has no BatchNorm"),
     ],
 )
-def test_settings_that_cannot_be(settings, text, tmp_path, data_root, segmentation, untrained):
+def test_settings_that_cannot_be(
+    settings: dict[str, Any], text: str, tmp_path: Path, data_root: Path, segmentation: TaskConfig, untrained: Callable[..., Path]
+) -> None:
     task = load_task({**segmentation.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}})
     with pytest.raises(ConfigError, match=text):
         predict(load_model(untrained(task)), [data_root / "A/test"], tmp_path / "out", **settings)
 
 
-def test_an_output_folder_that_cannot_be_written(tmp_path, data_root, capsys, untrained):
+def test_an_output_folder_that_cannot_be_written(
+    tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Callable[..., Path]
+) -> None:
     (tmp_path / "out").write_text("a file")
     assert main(["predict", str(untrained()), str(data_root / "A/test"), "--out", str(tmp_path / "out")]) == 1
     assert "masks cannot be written here" in capsys.readouterr().err
 
 
-def test_a_tampered_model_is_not_loaded(tmp_path, data_root, capsys, untrained):
+def test_a_tampered_model_is_not_loaded(
+    tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str], untrained: Callable[..., Path]
+) -> None:
     model = untrained()
     (model / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n.")  # the beginning of a pickle
     assert main(["predict", str(model), str(data_root / "A/test"), "--out", str(tmp_path / "out")]) == 1

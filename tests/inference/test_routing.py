@@ -1,16 +1,20 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fixture_types import Golden
 from medflare.core.errors import StateError
-from medflare.core.states import weighted_mean
+from medflare.core.states import StateDict, weighted_mean
 from medflare.inference.routing import FreeRouter, MLPRouter, RoutedLayer, RoutedNetwork, Routing, TestTimeNorm
 
 
 class Everything(nn.Module):
     """Every routed layer type, depthwise and reflecting convolutions, a learnt activation and a linear head."""
 
-    def __init__(self, norm=nn.Identity):
+    def __init__(self, norm: Any = nn.Identity) -> None:
         super().__init__()
         self.down = nn.Conv2d(3, 8, 3, stride=2, padding=1, padding_mode="reflect")
         self.norm = norm(8) if norm is not nn.Identity else norm()
@@ -19,12 +23,12 @@ class Everything(nn.Module):
         self.act = nn.PReLU()
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         maps = self.act(self.up(self.depthwise(self.norm(self.down(x)))))
         return self.head(maps.movedim(1, -1)).movedim(-1, 1)
 
 
-def states_of(make, count, seed=0):
+def states_of(make: Callable[[], nn.Module], count: int, seed: int = 0) -> list[StateDict]:
     states = []
     for k in range(count):
         torch.manual_seed(seed + k)
@@ -36,7 +40,7 @@ def states_of(make, count, seed=0):
     return states
 
 
-def averaged(make, states):
+def averaged(make: Callable[[], nn.Module], states: Any) -> nn.Module:
     """The network of mean weights; what is not routed comes from the last state, as in the routed one."""
     mean = weighted_mean({str(k): state for k, state in enumerate(states)}, dict.fromkeys(map(str, range(len(states))), 1.0))
     kept = {name: tensor for name, tensor in states[-1].items() if name.startswith(("norm", "act"))}
@@ -48,7 +52,7 @@ def averaged(make, states):
 @pytest.mark.parametrize("per_layer", [True, False])
 @pytest.mark.parametrize("router", ["mlp", "free"])
 @pytest.mark.parametrize("experts", [2, 5])
-def test_uniform_router_equals_the_averaged_network(router, per_layer, experts):
+def test_uniform_router_equals_the_averaged_network(router: str, per_layer: bool, experts: int) -> None:
     torch.manual_seed(0)
     states, images = states_of(Everything, experts), torch.rand(3, 3, 8, 10)
     routed = RoutedNetwork(Everything(), states, Routing(router=router, per_layer=per_layer))
@@ -58,7 +62,7 @@ def test_uniform_router_equals_the_averaged_network(router, per_layer, experts):
         torch.testing.assert_close(coefficients, torch.full_like(coefficients, 1 / experts))
 
 
-def test_samples_have_weights_of_their_own():
+def test_samples_have_weights_of_their_own() -> None:
     """A batch gives what its images give one by one: no coefficient leaks from one sample to another."""
     torch.manual_seed(0)
     routed = RoutedNetwork(Everything(), states_of(Everything, 3), Routing(uniform=False, seed=4))
@@ -70,7 +74,7 @@ def test_samples_have_weights_of_their_own():
     assert first.shape == (4, 3) and (first.std(dim=0) > 1e-3).all()
 
 
-def test_one_hot_coefficients_give_that_expert():
+def test_one_hot_coefficients_give_that_expert() -> None:
     states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
     routed = RoutedNetwork(Everything(), states, Routing(router="free"))
     with torch.no_grad():
@@ -82,7 +86,7 @@ def test_one_hot_coefficients_give_that_expert():
 
 
 @pytest.mark.parametrize(("name", "entry"), [("conv", "e"), ("deconv", "u")])
-def test_reference_numbers(golden, name, entry):
+def test_reference_numbers(golden: Golden, name: str, entry: str) -> None:
     numbers = {key: torch.as_tensor(value) for key, value in golden("iop").items()}
     layer = nn.Conv2d(3, 5, 3, padding=1) if name == "conv" else nn.ConvTranspose2d(3, 4, 2, stride=2)
     experts = [{part: numbers[f"route/expert{k}/{entry}.{part}"] for part in ("weight", "bias")} for k in range(5)]
@@ -96,7 +100,7 @@ def test_reference_numbers(golden, name, entry):
     torch.testing.assert_close(uniform, numbers[f"route/{name}/uniform_init_out"], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_reach_every_router_and_nothing_else():
+def test_gradients_reach_every_router_and_nothing_else() -> None:
     routed = RoutedNetwork(Everything(), states_of(Everything, 3))
     routed(torch.rand(2, 3, 8, 8)).square().sum().backward()
     adaptable = routed.adaptable()
@@ -107,20 +111,20 @@ def test_gradients_reach_every_router_and_nothing_else():
     assert all(parameter.grad is None for name, parameter in routed.named_parameters() if name not in adaptable)
 
 
-def test_coefficient_gradient_matches_finite_differences():
+def test_coefficient_gradient_matches_finite_differences() -> None:
     torch.manual_seed(0)
     layer = nn.Conv2d(2, 3, 3, padding=1).double()
     experts = [{name: torch.randn_like(part) for name, part in layer.state_dict().items()} for _ in range(3)]
     router = FreeRouter(3).double()
     routed, images = RoutedLayer(layer.requires_grad_(False), experts, router), torch.rand(2, 2, 4, 4, dtype=torch.float64)
 
-    def output(logits):
+    def output(logits: Tensor) -> Tensor:
         return torch.func.functional_call(routed, {"router.logits": logits}, (images,)).square().sum()
 
     assert torch.autograd.gradcheck(output, (torch.randn(3, dtype=torch.float64, requires_grad=True),))
 
 
-def test_fixed_layers_and_affine_parameters():
+def test_fixed_layers_and_affine_parameters() -> None:
     make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
     routed = RoutedNetwork(make(), states_of(make, 2), Routing(fixed_layers=("up",), train_affine=True))
     names = routed.adaptable()
@@ -130,7 +134,7 @@ def test_fixed_layers_and_affine_parameters():
         RoutedNetwork(make(), states_of(make, 2), Routing(fixed_layers=("nowhere",)))
 
 
-def test_batch_norm_uses_the_test_batch():
+def test_batch_norm_uses_the_test_batch() -> None:
     make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
     states, images = states_of(make, 2), torch.rand(4, 3, 8, 8)
     reference = averaged(make, states)
@@ -146,7 +150,7 @@ def test_batch_norm_uses_the_test_batch():
 
 
 @pytest.mark.parametrize("statistics", ["batch", "instance", "running"])
-def test_one_value_per_channel_falls_back_on_running_statistics(statistics):
+def test_one_value_per_channel_falls_back_on_running_statistics(statistics: str) -> None:
     layer = nn.BatchNorm2d(3).eval()
     layer.running_mean.fill_(2.0)
     norm, pixel = TestTimeNorm(layer, statistics), torch.rand(1, 3, 1, 1)
@@ -155,7 +159,7 @@ def test_one_value_per_channel_falls_back_on_running_statistics(statistics):
     assert torch.isfinite(pooled(torch.rand(1, 3))).all() and torch.isfinite(pooled(torch.rand(2, 3))).all()
 
 
-def test_dropout_only_while_adapting_and_the_network_stays_in_evaluation_mode():
+def test_dropout_only_while_adapting_and_the_network_stays_in_evaluation_mode() -> None:
     make = lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.9), nn.Conv2d(4, 2, 1))  # noqa: E731
     routed, images = RoutedNetwork(make(), states_of(make, 2), Routing(uniform=False)), torch.rand(2, 1, 6, 6)
     with torch.no_grad():
@@ -165,14 +169,14 @@ def test_dropout_only_while_adapting_and_the_network_stays_in_evaluation_mode():
     assert not routed.network[1].training and routed.network[0].router.dropout.training
 
 
-def test_a_layer_used_twice_is_routed_at_both_places():
+def test_a_layer_used_twice_is_routed_at_both_places() -> None:
     class Shared(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.first = nn.Conv2d(2, 2, 3, padding=1)
             self.second = self.first
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x))
 
     states, images = states_of(Shared, 3), torch.rand(1, 2, 5, 5)
@@ -182,7 +186,7 @@ def test_a_layer_used_twice_is_routed_at_both_places():
         torch.testing.assert_close(routed(images), averaged(Shared, states)(images))
 
 
-def test_adapted_state_comes_back_and_foreign_ones_are_refused():
+def test_adapted_state_comes_back_and_foreign_ones_are_refused() -> None:
     states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
     first = RoutedNetwork(Everything(), states, Routing(uniform=False, seed=1))
     second = RoutedNetwork(Everything(), states, Routing(uniform=False, seed=2))
@@ -195,7 +199,7 @@ def test_adapted_state_comes_back_and_foreign_ones_are_refused():
         RoutedNetwork(Everything(), states, Routing(router="free")).load_adapted_state(first.adapted_state())
 
 
-def test_building_leaves_the_global_generator_and_the_network_alone():
+def test_building_leaves_the_global_generator_and_the_network_alone() -> None:
     network = Everything()
     before, weights = torch.get_rng_state(), {name: tensor.clone() for name, tensor in network.state_dict().items()}
     RoutedNetwork(network, states_of_frozen(), Routing())
@@ -203,12 +207,12 @@ def test_building_leaves_the_global_generator_and_the_network_alone():
     assert all(torch.equal(tensor, weights[name]) for name, tensor in network.state_dict().items())
 
 
-def states_of_frozen():
+def states_of_frozen() -> list[StateDict]:
     with torch.random.fork_rng():
         return states_of(Everything, 2)
 
 
-def test_errors_name_the_offender():
+def test_errors_name_the_offender() -> None:
     state = Everything().state_dict()
     with pytest.raises(StateError, match="at least two"):
         RoutedNetwork(Everything(), [state])
@@ -220,7 +224,7 @@ def test_errors_name_the_offender():
         MLPRouter(3, 1)
 
 
-def monai_networks():
+def monai_networks() -> dict[str, Callable[[], nn.Module]]:
     from monai.networks.nets.attentionunet import AttentionUnet
     from monai.networks.nets.basic_unet import BasicUNet
     from monai.networks.nets.densenet import DenseNet
@@ -237,7 +241,7 @@ def monai_networks():
 
 
 @pytest.mark.parametrize("name", ["residual unet", "attention unet", "basic unet", "segresnet", "densenet"])
-def test_monai_networks_are_routed_as_they_are(name):
+def test_monai_networks_are_routed_as_they_are(name: str) -> None:
     make = monai_networks()[name]
     states, images = states_of(make, 3), torch.rand(2, 1, 32, 32)
     mean = weighted_mean({str(k): state for k, state in enumerate(states)}, dict.fromkeys("012", 1.0))

@@ -1,37 +1,39 @@
 """Tent: what it changes, what it lowers, what it remembers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
+from medflare.core.states import StateDict
 from medflare.inference.tent import Tent, prediction_entropy
 
 
-def images(n, seed=0, size=8):
+def images(n: int, seed: int = 0, size: int = 8) -> Tensor:
     return 3 * torch.randn(n, 2, size, size, generator=torch.Generator().manual_seed(seed)) + 1
 
 
 class Classifier(nn.Module):
     """Images to probabilities of three classes, with dropout that must stay off."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5))
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x)).softmax(dim=1)
 
 
-def state(module):
+def state(module: nn.Module) -> StateDict:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def test_entropy_by_hand():
+def test_entropy_by_hand() -> None:
     exclusive = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
     assert prediction_entropy(exclusive, "multiclass").item() == pytest.approx(math.log(2) / 2, abs=1e-5)
     independent = torch.tensor([[[[0.5, 1.0]]]])
@@ -39,13 +41,13 @@ def test_entropy_by_hand():
     assert prediction_entropy(torch.full((1, 2, 1, 1), 0.5), "multilabel").item() == pytest.approx(math.log(2))
 
 
-def test_entropy_gradient_is_finite_where_predictions_are_certain():
+def test_entropy_gradient_is_finite_where_predictions_are_certain() -> None:
     logits = torch.tensor([[200.0, -200.0], [0.0, 1.0]], requires_grad=True)
     prediction_entropy(logits.softmax(dim=1), "multiclass").backward()
     assert torch.isfinite(logits.grad).all() and logits.grad[1].abs().sum() > 0
 
 
-def test_only_scale_and_shift_change():
+def test_only_scale_and_shift_change() -> None:
     source = Classifier().eval()
     before = state(source)
     tent = Tent(source, "multiclass")
@@ -56,7 +58,7 @@ def test_only_scale_and_shift_change():
     assert all(torch.equal(tensor, before[name]) for name, tensor in source.state_dict().items())
 
 
-def test_one_adam_step_of_its_rate_per_batch():
+def test_one_adam_step_of_its_rate_per_batch() -> None:
     tent = Tent(Classifier(), "multiclass", rate=0.01)
     scale = tent.model.body[1].layer.weight
     start = scale.detach().clone()
@@ -64,7 +66,7 @@ def test_one_adam_step_of_its_rate_per_batch():
     torch.testing.assert_close((scale - start).abs(), torch.full((4,), 0.01), rtol=1e-3, atol=0)  # Adam's first step is its rate
 
 
-def test_online_answers_before_its_step_and_remembers():
+def test_online_answers_before_its_step_and_remembers() -> None:
     tent = Tent(Classifier(), "multiclass", rate=0.05)
     unadapted = Tent(Classifier(), "multiclass", rate=0.0)
     first = tent(images(6))
@@ -77,7 +79,7 @@ def test_online_answers_before_its_step_and_remembers():
     torch.testing.assert_close(tent(images(6)), first)
 
 
-def test_many_images_are_adapted_to_in_batches():
+def test_many_images_are_adapted_to_in_batches() -> None:
     shown = images(7)
     together, apart = Tent(Classifier(), "multiclass", rate=0.05, batch_size=3), Tent(Classifier(), "multiclass", rate=0.05)
     expected = torch.cat([apart(batch) for batch in shown.split([3, 2, 2])])
@@ -85,7 +87,7 @@ def test_many_images_are_adapted_to_in_batches():
     assert not torch.allclose(expected[3:], Tent(Classifier(), "multiclass", rate=0.0, batch_size=3)(shown)[3:])
 
 
-def test_episodic_answers_after_its_steps_and_forgets():
+def test_episodic_answers_after_its_steps_and_forgets() -> None:
     tent = Tent(Classifier(), "multiclass", rate=0.05, steps=3, episodic=True)
     first, _, again = tent(images(6)), tent(images(6, seed=1)), tent(images(6))
     assert torch.equal(first, again)
@@ -94,7 +96,7 @@ def test_episodic_answers_after_its_steps_and_forgets():
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_works_where_gradients_are_off(context):
+def test_works_where_gradients_are_off(context: Any) -> None:
     expected = Tent(Classifier(), "multiclass")
     expected(images(4))
     tent = Tent(Classifier(), "multiclass")
@@ -105,20 +107,20 @@ def test_works_where_gradients_are_off(context):
     torch.testing.assert_close(found, expected(images(4)))
 
 
-def test_evaluation_mode_of_the_caller_does_not_bring_running_statistics_back():
+def test_evaluation_mode_of_the_caller_does_not_bring_running_statistics_back() -> None:
     tent = Tent(Classifier(), "multiclass", rate=0.0)
     expected = tent(images(4))
     assert torch.equal(tent.eval()(images(4)), expected)
     assert not torch.allclose(Classifier().eval()(images(4)), expected)
 
 
-def test_one_image():
+def test_one_image() -> None:
     assert torch.isfinite(Tent(Classifier(), "multiclass")(images(1))).all()
     flat = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3), nn.Sigmoid()).eval()  # one value per channel: no variance
     torch.testing.assert_close(Tent(flat, "multilabel", rate=0.0)(images(1)), flat(images(1)))
 
 
-def test_networks_it_cannot_adapt():
+def test_networks_it_cannot_adapt() -> None:
     with pytest.raises(ConfigError, match="no BatchNorm"):
         Tent(nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2, affine=True)), "binary")
     with pytest.raises(ConfigError, match="no scale and shift"):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 import small
-from medflare.core.hyper import build_hyper, halved
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
@@ -21,6 +20,7 @@ from medflare.federation.screening import not_plain, screen
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
 from medflare.methods.catalogue import all_methods
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.method import Method
 from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from small import small_task
@@ -103,12 +103,10 @@ def plan_of(
     sites: tuple[str, ...] = SITES,
     **hyper: Any,
 ) -> Plan[Any, Any]:
-    """What a pair of halves knows, checked as a method checks it; hyper-parameters of either half go by name."""
-    owners = {"site": site_class.Hyper, "server": server_class.Hyper}
-    owned = halved(hyper, owners, f"{site_class.__name__} and {server_class.__name__}")
-    of_site, of_server = (build_hyper(owners[half], owned[half]) for half in ("site", "server"))
-    site_class.check(task, of_site, of_server)
-    return Plan(task, sites, of_site, of_server)
+    """What a pair of halves knows, checked as their method checks it; hyper-parameters of either half go by name."""
+    pair = Method(f"{site_class.__name__}+{server_class.__name__}", "a pair", "none", site_class, server_class)
+    pair.check(hyper, task)
+    return pair.plan(task, sites, hyper)
 
 
 def half(

@@ -1,11 +1,12 @@
 """DP-SGD by hand: clipping, averaging, noise and epsilon; per-image gradients of the task networks against plain autograd."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("opacus", reason="needs medflare[privacy]")
 
@@ -25,7 +26,7 @@ def random(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def linear_site(values, batch_size=4) -> Site:
+def linear_site(values: list[float], batch_size: int = 4) -> Site:
     """Image i is 16 x 16 pixels of value values[i]; its class is ignored by the losses below."""
     task = squares.task("classification", batch_size=batch_size)
     images = torch.tensor(values).view(-1, 1, 1, 1).expand(-1, 1, 16, 16).contiguous()
@@ -34,12 +35,22 @@ def linear_site(values, batch_size=4) -> Site:
     return Site("A", task, SiteData(split, split, split), 0)
 
 
-def mean_pixel(model, images, targets):
+def mean_pixel(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
     """w times the mean pixel x_i, whose gradient by w is x_i."""
     return model(images.mean(dim=(1, 2, 3)).unsqueeze(1)).mean()
 
 
-def trained(model, site, *, clip, noise=0.0, rate=1.0, steps=1, loss=mean_pixel, seed=0):
+def trained(
+    model: nn.Module,
+    site: Site,
+    *,
+    clip: float,
+    noise: float = 0.0,
+    rate: float = 1.0,
+    steps: int = 1,
+    loss: Any = mean_pixel,
+    seed: int = 0,
+) -> list[Tensor]:
     """`model` after plain gradient descent with rate 1; returns its parameters' moves, so minus the summed gradients."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from medflare.core.errors import ConfigError, PrivacyError, StateError
+from medflare.core.errors import PrivacyError, StateError
 from medflare.core.store import MemoryStore, StateStore
-from medflare.privacy.ledger import Budget, Ledger, Release, budget_of
+from medflare.privacy.ledger import Account, Budget, Ledger, Release, budget_of
+from medflare.sites.local import PrivacyLimit, local_settings
 
 
 def steps_of(releases: Sequence[Release], delta: float) -> float:
@@ -71,29 +72,30 @@ def test_two_jobs_at_once_cannot_both_spend_the_last_of_it(tmp_path: Path) -> No
     assert Budget(20.0, 1e-5, tmp_path, "A").ledger.releases() == [Release(1.0, 0.5, 20)]
 
 
+def test_a_run_counts_on_its_own_account_and_on_the_sites_budget(tmp_path: Path) -> None:
+    free, limited = Account(), Account(budget=Budget(7.0, 1e-5, tmp_path, "A"))
+    for account in (free, limited):
+        account.charge(Release(1.0, 0.5, 6), steps_of)
+        assert account.ledger.releases() == [Release(1.0, 0.5, 6)]
+    free.charge(Release(1.0, 0.5, 2), steps_of)
+    with pytest.raises(PrivacyError):
+        limited.charge(Release(1.0, 0.5, 2), steps_of)
+    assert limited.ledger.releases() == [Release(1.0, 0.5, 6)], "what is not done is not counted on the run's account either"
+    another = Account(budget=limited.budget)
+    another.charge(Release(1.0, 0.5, 1), steps_of)
+    assert another.ledger.releases() == [Release(1.0, 0.5, 1)], "a new run has an account of its own"
+    assert Budget(7.0, 1e-5, tmp_path, "A").ledger.releases() == [Release(1.0, 0.5, 7)], "over all runs"
+
+
+def limit_of(privacy: Any) -> PrivacyLimit | None:
+    """As a site writes it into its own settings."""
+    return local_settings({"privacy": privacy}).privacy
+
+
 def test_settings(tmp_path: Path) -> None:
-    assert budget_of({"epsilon": 8, "delta": 1e-5}, "A", tmp_path) == Budget(8.0, 1e-5, tmp_path, "A")
-    assert budget_of({"epsilon": 8, "delta": 1e-5, "ledger": "/kept"}, "A", tmp_path).folder == Path("/kept")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        8,
-        {},
-        {"epsilon": 8},
-        {"epsilon": 0, "delta": 1e-5},
-        {"epsilon": True, "delta": 1e-5},
-        {"epsilon": float("nan"), "delta": 1e-5},
-        {"epsilon": "8", "delta": 1e-5},
-        {"epsilon": 8, "delta": 1},
-        {"epsilon": 8, "delta": 1e-5, "epsilom": 3},
-        {"epsilon": 8, "delta": 1e-5, "ledger": 3},
-    ],
-)
-def test_a_misspelt_budget_is_refused(settings: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'local/medflare\.json: privacy takes "epsilon"'):
-        budget_of(settings, "A", tmp_path)
-    if settings == {}:
-        with pytest.raises(ConfigError, match="ledger"):
-            budget_of({"epsilon": 8, "delta": 1e-5}, "A")
+    assert budget_of(limit_of({"epsilon": 8, "delta": 1e-5}), "A", tmp_path) == Budget(8.0, 1e-5, tmp_path, "A")
+    kept = budget_of(limit_of({"epsilon": 8, "delta": 1e-5, "ledger": "/kept"}), "A", tmp_path)
+    assert kept is not None and kept.folder == Path("/kept")
+    home = budget_of(limit_of({"epsilon": 8, "delta": 1e-5, "ledger": "~/kept"}), "A", tmp_path)
+    assert home is not None and home.folder == Path.home() / "kept"
+    assert budget_of(None, "A", tmp_path) is None and local_settings({}).privacy is None

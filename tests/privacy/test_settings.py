@@ -18,19 +18,24 @@ from medflare.core.errors import ConfigError, PrivacyError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
+from medflare.federation.local import LocalExchange
 from medflare.federation.participant import Participant, identity_of
-from medflare.methods.catalogue import METHODS, get_method
+from medflare.federation.run import Run
+from medflare.federation.settings import run_settings
+from medflare.methods.catalogue import get_method, method_names
 from medflare.privacy import settings as privacy
 from medflare.privacy.ledger import Budget, Release
+from medflare.privacy.sampling import training_patients
+from medflare.sites.opening import open_site
 from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
+from small import INSTANCE_UNET, tiny_phantom
 
-INSTANCE = {"name": "unet", "channels": [4, 8], "norm": "instance"}
-TINY = {**load_task("phantom").to_dict(), "size": [32, 32], "network": INSTANCE, "batch_size": 16}
-PRIVATE = {"dp_noise": 1.0}
+TINY = tiny_phantom()
+PRIVATE: dict[str, Any] = {"dp_noise": 1.0}
 COUNTS = (12, 4, 5)  # training patients, so two steps of six an epoch; validation, test
-ALLOWED = {"fedavg": {}, "robust": {}, "iop_fl": {}, "moon": {}, "sha": {"rho": 0.0}}
+ALLOWED: dict[str, dict[str, Any]] = {"fedavg": {}, "robust": {}, "iop_fl": {}, "moon": {}, "sha": {"rho": 0.0}}
 
 
 def epsilon(noise: float, rate: float, steps: int, delta: float = 1e-5) -> float:
@@ -41,18 +46,19 @@ def epsilon(noise: float, rate: float, steps: int, delta: float = 1e-5) -> float
 
 @pytest.fixture
 def task() -> TaskConfig:
-    return squares.task(network=INSTANCE, batch_size=6)
+    return squares.task(network=INSTANCE_UNET, batch_size=6)
 
 
 class TestWhoMay:
     def test_every_method_either_can_or_says_why_not(self, task: TaskConfig) -> None:
-        for name in METHODS:
+        for name in method_names():
             method = get_method(name)
             if name in ALLOWED:
                 method.check({**PRIVATE, **ALLOWED[name]}, task)
-                assert method.private({**PRIVATE, **ALLOWED[name]}) and not method.private({})
+                hypers = [method.plan(task, ("A",), {**hyper, **ALLOWED[name]}).site_hyper for hyper in (PRIVATE, {})]
+                assert [privacy.is_private(hyper) for hyper in hypers] == [True, False]
             else:
-                with pytest.raises(ConfigError, match=rf"^method '{name}' cannot train with differential privacy: \S.{{40}}"):
+                with pytest.raises(ConfigError, match=rf"^dp_noise: method '{name}' cannot train with differential privacy: \S.{{40}}"):
                     method.check(PRIVATE)
 
     @pytest.mark.parametrize(
@@ -81,7 +87,10 @@ class TestWhoMay:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"network": {**INSTANCE, "norm": "batch"}}, r"layer body\.\S+ \(BatchNorm2d\) of network unet .*task\.network\.norm=instance"),
+            (
+                {"network": {**INSTANCE_UNET, "norm": "batch"}},
+                r"layer body\.\S+ \(BatchNorm2d\) of network unet .*task\.network\.norm=instance",
+            ),
             ({"network": {"name": "deeplab"}}, "BatchNorm2d.*network deeplab"),
             ({"loss": {"name": "dice", "batch": True}}, r"loss dice .*task\.loss\.batch=false"),
         ],
@@ -89,7 +98,7 @@ class TestWhoMay:
     def test_what_mixes_the_images_of_a_batch_is_named(self, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
         from medflare.flare.jobs.building import build_job
 
-        mixed = squares.task(**{"network": INSTANCE, **changes})
+        mixed = squares.task(**{"network": INSTANCE_UNET, **changes})
         get_method("fedavg").check({}, mixed)
         for refused in (
             lambda: medflare.run_local("fedavg", mixed, 2, rounds=1, seed=0, **PRIVATE),
@@ -119,10 +128,10 @@ class TestWhoMay:
 
 class TestTraining:
     @pytest.mark.parametrize("method", ALLOWED)
-    def test_every_method_trains_through_the_mechanism(self, task: TaskConfig, method: str, monkeypatch) -> None:
+    def test_every_method_trains_through_the_mechanism(self, task: TaskConfig, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Noise so large that nothing else could have moved the weights so far, in every round."""
-        monkeypatch.setattr(privacy, "secret", lambda: np.random.default_rng(5))
-        task = squares.task(network=INSTANCE, batch_size=6, optimizer={"name": "sgd", "lr": 1.0})
+        monkeypatch.setattr(privacy, "system_generator", lambda: np.random.default_rng(5))
+        task = squares.task(network=INSTANCE_UNET, batch_size=6, optimizer={"name": "sgd", "lr": 1.0})
         half = squares.half(get_method(method).site_class, task=task, counts=COUNTS, dp_noise=100.0, **ALLOWED[method])
         for round in range(2):
             start = squares.start(task)
@@ -137,7 +146,7 @@ class TestTraining:
         """Everything that the server knows is the same, and still it cannot tell what the noise was."""
         first, second = (squares.trained(get_method("fedavg").site_class, task=task, **PRIVATE)[0] for _ in range(2))
         assert not squares.equal(first, second)
-        assert len({privacy.secret().integers(2**63) for _ in range(50)}) == 50
+        assert len({privacy.system_generator().integers(2**63) for _ in range(50)}) == 50
 
     def test_epsilon_is_told_every_round_and_at_the_end(self, tmp_path: Path) -> None:
         said: list[str] = []
@@ -146,7 +155,7 @@ class TestTraining:
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         told = {site: [line["sites"][site]["privacy"] for line in lines if line["phase"] == "train"] for site in ("site-1", "site-2")}
         for name, costs in told.items():
-            patients = medflare_site(name).training_patients
+            patients = training_patients(medflare_site(name))
             steps = -(-patients // 16)
             assert [cost["steps"] for cost in costs] == [steps, 2 * steps]
             assert costs[1]["epsilon"] == pytest.approx(epsilon(1.0, min(1, 16 / patients), 2 * steps))
@@ -165,8 +174,6 @@ class TestTraining:
 
 
 def medflare_site(name: str) -> Site:
-    from medflare.sites.opening import open_site
-
     return open_site(name, load_task(TINY))
 
 
@@ -179,12 +186,8 @@ class TestAccount:
         start = squares.start(task)
 
         def ask(phase: str, step: int = 0, budget: Budget | None = None, hyper: dict[str, Any] = hyper, finished: int = 0) -> Message:
-            def opened(role: str) -> Site:
-                site = squares.site("A", task, COUNTS)
-                site.budget = budget
-                return site
-
-            participant = Participant("A", opened, method, hyper, store=StateStore(tmp_path / "state"))
+            site = squares.site("A", task, COUNTS)
+            participant = Participant("A", lambda role: site, method, hyper, store=StateStore(tmp_path / "state"), budget=budget)
             if phase == "enrol":
                 facts = {**identity_of(method, hyper, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
                 return participant.answer("enrol", 0, Message({}, {**facts, "finished": finished}))
@@ -236,34 +239,22 @@ class TestAccount:
             ask("enrol", budget=budget, hyper={})
 
     def test_a_site_with_a_budget_refuses_methods_without(self, task: TaskConfig, tmp_path: Path) -> None:
-        def opened(role: str) -> Site:
-            site = squares.site("A", task, COUNTS)
-            site.budget = Budget(8.0, 1e-5, tmp_path, "A")
-            return site
-
-        participant = Participant("A", opened, get_method("fedsm"), {})
+        site, budget = squares.site("A", task, COUNTS), Budget(8.0, 1e-5, tmp_path, "A")
+        participant = Participant("A", lambda role: site, get_method("fedsm"), {}, budget=budget)
         with pytest.raises(ConfigError, match=r"differential privacy only .*: method 'fedsm' cannot"):
             participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
 
 
 def test_a_run_goes_on_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:
-    def opener(name: str, role: str) -> Site:
-        site = medflare_site(name)
-        if name == "site-2":
-            site.budget = Budget(1e-3, 1e-5, tmp_path, name)
-        return site
+    method, sites = get_method("fedavg"), ("site-1", "site-2", "site-3")
 
-    results = medflare.run_local("fedavg", TINY, 3, rounds=1, seed=0, opener=opener, **PRIVATE)
+    def opened(name: str) -> Participant:
+        budget = Budget(1e-3, 1e-5, tmp_path, name) if name == "site-2" else None
+        return Participant(name, lambda role: medflare_site(name), method, PRIVATE, budget=budget)
+
+    run = Run(method, load_task(TINY), PRIVATE, run_settings({"rounds": 1, "seed": 0}), sites)
+    results = run.execute(LocalExchange(sites, opened))
     assert results["status"] == "COMPLETED"
     (event,) = [event for event in results["events"] if event["kind"] == "failed"]
     assert event["site"] == "site-2" and "its own budget is 0.001" in event["message"]
     assert "privacy" not in results["sites"]["site-2"] and results["sites"]["site-1"]["privacy"]["steps"]
-
-
-def test_a_sites_own_settings(tmp_path: Path) -> None:
-    from medflare.sites.opening import open_site
-
-    local = {"privacy": {"epsilon": 3, "delta": 1e-6}}
-    site = open_site("site-1", load_task(TINY), local=local, ledger=tmp_path)
-    assert site.budget == Budget(3.0, 1e-6, tmp_path, "site-1")
-    assert open_site("site-1", load_task(TINY)).budget is None

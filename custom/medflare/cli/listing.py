@@ -19,6 +19,7 @@ def method_listing(method: "Method", width: int | None = None) -> str:
     and its meaning.
 
     Args:
+        method: the method.
         width: of the window in characters; None: lines are as long as they are.
     """
     halves = {half: described(owner) for half, owner in method.hyper_classes.items()}

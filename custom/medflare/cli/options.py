@@ -36,6 +36,8 @@ def add_command(
     """Declare a subcommand.
 
     Args:
+        commands: what the parser of medflare collects subcommands in.
+        name: of the subcommand.
         command: called with the options; returns the exit status.
         help: its line among the subcommands.
         description: what its own help begins with; like `help` where it is empty.

@@ -26,7 +26,11 @@ KINDS: Final = (
 
 
 class EventLog:
-    """Events in the order in which they were added."""
+    """Events in the order in which they were added.
+
+    Args:
+        events: those to begin with, see the module.
+    """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
         self._events: list[Event] = []
@@ -51,7 +55,13 @@ class EventLog:
         return event
 
     def extend(self, events: Iterable[Mapping[str, Any]], *, site: str | None = None, round: int | None = None) -> None:
-        """Add events that came from elsewhere, filling in `site` and `round` where they leave them open."""
+        """Add events that came from elsewhere, filling in `site` and `round` where they leave them open.
+
+        Args:
+            events: mappings with "kind" and "message"; "site" and "round" may be None or missing.
+            site: for events that name none.
+            round: for events that name none.
+        """
         for event in events:
             own_site, own_round = event.get("site"), event.get("round")
             self.add(
@@ -62,7 +72,11 @@ class EventLog:
             )
 
     def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Start over with these events: a resumed run takes up those of the run before it."""
+        """Start over with these events: a resumed run takes up those of the run before it.
+
+        Args:
+            events: as `extend` takes them.
+        """
         self._events.clear()
         self.extend(events)
 

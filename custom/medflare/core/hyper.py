@@ -30,7 +30,15 @@ def param(default: Any, text: str, *, symbol: str = "", source: str = "", low: f
         text: what it does, one line.
         symbol: the paper's symbol, for example "λ".
         source: the equation, table or section it comes from.
-        low, high: the allowed closed range of a number; the allowed texts stand in the annotation, as a `Literal`.
+        low: smallest allowed number; None: no bound.
+        high: largest allowed number; None: no bound. The allowed texts stand in the annotation, as a `Literal`.
+
+    Returns:
+        A pydantic field, which the dataclass turns into a checked attribute.
+
+    Examples:
+        >>> param(0.7, "share of the own model", symbol="λ", low=0, high=1).default
+        0.7
     """
     return Field(default=default, ge=low, le=high, description=text, json_schema_extra={"symbol": symbol, "source": source})
 
@@ -73,6 +81,8 @@ def build_hyper(cls: type[H], values: Mapping[str, Any], place: str = "hyper-par
     """An instance of `cls`, checked; text from a command line becomes what the field takes.
 
     Args:
+        cls: the dataclass of a half's hyper-parameters.
+        values: name -> value; names that are left out take their defaults.
         place: the beginning of a message.
 
     Raises:

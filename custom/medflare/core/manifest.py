@@ -24,7 +24,12 @@ class EntrySpec:
 
     @classmethod
     def like(cls, state: Mapping[str, Tensor], purpose: str) -> "EntrySpec":
-        """The spec that `state` (any device, meta included) satisfies."""
+        """The spec that `state` (any device, meta included) satisfies.
+
+        Args:
+            state: name -> tensor; only names, shapes and dtypes are read.
+            purpose: why the entry leaves the site.
+        """
         return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, purpose)
 
 
@@ -81,7 +86,18 @@ class Entry(str):
         return f"{self}{site}"
 
     def family(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """site -> state of all entries of the family, sorted by site."""
+        """site -> state of all entries of the family, sorted by site.
+
+        Args:
+            states: entry -> state of a message.
+
+        Returns:
+            Site -> state; empty where the message holds none of the family.
+
+        Examples:
+            >>> Entry("personal/").family({"personal/B": 2, "model": 0, "personal/A": 1})
+            {'A': 1, 'B': 2}
+        """
         return {name.removeprefix(self): states[name] for name in sorted(states) if name.startswith(self)}
 
 

@@ -28,6 +28,7 @@ def torch_generator(seed: int, *keys: Key) -> torch.Generator:
 
 
 def numpy_generator(seed: int, *keys: Key) -> np.random.Generator:
+    """A NumPy generator that (seed, keys) determine, see `derived_seed`."""
     return np.random.default_rng(derived_seed(seed, *keys))
 
 

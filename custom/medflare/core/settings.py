@@ -99,7 +99,13 @@ def takes(words: str) -> WrapValidator:
 
 
 def first_problem(problem: ValidationError, values: Mapping[str, Any], remedy: str = "") -> str:
-    """The first thing that pydantic found, in words: "lam must be at most 1, got 1.5"."""
+    """The first thing that pydantic found, in words: "lam must be at most 1, got 1.5".
+
+    Args:
+        problem: what pydantic raised.
+        values: the settings as they were given, by name.
+        remedy: what to do about a missing setting; "" for nothing to add.
+    """
     found = _most_telling(problem, values)
     kind, location = found["type"], found["loc"]
     if not location:  # of the settings together, by a validator of the whole
@@ -117,15 +123,29 @@ def first_problem(problem: ValidationError, values: Mapping[str, Any], remedy: s
 
 
 def unknown(what: str, value: str, known: Iterable[str], place: str = "") -> ConfigError:
-    """The error for a name that does not exist, see `no_such`."""
+    """The error for a name that does not exist, see `no_such`.
+
+    Args:
+        what: kind of thing, for example "metric".
+        value: the name that was given.
+        known: names that exist.
+        place: the beginning of the message; "" for none.
+    """
     return ConfigError(no_such(what, value, known, place))
 
 
 def no_such(what: str, value: str, known: Iterable[str], place: str = "") -> str:
     """One line about a name that does not exist, with the closest names that do.
 
-    >>> no_such("metric", "dise", ["dice", "iou"], "task brain")
-    "task brain: unknown metric 'dise'; did you mean dice? known: dice, iou"
+    Args:
+        what: kind of thing, for example "metric".
+        value: the name that was given.
+        known: names that exist.
+        place: the beginning of the message; "" for none.
+
+    Examples:
+        >>> no_such("metric", "dise", ["dice", "iou"], "task brain")
+        "task brain: unknown metric 'dise'; did you mean dice? known: dice, iou"
     """
     names = sorted(known)
     close = get_close_matches(str(value), names, n=2, cutoff=0.5)
@@ -137,6 +157,9 @@ def refuse_arguments(build: Callable[..., Any], given: Iterable[str], place: str
     """Nothing where `build` takes every argument that a setting gives it.
 
     Args:
+        build: the callable whose signature decides.
+        given: names of the arguments in the setting.
+        place: the beginning of a message.
         taken: arguments that are not the setting's to give.
 
     Raises:

@@ -11,7 +11,11 @@ StateDict = dict[str, Tensor]
 
 
 def copy_state(state: Mapping[str, Tensor]) -> StateDict:
-    """A detached copy on the CPU that shares no memory with `state`."""
+    """A detached copy on the CPU that shares no memory with `state`.
+
+    Args:
+        state: name -> tensor, on any device, with or without a graph.
+    """
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
 
 
@@ -25,9 +29,16 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
         states: site -> state; all with the same names and shapes.
         weights: site -> weight, not negative; only the ratios matter.
 
+    Returns:
+        The mean state, with the names, shapes and dtypes of the given ones.
+
     Raises:
         ValueError: no state, a weight that is missing, negative or not finite, weights that sum to zero, or states whose
             names or shapes differ.
+
+    Examples:
+        >>> weighted_mean({"A": {"w": torch.tensor(1.0)}, "B": {"w": torch.tensor(5.0)}}, {"A": 3.0, "B": 1.0})
+        {'w': tensor(2.)}
     """
     sites = sorted(states)
     if not sites:
@@ -54,12 +65,31 @@ def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
 
 
 def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDict:
-    """new - old for floating entries; integer entries keep the new value."""
+    """new - old for floating entries; integer entries keep the new value.
+
+    Args:
+        new: the state to subtract from; every one of its names is in `old`.
+        old: the state to subtract.
+
+    Examples:
+        >>> difference({"w": torch.tensor(3.0), "n": torch.tensor(7)}, {"w": torch.tensor(1.0), "n": torch.tensor(4)})
+        {'w': tensor(2.), 'n': tensor(7)}
+    """
     return {name: tensor - old[name] if tensor.is_floating_point() else tensor.clone() for name, tensor in new.items()}
 
 
 def moved(state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float = 1.0) -> StateDict:
-    """state + scale * delta for floating entries; integer entries take delta's value (see `difference`)."""
+    """state + scale * delta for floating entries; integer entries take delta's value (see `difference`).
+
+    Args:
+        state: where to start.
+        delta: the way, with every name of `state`.
+        scale: how much of it.
+
+    Examples:
+        >>> moved({"w": torch.tensor(1.0), "n": torch.tensor(4)}, {"w": torch.tensor(2.0), "n": torch.tensor(7)}, 0.5)
+        {'w': tensor(2.), 'n': tensor(7)}
+    """
     return {
         name: tensor + scale * delta[name].to(tensor.dtype) if tensor.is_floating_point() else delta[name].clone()
         for name, tensor in state.items()
@@ -67,7 +97,18 @@ def moved(state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float
 
 
 def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: float) -> StateDict:
-    """(1 - share) * first + share * second for floating entries; integer entries are those of `second`."""
+    """(1 - share) * first + share * second for floating entries; integer entries are those of `second`.
+
+    Args:
+        first: the state at share 0.
+        second: the state at share 1, with every name of `first`.
+        share: between 0 and 1; beyond, it extrapolates.
+
+    Examples:
+        >>> a, b = {"w": torch.tensor(1.0)}, {"w": torch.tensor(3.0)}
+        >>> blend(a, b, 0.0), blend(a, b, 0.5), blend(a, b, 1.0)
+        ({'w': tensor(1.)}, {'w': tensor(2.)}, {'w': tensor(3.)})
+    """
     return {
         name: torch.lerp(tensor, second[name], share) if tensor.is_floating_point() else second[name].clone()
         for name, tensor in first.items()
@@ -78,6 +119,10 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
     """Names of all state entries that belong to batch-normalisation layers, found by module type, never by name.
 
     Any normalisation that keeps running statistics counts (BatchNorm, SyncBatchNorm, InstanceNorm with tracking).
+
+    Examples:
+        >>> sorted(batch_norm_entries(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+        ['1.bias', '1.num_batches_tracked', '1.running_mean', '1.running_var', '1.weight']
     """
     found: set[str] = set()
     for prefix, layer in module.named_modules(remove_duplicate=False):  # a layer in two places has two names in the state
@@ -87,15 +132,42 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
 
 
 def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
-    """(entries in `chosen`, all others)."""
+    """(entries in `chosen`, all others).
+
+    Args:
+        state: name -> tensor; the tensors are shared, not copied.
+        chosen: names of entries; those that `state` lacks do not matter.
+
+    Examples:
+        >>> split_state({"a": torch.tensor(1), "b": torch.tensor(2)}, frozenset({"b"}))
+        ({'b': tensor(2)}, {'a': tensor(1)})
+    """
     return {n: t for n, t in state.items() if n in chosen}, {n: t for n, t in state.items() if n not in chosen}
 
 
 def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
-    """Why `state` cannot be loaded where `like` came from, naming up to three entries; empty where it can."""
+    """Why `state` cannot be loaded where `like` came from, naming up to three entries; empty where it can.
+
+    Args:
+        state: what is to be loaded.
+        like: the state that it replaces; names and shapes must agree, dtypes need not.
+
+    Examples:
+        >>> misfit({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
+        'w missing, unexpected or of another shape'
+    """
     wrong = sorted(state.keys() ^ like.keys()) or sorted(name for name, tensor in state.items() if tensor.shape != like[name].shape)
     return f"{', '.join(wrong[:3])} missing, unexpected or of another shape" if wrong else ""
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:
+    """Bytes of all tensors together.
+
+    Args:
+        state: name -> tensor.
+
+    Examples:
+        >>> state_bytes({"w": torch.zeros(3, dtype=torch.float32), "n": torch.zeros(1, dtype=torch.int64)})
+        20
+    """
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

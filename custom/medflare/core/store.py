@@ -43,6 +43,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Write `content` as indented JSON, atomically; NaN and infinity are refused."""
     write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
@@ -91,14 +92,21 @@ def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
 class Store(Protocol):
     """Messages by name."""
 
-    def save(self, name: str, message: Message) -> None: ...
+    def save(self, name: str, message: Message) -> None:
+        """Keep a message under a name, in place of an earlier one."""
 
     def load(self, name: str) -> Message | None:
-        """The message saved under `name`, or None where none was; StateError where it is damaged."""
+        """The message saved under `name`, or None where none was.
 
-    def names(self) -> list[str]: ...
+        Raises:
+            StateError: it is damaged.
+        """
 
-    def delete(self, name: str) -> None: ...
+    def names(self) -> list[str]:
+        """Names of all messages, sorted."""
+
+    def delete(self, name: str) -> None:
+        """Forget a message; nothing where there is none."""
 
 
 class MemoryStore:
@@ -108,15 +116,19 @@ class MemoryStore:
         self._messages: dict[str, Message] = {}
 
     def save(self, name: str, message: Message) -> None:
+        """Keep a copy of a message under a name."""
         self._messages[name] = _copied(message)
 
     def load(self, name: str) -> Message | None:
+        """A copy of the message saved under `name`, or None where none was."""
         return _copied(self._messages[name]) if name in self._messages else None
 
     def names(self) -> list[str]:
+        """Names of all messages, sorted."""
         return sorted(self._messages)
 
     def delete(self, name: str) -> None:
+        """Forget a message; nothing where there is none."""
         self._messages.pop(name, None)
 
 
@@ -131,17 +143,25 @@ class StateStore:
         self.folder = Path(folder)
 
     def path(self, name: str) -> Path:
+        """The file of a message, whether it exists or not."""
         return self.folder / f"{name}.safetensors"
 
     def save(self, name: str, message: Message) -> None:
+        """Write a message to its file, atomically."""
         write_atomically(self.path(name), message_to_bytes(message))
 
     def load(self, name: str) -> Message | None:
-        """The message saved under `name`, or None where none was; StateError where it is damaged."""
+        """The message saved under `name`, or None where none was.
+
+        Raises:
+            StateError: it is damaged.
+        """
         return read_message(self.path(name)) if self.path(name).exists() else None
 
     def names(self) -> list[str]:
+        """Names of all messages in the folder, sorted."""
         return sorted(path.stem for path in self.folder.glob("*.safetensors") if not path.name.startswith("."))
 
     def delete(self, name: str) -> None:
+        """Remove a message's file; nothing where there is none."""
         self.path(name).unlink(missing_ok=True)

@@ -21,7 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[Entry], cache: Path | None) -> Decoded:
-    """The decoded images of `entries`: from memory, else from the cache folder, else from the source."""
+    """The decoded images of `entries`: from memory, else from the cache folder, else from the source.
+
+    Args:
+        site: its name, part of the cache file's name.
+        task: decides kind, size, channels and slices.
+        source: gives pictures and masks.
+        entries: of the datalist.
+        cache: folder for decoded images; None for none.
+    """
     key = _key(task, source, entries)
     decoded = _memory.pop(key, None)
     if decoded is None and cache is not None:

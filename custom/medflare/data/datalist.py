@@ -47,6 +47,7 @@ class Entry:
 
     @property
     def name(self) -> str:
+        """The image's file name."""
         return self.image.name
 
     @property
@@ -102,7 +103,14 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
 
 
 def check_patients(entries: Iterable[Entry]) -> None:
-    """Raises DataError where a patient stands in two splits, or one image twice."""
+    """Refuse what would let training see a test patient.
+
+    Args:
+        entries: of one site, with their splits.
+
+    Raises:
+        DataError: a patient stands in two splits, or an image is listed twice.
+    """
     home: dict[str, Entry] = {}
     files: dict[Path, Entry] = {}
     for entry in entries:

@@ -26,7 +26,13 @@ class Decoded:
 
 
 def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
-    """Every picture, and every kept slice of every volume, read, checked and resized."""
+    """Every picture, and every kept slice of every volume, read, checked and resized.
+
+    Args:
+        task: decides kind, size, channels and slices.
+        source: gives pictures and masks.
+        entries: of the datalist.
+    """
     preprocessing = Preprocessing(task)
     images, targets, rows, names = [], [], [], []
     for number, entry in enumerate(entries):
@@ -50,6 +56,15 @@ def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
 
 def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray) -> np.ndarray:
     """The entry's target at its stored size.
+
+    Args:
+        task: decides what a target is.
+        source: gives the mask.
+        entry: of the datalist, one that has a target.
+        image: the entry's image (C, H, W[, slices]).
+
+    Returns:
+        int64: masks (M, H, W[, slices]); or a label (), multilabel (C,).
 
     Raises:
         DataError: a label or mask that does not fit the task or the image.

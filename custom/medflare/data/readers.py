@@ -2,7 +2,7 @@
 
 A DICOM file needs no suffix: many archives give it none.
 
-Every array is laid out (rows, columns[, slices][, channels]). Oriented volumes (NIfTI) are turned to LPS and their first
+Every array is laid out `(rows, columns[, slices][, channels])`. Oriented volumes (NIfTI) are turned to LPS and their first
 two axes swapped, so that slices along the third axis look like the DICOM pictures of the same scan: rows run to posterior,
 columns to the patient's left, whatever orientation a site stores.
 """
@@ -65,6 +65,7 @@ def read_mask(path: Path) -> np.ndarray:
 
 
 def suffix(path: Path) -> str:
+    """A file's suffix in lower case, ".nii.gz" as a whole."""
     return ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix.lower()
 
 

@@ -18,7 +18,8 @@ _KEPT_SITES = 16  # of the embedded federation, in one process
 class Source(Protocol):
     """Where a site's pictures come from."""
 
-    def entries(self) -> list[Entry]: ...
+    def entries(self) -> list[Entry]:
+        """What the datalist names, in its order."""
 
     def listed(self) -> tuple[str, ...]:
         """Splits that are given, be they empty."""
@@ -40,15 +41,23 @@ class FileSource:
         self._root, self._task = root, task
 
     def entries(self) -> list[Entry]:
+        """The entries of datalist.json."""
         return read_datalist(self._root, self._task.kind)
 
     def listed(self) -> tuple[str, ...]:
+        """Splits that datalist.json gives, be they empty."""
         return listed_splits(self._root)
 
     def image(self, entry: Entry) -> np.ndarray:
+        """The entry's image, see `readers.read_image`."""
         return read_image(entry.image, self._task.channels)
 
     def mask(self, entry: Entry) -> np.ndarray:
+        """The entry's masks one after the other, int64 (M, H, W[, slices]).
+
+        Raises:
+            DataError: masks of different sizes, or one that cannot be read.
+        """
         masks = [read_mask(file) for file in entry.masks]
         for file, mask in zip(entry.masks, masks, strict=True):
             if mask.shape[1:] != masks[0].shape[1:]:
@@ -57,6 +66,7 @@ class FileSource:
         return np.concatenate(masks)
 
     def state(self, entries: list[Entry]) -> Any:
+        """Size and time of change of every file of these entries."""
         masks = self._task.kind == "segmentation"
         return [[_file_state(file) for file in [entry.image, *(entry.masks if masks else [])]] for entry in entries]
 
@@ -68,6 +78,7 @@ class PhantomSource:
         self._site, self._task = site, task
 
     def entries(self) -> list[Entry]:
+        """The site's generated images, graded for classification."""
         place = f"phantom {self._site}"
         return [
             Entry(Path(item.name), item.grade if self._task.kind == "classification" else Path(item.name), item.patient, item.split, place)
@@ -75,16 +86,20 @@ class PhantomSource:
         ]
 
     def listed(self) -> tuple[str, ...]:
+        """All three splits."""
         return SPLITS
 
     def image(self, entry: Entry) -> np.ndarray:
+        """float32 (3, 64, 64), or their mean (1, 64, 64) for a task with one channel."""
         picture = _generated(self._site)[entry.name].image.astype(np.float32)
         return picture.transpose(2, 0, 1) if self._task.channels == 3 else picture.mean(axis=2)[None]
 
     def mask(self, entry: Entry) -> np.ndarray:
+        """int64 (1, 64, 64): 0 background, 1 disc rim, 2 cup."""
         return _generated(self._site)[entry.name].mask.astype(np.int64)[None]
 
     def state(self, entries: list[Entry]) -> Any:
+        """The names that decide the images."""
         return ["phantom", self._site, [entry.name for entry in entries]]
 
 
@@ -95,7 +110,11 @@ def _generated(site: str) -> dict[str, phantom.Photograph]:
 
 
 def size_of(array: np.ndarray) -> str:
-    """ "64 x 48", of a picture (C, 64, 48), for messages."""
+    """"64 x 48", of a picture (C, 64, 48), for messages.
+
+    Args:
+        array: with its channels first.
+    """
     return " x ".join(map(str, array.shape[1:]))
 
 

@@ -47,7 +47,14 @@ class SiteData:
     notes: tuple[str, ...] = ()
 
     def split(self, name: str) -> Split:
-        """By name: "train" (or "training"), "validation", "test"."""
+        """A split by name.
+
+        Args:
+            name: "train" (or "training"), "validation", "test".
+
+        Raises:
+            KeyError: another name.
+        """
         names = {"train": self.train, "training": self.train, "validation": self.validation, "test": self.test}
         if name not in names:
             raise KeyError(f"no split {name!r}; there are train, validation and test")
@@ -55,7 +62,12 @@ class SiteData:
 
 
 def class_counts(targets: Tensor, task: TaskConfig) -> Tensor:
-    """Images (classification) or pixels (segmentation) of every class, int64 (len(task.classes),); multilabel: positives."""
+    """Images (classification) or pixels (segmentation) of every class, int64 (len(task.classes),); multilabel: positives.
+
+    Args:
+        targets: as in `Split`.
+        task: gives classes and target.
+    """
     if task.target == "multilabel":
         return targets.transpose(0, 1).flatten(1).sum(dim=1).to(torch.int64)
     return torch.bincount(targets.flatten(), minlength=len(task.classes))

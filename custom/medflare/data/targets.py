@@ -46,6 +46,11 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
 def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
     """Target of one image of a classification task: int64 () or, for multilabel, (C,) of 0/1; None where it is left out.
 
+    Args:
+        label: as the datalist has it.
+        task: gives target, labels and their stored values.
+        place: the beginning of a message.
+
     Raises:
         DataError: not a whole number (multilabel: a list of 0/1), or a value that no label lists.
     """

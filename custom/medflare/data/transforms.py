@@ -37,12 +37,20 @@ class Preprocessing:
         self._intensity = _construct("intensity", INTENSITY, "", task.intensity)
 
     def image(self, array: np.ndarray) -> Tensor:
-        """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or bilinear interpolation."""
+        """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or bilinear interpolation.
+
+        Args:
+            array: stored intensities of a picture or slice.
+        """
         with _plain_tensors():
             return self._resize(self._intensity(torch.as_tensor(array, dtype=torch.float32)), mask=False)
 
     def mask(self, array: np.ndarray) -> Tensor:
-        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel."""
+        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel.
+
+        Args:
+            array: targets at the size of the picture.
+        """
         if array.shape[1:] == self._size:
             return torch.as_tensor(array)
         with _plain_tensors():

@@ -23,9 +23,12 @@ def round_line(
     """One step in one line: every site's loss and validation metrics, or why its update was not used, and its aggregation's numbers.
 
     Args:
+        phase: of the step.
         round: 0-based; `rounds` itself for the look at the last round's models.
+        rounds: of the federation.
         facts: site -> facts of its reply; "loss", "validation" (model -> metric) and the ε of "privacy" are shown.
         rejected: site -> reason.
+        seconds: that the step took.
         aggregation: site -> what the server made of it, for example its weight.
 
     Returns:
@@ -48,7 +51,11 @@ def _step_facts(facts: Mapping[str, Any]) -> list[str]:
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """The result table as plain text that a log can hold; one line where Rich, which draws it, is not installed."""
+    """The result table as plain text that a log can hold; one line where Rich, which draws it, is not installed.
+
+    Args:
+        results: content of results.json.
+    """
     if not installed("rich"):
         outcome = f"{results['status']}: {results['reason']}" if results["reason"] else results["status"]
         return f"{results['method']} on {results['task']}: {outcome}; see {RESULTS_FILE} and {REPORT_FILE}"
@@ -58,7 +65,12 @@ def results_table(results: Mapping[str, Any]) -> str:
 
 
 def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """The result table on a terminal, with colour and cut to the task's own metric where the window is narrow; else plain text."""
+    """The result table on a terminal, with colour and cut to the task's own metric where the window is narrow; else plain text.
+
+    Args:
+        results: content of results.json.
+        file: where to; None: standard output.
+    """
     stream = sys.stdout if file is None else file
     if not (stream.isatty() and installed("rich")):
         stream.write(results_table(results) + "\n")

@@ -37,6 +37,8 @@ class Counts(_Open):
 
 
 class SiteResults(_Open):
+    """One site's role, images and test metrics."""
+
     role: Literal["inside", "outside"]
     n: Counts
     metrics: Models
@@ -57,6 +59,8 @@ class Traffic(_Open):
 
 
 class EventEntry(_Open):
+    """One event of the run, see `core.events`."""
+
     round: int | None
     site: str | None
     kind: str
@@ -85,6 +89,8 @@ class Configuration(_Open):
 
 
 class Results(_Open):
+    """The whole of results.json."""
+
     schema_: Literal[1] = Field(alias="schema")
     method: str = Field(min_length=1)
     task: str = Field(min_length=1)
@@ -109,6 +115,9 @@ class Results(_Open):
 
 def validate_results(results: Mapping[str, Any]) -> None:
     """Check a results dict against the contract, its means against its sites.
+
+    Args:
+        results: content of results.json.
 
     Raises:
         ValueError: every violation by its place, on one line.

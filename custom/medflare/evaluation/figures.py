@@ -23,6 +23,10 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     """Loss, validation metric and place in the aggregation of every site over the rounds as SVG; None where no step was finished.
 
     A validation metric at round r belongs to the models that the round started from: those that r rounds of training made.
+
+    Args:
+        results: content of results.json.
+        history: one mapping a step, see `results.append_round`.
     """
     panels = _curves(history)
     if not panels:
@@ -80,7 +84,11 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tu
 
 
 def models_by_site(results: Mapping[str, Any]) -> str | None:
-    """The task's metric of every model at every site, one row a site, as SVG; None where nothing was measured."""
+    """The task's metric of every model at every site, one row a site, as SVG; None where nothing was measured.
+
+    Args:
+        results: content of results.json.
+    """
     metrics = metric_names(results)
     if not metrics:
         return None

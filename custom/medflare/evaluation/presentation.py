@@ -58,7 +58,11 @@ def format_setting(value: Any) -> str:
 
 
 def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """The metrics that have a value anywhere, the task's own metric (the one that selects models) first."""
+    """The metrics that have a value anywhere, the task's own metric (the one that selects models) first.
+
+    Args:
+        results: content of results.json.
+    """
     models = [model for site in results["sites"].values() for model in site["metrics"].values()]
     found = tuple(dict.fromkeys(metric for model in models for metric, value in model.items() if value is not None))
     key = results["configuration"]["task"].get("metric")
@@ -66,18 +70,38 @@ def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def model_names(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of model that sites report: "global", "personal", "deployed", and what else a method compares."""
+    """The kinds of model that sites report: "global", "personal", "deployed", and what else a method compares.
+
+    Args:
+        results: content of results.json.
+    """
     return tuple(dict.fromkeys(model for site in results["sites"].values() for model in site["metrics"]))
 
 
 def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Sites by name, those inside the federation before those outside."""
+    """Sites by name, those inside the federation before those outside.
+
+    Args:
+        results: content of results.json.
+
+    Returns:
+        Site -> its part of the results.
+
+    Examples:
+        >>> sites = {"C": {"role": "inside"}, "B": {"role": "outside"}, "A": {"role": "inside"}}
+        >>> list(ordered_sites({"sites": sites}))
+        ['A', 'C', 'B']
+    """
     sites = results["sites"]
     return {name: sites[name] for name in sorted(sites, key=lambda name: (sites[name]["role"] != "inside", name))}
 
 
 def privacy_costs(results: Mapping[str, Any]) -> dict[str, str]:
-    """Site -> what training has cost its patients' privacy, in words; sites that trained without DP-SGD are left out."""
+    """Site -> what training has cost its patients' privacy, in words; sites that trained without DP-SGD are left out.
+
+    Args:
+        results: content of results.json.
+    """
     costs = {name: site["privacy"] for name, site in ordered_sites(results).items() if "privacy" in site}
     return {
         name: f"ε = {format_metric('', cost['epsilon'])} at δ = {cost['delta']:g}, {cost['steps']} steps" for name, cost in costs.items()
@@ -85,6 +109,10 @@ def privacy_costs(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def synthetic_source(results: Mapping[str, Any]) -> str:
-    """The task's own words on its images where they are synthetic, else ""."""
+    """The task's own words on its images where they are synthetic, else "".
+
+    Args:
+        results: content of results.json.
+    """
     source = str(results["configuration"]["task"].get("source", ""))
     return source if "synthetic" in source.lower() else ""

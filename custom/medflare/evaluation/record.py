@@ -126,7 +126,12 @@ def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are neither None nor NaN nor infinite; None where there is none."""
+    """The mean of the values that are neither None nor NaN nor infinite; None where there is none.
+
+    Examples:
+        >>> mean_of_defined([1.0, None, 3.0, float("nan")]), mean_of_defined([None])
+        (2.0, None)
+    """
     defined = [value for value in values if value is not None and math.isfinite(value)]
     return fmean(defined) if defined else None
 

@@ -25,7 +25,8 @@ Keep = Callable[[str, Message, Mapping[str, Any]], None]  # (role, delivered mod
 class SelfReporting(Protocol):
     """A deployed model that can say how it came to its answers, for example which member answered how often."""
 
-    def report(self) -> dict[str, Any]: ...
+    def report(self) -> dict[str, Any]:
+        """What there is to say, as JSON values."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,13 @@ class SiteFolder:
     seed: int
 
     def keep(self, role: str, model: Message, metrics: Mapping[str, Any]) -> None:
-        """Write a delivered model and its card."""
+        """Write a delivered model and its card.
+
+        Args:
+            role: "global", "personal", "deployed" or another that the method compares; names the subfolder.
+            model: the delivered model.
+            metrics: metric -> test value or None, for the card.
+        """
         card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
         save_model(self.folder / role, self.task, model, card)
 
@@ -55,8 +62,10 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
     """Build the final models, measure them on the site's test images and hand them to `keep`.
 
     Args:
+        site: measures with its test images.
         models: role -> delivered model. A method may deliver further roles, to be compared with its own; equal objects are
             measured once.
+        keep: called with (role, model, metrics) for every delivered model.
 
     Returns:
         Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), "n" and "events".

@@ -86,5 +86,13 @@ class Enrolment:
 
 
 def listed(problems: Mapping[str, str]) -> str:
-    """Every site's problem on one line, each with the site's name once."""
+    """Every site's problem on one line, each with the site's name once.
+
+    Args:
+        problems: site -> problem.
+
+    Examples:
+        >>> listed({"B": "no data", "A": "A is late"})
+        'A is late; B: no data'
+    """
     return "; ".join(problem if site in problem else f"{site}: {problem}" for site, problem in sorted(problems.items()))

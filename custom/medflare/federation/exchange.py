@@ -48,7 +48,15 @@ class Courier:
         return self.exchange.present(round)
 
     def ask(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        """site -> reply, in sorted order, one for every site that was asked."""
+        """site -> reply, in sorted order, one for every site that was asked.
+
+        Args:
+            step: what is asked.
+            outgoing: site -> what it is sent.
+
+        Returns:
+            Site -> reply; a site without an answer has a reply of kind "missing".
+        """
         answers = self.exchange(step, outgoing) if outgoing else {}
         silent = Reply(problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing")
         replies = {site: _plain(answers.get(site, silent)) for site in sorted(outgoing)}

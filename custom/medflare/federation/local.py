@@ -29,6 +29,7 @@ class LocalExchange:
     """Calls the sites' participants one after the other, in sorted order.
 
     Args:
+        sites: names.
         opened: makes a site's participant when it is first asked; its errors are that site's errors.
         absent: round -> sites that cannot be reached in it.
     """
@@ -40,6 +41,7 @@ class LocalExchange:
         self.participants: dict[str, Participant] = {}
 
     def present(self, round: int) -> list[str]:
+        """The sites that are not listed as absent in this round, sorted."""
         return [site for site in self.sites if site not in self.absent.get(round, ())]
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
@@ -81,7 +83,7 @@ def run_local(
     """Run a federation in this process and return its results dict (the content of results.json).
 
     Args:
-        method: name of the method; `site_half` and `server_half` swap in the half of another one.
+        method: name of the method.
         task: preset name, JSON file, mapping or configuration.
         sites: names of the sites that train, or how many (site-1, site-2, ...).
         rounds: federation rounds.
@@ -89,7 +91,10 @@ def run_local(
         outside: sites that never train and only receive the final models.
         data_root: folder with one subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
         resplit: draw the splits anew by patient with this seed.
-        min_sites, sites_per_round: see `settings.RunSettings`.
+        site_half: method whose site half takes the place of its own; None: its own.
+        server_half: method whose server half takes the place of its own; None: its own.
+        min_sites: see `settings.RunSettings`.
+        sites_per_round: see `settings.RunSettings`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
@@ -139,6 +144,11 @@ def resume_local(
     folder: Path | str, *, data_root: Path | str | None = None, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Finish an interrupted run of the plain loop from what it left in `folder`; returns the results dict.
+
+    Args:
+        folder: the `out` of the interrupted run.
+        data_root: as for `run_local`.
+        say: takes a progress line a step.
 
     Raises:
         StateError: no run that can be taken up is in `folder`.

@@ -4,10 +4,18 @@ A step is repeated when too few answers were usable, and when a killed server go
 answered that step already must not answer it from a state that has it behind them.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.store import Store
+from medflare.core.store import StateStore, Store
+from medflare.methods.base import SiteHalf
 
 _PREFIX = "half-"
+_MEMBERSHIP = "membership"
 
 
 class HalfMemory:
@@ -35,8 +43,92 @@ class HalfMemory:
         return None if state is None else (usable[-1], state)
 
     def clear(self) -> None:
+        """Forget every state: a new run begins."""
         for kept in self._steps():
             self.store.delete(f"{_PREFIX}{kept}")
 
     def _steps(self) -> list[int]:
         return sorted(int(name.removeprefix(_PREFIX)) for name in self.store.names() if name.startswith(_PREFIX))
+
+
+class RememberedHalf:
+    """A site's half, ready for the step that is asked for: the one of this process, or one made anew from what the store holds.
+
+    Args:
+        name: of the site; a state of another site is not taken.
+        store: holds the memory of the half, and in which federation the site is a member.
+        made: (role, inside sites) -> a fresh half.
+    """
+
+    def __init__(self, name: str, store: Store, made: Callable[[str, tuple[str, ...]], SiteHalf[Any]]):
+        self.name, self.store, self.made = name, store, made
+        self._memory = HalfMemory(store)
+        self._half: SiteHalf[Any] | None = None
+        self._precedes = 0  # the step that the half of this process is ready for
+
+    def begin(self, role: str, sites: tuple[str, ...]) -> None:
+        """A new run: a fresh half, and nothing of an earlier run is remembered."""
+        self._half, self._precedes = self.made(role, sites), 0
+        self._memory.clear()
+        self.store.save(_MEMBERSHIP, Message({}, {"site": self.name, "sites": list(sites), "role": role}))
+        self._memory.save(0, self._half.memory)
+
+    @contextmanager
+    def ready(self, step: int, *, kept: bool = True) -> Iterator[SiteHalf[Any]]:
+        """The half as the last step before `step` left it, for the time of this step.
+
+        Args:
+            step: number of the step in the run.
+            kept: remember it as the step leaves it; a delivery leaves nothing behind.
+
+        Yields:
+            The half; what it raises inside makes the next step start from what was saved.
+
+        Raises:
+            StateError: see `recall`.
+        """
+        half = self.recall(step)
+        try:
+            yield half
+            if kept:
+                self._memory.save(step + 1, half.memory)
+        except BaseException:
+            self._half = None  # half way through a step; the next one starts from what was saved
+            raise
+        if kept:
+            self._precedes = step + 1
+
+    def recall(self, step: int) -> SiteHalf[Any]:
+        """The half as the last step before `step` left it.
+
+        Raises:
+            StateError: the site has not enrolled, or its state is gone or another site's.
+        """
+        if self._half is not None and self._precedes <= step:
+            return self._half
+        membership = self.store.load(_MEMBERSHIP)
+        if membership is None:
+            raise StateError(f"site {self.name} was asked to work before it enrolled, or its state is gone; restart the job")
+        owner = membership.facts["site"]
+        if owner != self.name:
+            raise StateError(f"the state that site {self.name} finds belongs to site {owner}; put each site's state back in its place")
+        kept = self._memory.before(step)
+        if kept is None:
+            raise StateError(f"site {self.name} has lost what it remembered before step {step}; restore its state or restart the job")
+        half = self.made(membership.facts["role"], tuple(membership.facts["sites"]))
+        self._precedes, memory = kept
+        half.restore(memory)
+        self._half = half
+        return half
+
+
+def stored_members(folder: Path) -> tuple[str, ...]:
+    """The federation's inside sites as the participant that keeps its state in `folder` enrolled with them.
+
+    Raises:
+        StateError: it has not enrolled, or its state is damaged.
+    """
+    membership = StateStore(folder).load(_MEMBERSHIP)
+    if membership is None:
+        raise StateError(f"no membership in {folder}: the site has not enrolled in this job, or its state is gone")
+    return tuple(membership.facts["sites"])

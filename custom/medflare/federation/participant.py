@@ -1,35 +1,48 @@
 """One site's part in a federation, the same under every engine: enrol, answer steps, remember, evaluate what is delivered."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from medflare.core.errors import ConfigError, StateError
+from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
-from medflare.core.store import MemoryStore, StateStore, Store
+from medflare.core.store import MemoryStore, Store
 from medflare.federation.delivery import Keep, evaluated
 from medflare.federation.exchange import DELIVER, ENROL
-from medflare.federation.memory import HalfMemory
+from medflare.federation.memory import RememberedHalf
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.sites.site import Site
 
-_MEMBERSHIP = "membership"
-
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
-    """What server and site must agree on before anything is trained."""
+    """What server and site must agree on before anything is trained.
+
+    Args:
+        method: the method, its name and halves.
+        hyper: its hyper-parameters, see `core.hyper.halved`.
+        task_fingerprint: see `TaskConfig.fingerprint`.
+        seed: of the run.
+
+    Returns:
+        The facts "method", "hyper" (all, with defaults), "task" and "seed".
+    """
     return {"method": method.name, "hyper": method.effective(hyper), "task": task_fingerprint, "seed": seed}
 
 
 def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
     """(dotted name, value here, value there) of the first setting in which two nested mappings differ.
 
-    >>> first_difference("hyper", {"site": {"mu": 1, "lr": 2}}, {"site": {"mu": 1, "lr": 3}})
-    ('hyper.site.lr', 2, 3)
+    Args:
+        name: of the setting, the beginning of the dotted name.
+        here: the value at this party.
+        there: the value at the other one.
+
+    Examples:
+        >>> first_difference("hyper", {"site": {"mu": 1, "lr": 2}}, {"site": {"mu": 1, "lr": 3}})
+        ('hyper.site.lr', 2, 3)
     """
     if isinstance(here, Mapping) and isinstance(there, Mapping):
         for key in sorted({*here, *there}):
@@ -38,24 +51,13 @@ def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
     return name, here, there
 
 
-def stored_members(folder: Path) -> tuple[str, ...]:
-    """The federation's inside sites as the participant that keeps its state in `folder` enrolled with them.
-
-    Raises:
-        StateError: it has not enrolled, or its state is damaged.
-    """
-    membership = StateStore(folder).load(_MEMBERSHIP)
-    if membership is None:
-        raise StateError(f"no membership in {folder}: the site has not enrolled in this job, or its state is gone")
-    return tuple(membership.facts["sites"])
-
-
 class Participant:
     """Answers what the federation asks of one site.
 
     Args:
         name: the site's name.
         opened: role -> the site with its data; called once, when the first task that needs it comes.
+        method: whose site half runs.
         hyper: the method's hyper-parameters, see `core.hyper.halved`.
         store: where the half's memory goes after every task, so that the next one may run in a new process; None keeps it in memory.
         keep: called at delivery with (role, delivered model, metrics) for each final model, so that an engine can put it on disk.
@@ -83,10 +85,8 @@ class Participant:
         self.keep = keep
         self.show = show
         self.account = Account(Ledger(self.store), budget)
-        self._memory = HalfMemory(self.store)
+        self._half = RememberedHalf(name, self.store, self._made)
         self._site: Site | None = None
-        self._half: SiteHalf[Any] | None = None
-        self._precedes = 0  # the step that the half in memory is ready for
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step. Errors are raised: the engine turns them into a reply that names the site.
@@ -94,23 +94,19 @@ class Participant:
         The fact "step" of `incoming` counts the steps of the run. One that is asked again is answered from the state that it
         was answered from before.
 
+        Args:
+            phase: "enrol", "deliver" or a phase of the method's site half.
+            round: 0-based.
+            incoming: the server's message.
+
         Raises:
             MedflareError: whatever is wrong with the site's data, state or configuration.
         """
         if phase == ENROL:
             return self._enrol(incoming)
         step = int(incoming.facts.pop("step"))
-        half = self._ready(step)
-        try:
-            if phase == DELIVER:
-                return self._deliver(half, incoming)
-            reply = half.perform(phase, round, incoming)
-            self._memory.save(step + 1, half.memory)
-        except BaseException:
-            self._half = None  # half way through a step; the next one starts from what was saved
-            raise
-        self._precedes = step + 1
-        return reply
+        with self._half.ready(step, kept=phase != DELIVER) as half:
+            return self._deliver(half, incoming) if phase == DELIVER else half.perform(phase, round, incoming)
 
     # -- enrolment -------------------------------------------------------------------------------------------------------------
 
@@ -120,14 +116,10 @@ class Participant:
         site = self._opened(role)
         self._agree(site, role, incoming.facts)
         if incoming.facts.get("finished", 0):
-            self._ready(incoming.facts["finished"])
+            self._half.recall(incoming.facts["finished"])
         else:
-            self._half = self._made(site, sites)
-            self._memory.clear()
+            self._half.begin(role, sites)
             self.account.ledger.clear()
-            self.store.save(_MEMBERSHIP, Message({}, {"site": self.name, "sites": list(sites), "role": role}))
-            self._memory.save(0, self._half.memory)
-            self._precedes = 0
         return Message({}, {"n": site.n, "class_counts": site.class_counts().tolist(), "events": self._notes(site)})
 
     def _agree(self, site: Site, role: str, theirs: Mapping[str, Any]) -> None:
@@ -152,36 +144,16 @@ class Participant:
             log.add("warning", note, site=self.name)
         return log.to_list()
 
-    # -- the half --------------------------------------------------------------------------------------------------------------
-
     def _opened(self, role: str) -> Site:
         """The site with its data, read once in this process."""
         if self._site is None:
             self._site = self.opened(role)
         return self._site
 
-    def _made(self, site: Site, sites: tuple[str, ...]) -> SiteHalf[Any]:
+    def _made(self, role: str, sites: tuple[str, ...]) -> SiteHalf[Any]:
+        site = self._opened(role)
         half = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
         half.account = self.account
-        return half
-
-    def _ready(self, step: int) -> SiteHalf[Any]:
-        """The half as the last step before `step` left it."""
-        if self._half is not None and self._precedes <= step:
-            return self._half
-        membership = self.store.load(_MEMBERSHIP)
-        if membership is None:
-            raise StateError(f"site {self.name} was asked to work before it enrolled, or its state is gone; restart the job")
-        owner = membership.facts["site"]
-        if owner != self.name:
-            raise StateError(f"the state that site {self.name} finds belongs to site {owner}; put each site's state back in its place")
-        kept = self._memory.before(step)
-        if kept is None:
-            raise StateError(f"site {self.name} has lost what it remembered before step {step}; restore its state or restart the job")
-        half = self._made(self._opened(membership.facts["role"]), tuple(membership.facts["sites"]))
-        self._precedes, memory = kept
-        half.restore(memory)
-        self._half = half
         return half
 
     # -- delivery --------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Run:
         """Run to the end and return the results dict; a failure is a result too (status FAILED and the reason), never silence.
 
         Args:
+            exchange: how the engine reaches the sites.
             resume: go on after the last step that the checkpoint in `folder` holds.
 
         Raises:
@@ -165,7 +166,13 @@ class Run:
 
 
 def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
-    """The results of a run, on disk where it has a folder; a failed one has a reason."""
+    """The results of a run, on disk where it has a folder; a failed one has a reason.
+
+    Args:
+        run: method, task, settings and folder.
+        outcome: what the schedule left.
+        reason: why the run failed, one line; "" for a completed one.
+    """
     record = RunRecord(
         method=run.method.name,
         task=run.task,
@@ -199,9 +206,12 @@ def refused_run(
 
     Args:
         folder: where results.json and report.html go.
+        reason: what is wrong, one line.
         roles: site -> "inside" or "outside".
-        method, task: as far as they are known.
-        seed, rounds: as they were given; what is no whole number is shown as 0.
+        method: name, as far as it is known.
+        task: as far as it is known.
+        seed: as it was given; what is no whole number is shown as 0.
+        rounds: as they were given; what is no whole number is shown as 0.
     """
     events = EventLog()
     events.add("failed", reason)

@@ -30,6 +30,7 @@ def screen(
     """Check every reply against the manifest, for finite values, plausible sample counts and an update norm near its peers'.
 
     Args:
+        replies: site -> reply.
         manifest: what a reply to this step holds.
         outgoing: what each site was sent; an update is the difference to the entry of the same name.
         enrolled: site -> {"train", "validation", "test"} counts given when it enrolled.
@@ -50,7 +51,11 @@ def screen(
 
 
 def not_plain(facts: Mapping[str, object]) -> str | None:
-    """What in a reply's facts cannot be written down as numbers and names, in words, or None."""
+    """What in a reply's facts cannot be written down as numbers and names, in words, or None.
+
+    Args:
+        facts: of a reply.
+    """
     try:
         json.dumps(facts)
     except (TypeError, ValueError) as error:
@@ -105,6 +110,14 @@ def drop_undefined_metrics(facts: dict[str, Any]) -> list[str]:
     """Set validation metrics that are no finite numbers to None, in place; returns their names.
 
     A site's metric only helps to choose a round, so a bad one costs the site its vote and not its update.
+
+    Args:
+        facts: of a reply; its "validation" is rewritten.
+
+    Examples:
+        >>> facts = {"validation": {"global": float("nan"), "personal": 0.5}}
+        >>> drop_undefined_metrics(facts), facts
+        (['global'], {'validation': {'global': None, 'personal': 0.5}})
     """
     measured = facts.get("validation") or {}
     bad = [name for name, value in measured.items() if value is not None and not _is_number(value)]

@@ -71,6 +71,9 @@ RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
 def run_settings(values: Mapping[str, Any]) -> RunSettings:
     """The settings, checked.
 
+    Args:
+        values: name -> value of the fields of `RunSettings`.
+
     Raises:
         ConfigError: one that is unknown, missing, of another type or outside its range.
     """

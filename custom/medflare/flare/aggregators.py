@@ -15,10 +15,10 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
-from medflare.core.hyper import HALVES, build_hyper, halved
+from medflare.core.hyper import build_hyper, halved
 from medflare.core.states import StateDict
 from medflare.flare.filters import joined_parts
-from medflare.flare.names import named_classes
+from medflare.flare.names import by_name, named_classes
 from medflare.methods.aggregation import Aggregation, SiteModel
 from medflare.methods.catalogue import get_method
 
@@ -51,9 +51,9 @@ class MethodAggregator(ModelAggregator):
     @cached_property
     def aggregation(self) -> Aggregation[Any]:
         """The formula; the server half of a run calls this very object."""
-        method, values = get_method(self.method_name), self.hyper or {}
-        flat = not any(half in values for half in HALVES)  # as somebody writes it for FLARE's own workflows
-        owned = halved(values, method.hyper_classes, method.name)["server"] if flat else values.get("server", {})
+        method = get_method(self.method_name)
+        values = {name: value for name, value in (self.hyper or {}).items() if name.partition(".")[0] != "site"}  # may be another method's
+        owned = halved(values, method.hyper_classes, method.name)["server"]
         hyper: Any = build_hyper(method.server_class.Hyper, owned, f"method {method.name}, server half")
         formula = method.server_class.aggregation_class(hyper)
         formula.rounds = self.num_rounds
@@ -62,7 +62,14 @@ class MethodAggregator(ModelAggregator):
     # -- FLARE's own workflows -------------------------------------------------------------------------------------------------
 
     def accept_model(self, model: FLModel) -> None:
-        """Take a client's full model."""
+        """Take a client's full model.
+
+        Args:
+            model: with the name of its site in `meta`.
+
+        Raises:
+            UpdateError: a model without that name, or one that is not of params_type FULL.
+        """
         site = (model.meta or {}).get("client_name") or (model.meta or {}).get(FLMetaKey.SITE_NAME)
         if not site:
             raise UpdateError("a model without the name of its site cannot be aggregated; set meta['client_name']")
@@ -85,6 +92,13 @@ class MethodAggregator(ModelAggregator):
         """The next model from the sites' models, by site in sorted order; `round` counts this aggregator's rounds from 0.
 
         An update is the difference to this aggregator's last result, which the first round does not have.
+
+        Args:
+            round: 0-based.
+            models: site -> its part in the aggregation.
+
+        Returns:
+            One state; where every site gets its own, all of them joined, see `filters.joined_parts`.
         """
         own = self.aggregation.own(models, round)
         self._last = self.aggregation.shared(models, round, self._last)
@@ -100,10 +114,7 @@ AGGREGATORS = named_classes(MethodAggregator, "aggregator", __name__)  # method 
 
 def __getattr__(name: str) -> Any:
     """The named aggregators, as a job spells them."""
-    for aggregator in AGGREGATORS.values():
-        if aggregator.__name__ == name:
-            return aggregator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return by_name(__name__, AGGREGATORS, name)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,11 @@ class JobPlace:
         return JobPlace(self.workspace, job)
 
     def task(self) -> TaskConfig:
-        """The job's task; ConfigError where it is wrong."""
+        """The job's task.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
         return load_task(Path(self.workspace.get_app_config_dir(self.job)) / TASK_FILE)
 
     @property
@@ -63,8 +67,9 @@ class JobPlace:
 class MedflareController(Controller):
     """Runs a federation: enrol, the method's rounds, deliver and evaluate; leaves its results in the job's folder.
 
+    What is not named here is a field of `federation.settings.RunSettings`.
+
     Args:
-        rounds, seed, outside, min_sites, sites_per_round, step_timeout, silence, resume: see `federation.settings.RunSettings`.
         site_half: method whose site half the sites run, where it is not the aggregator's.
         aggregator_id: the component that holds the server half's formula, a `MethodAggregator`.
     """
@@ -99,11 +104,13 @@ class MedflareController(Controller):
         """Nothing: sites may ask for work before this, so `handle_event` has made ready for them."""
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
+        """Let nobody wait for work any more, and take back the open tasks."""
         if self._desk.exchange is not None:
             self._desk.exchange.close()
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Open the desk when the run starts; remember why FLARE gives it up."""
         if event_type == EventType.START_RUN:
             self._desk.open(fl_ctx.get_engine())
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
@@ -112,6 +119,7 @@ class MedflareController(Controller):
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
+        """Note that an answer came after its step was closed; it is not used."""
         self._events.add("late", f"an answer to '{task_name}' came after its step was closed and was not used", site=client.name)
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
@@ -157,13 +165,13 @@ class MedflareController(Controller):
             take_up(place.of(interrupted(self.resume)).checkpoints, place.checkpoints)
         halves = self.site_half or aggregator.method_name, aggregator.method_name
         authorize(halves, fl_ctx)
-        method, hyper = get_method(halves[0], server=halves[1]), aggregator.hyper or {}
-        with rebuild_hint():
-            method.check(hyper)
+        method = get_method(halves[0], server=halves[1])
+        with rebuild_hint():  # the formula goes by the halves' own values, whichever way the job spells them
+            aggregator.hyper = method.effective(aggregator.hyper or {})
         return Run(
             method=method,
             task=place.task(),
-            hyper=hyper,
+            hyper=aggregator.hyper,
             settings=settings,
             sites=tuple(site for site in sorted(self._members()) if site not in settings.outside),
             aggregation=aggregator.aggregation,

@@ -29,10 +29,10 @@ from medflare.flare.exchange.participants import (
     anchor,
     authorize,
     interrupted,
-    load_site_half,
+    load_ahead,
 )
 from medflare.flare.exchange.signs import Pulse, expect_answers, wait_for_work
-from medflare.flare.names import named_classes
+from medflare.flare.names import by_name, named_classes
 from medflare.flare.simulator.host import WarmHost
 
 if TYPE_CHECKING:
@@ -70,16 +70,25 @@ class MedflareExecutor(Executor):
 
     @property
     def method_name(self) -> str:
+        """The method whose site half runs."""
         return self.method or self.default_method
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Before the first task have everything imported; before every poll wait until there is work."""
         if event_type == EventType.ABOUT_TO_START_RUN:  # the first task comes after this, and needs torch on the wire
             self._preload.finish()
         elif event_type == EventType.BEFORE_PULL_TASK:
             wait_for_work(fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """The answer to one task; whatever goes wrong becomes a reply that says so on one line."""
+        """The answer to one task; whatever goes wrong becomes a reply that says so on one line.
+
+        Args:
+            task_name: the phase.
+            shareable: the server's message.
+            fl_ctx: of the job; names the site.
+            abort_signal: looked at before every batch.
+        """
         from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
 
         self._abort_signal = abort_signal
@@ -147,9 +156,10 @@ class Preload:
         share_cleanup_thread()
         register_tensors()
         if not self._host.running():
-            load_site_half(self._method)
+            load_ahead(self._method)
 
     def finish(self) -> None:
+        """Returns when everything is imported."""
         self._thread.join()
 
 
@@ -158,7 +168,4 @@ EXECUTORS = named_classes(MedflareExecutor, "executor", __name__)  # method -> e
 
 def __getattr__(name: str) -> Any:
     """The named executors, as a job spells them."""
-    for executor in EXECUTORS.values():
-        if executor.__name__ == name:
-            return executor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return by_name(__name__, EXECUTORS, name)

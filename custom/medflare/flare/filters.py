@@ -15,13 +15,34 @@ _ANYBODY = "*"
 
 
 def joined_parts(parts: Mapping[str, StateDict], anybody: StateDict) -> StateDict:
-    """One state that holds every site's part, and one for sites that have none of their own."""
+    """One state that holds every site's part, and one for sites that have none of their own.
+
+    Args:
+        parts: site -> state.
+        anybody: the state for all other sites.
+
+    Returns:
+        A state whose names begin with the site's.
+    """
     named = {**parts, _ANYBODY: anybody}
     return {f"{site}{_SEPARATOR}{name}": tensor for site, part in named.items() for name, tensor in part.items()}
 
 
 def own_part(joined: Mapping[str, Tensor], site: str) -> StateDict:
-    """The site's part of what `joined_parts` made, or the one for anybody."""
+    """The site's part of what `joined_parts` made, or the one for anybody.
+
+    Args:
+        joined: what `joined_parts` gave.
+        site: its name.
+
+    Returns:
+        A state with its own names; empty where there is neither.
+
+    Examples:
+        >>> joined = joined_parts({"A": {"w": 1}}, {"w": 0})
+        >>> own_part(joined, "A"), own_part(joined, "B")
+        ({'w': 1}, {'w': 0})
+    """
     for owner in (site, _ANYBODY):
         prefix = f"{owner}{_SEPARATOR}"
         part = {name.removeprefix(prefix): tensor for name, tensor in joined.items() if name.startswith(prefix)}
@@ -37,6 +58,7 @@ class OwnPartFilter(Filter):
     """
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """The task's data with the part of the site that they are sent to."""
         dxo = from_shareable(shareable)
         if dxo.data_kind != DataKind.WEIGHTS or not any(_SEPARATOR in name for name in dxo.data):
             return shareable

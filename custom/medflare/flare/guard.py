@@ -41,6 +41,7 @@ class OutboundGuard(Filter):
     """
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """The result as it is, or a failed task with the reason in its place."""
         from medflare.flare.exchange.wire import error_reply, to_message
 
         if shareable.get_return_code() != ReturnCode.OK:
@@ -70,7 +71,7 @@ def manifest_of(task: SiteTask) -> "Manifest":
         MedflareError: the job names no known method or task, or the site has not enrolled.
     """
     from medflare.federation.exchange import PHASES_OF_ALL
-    from medflare.federation.participant import stored_members
+    from medflare.federation.memory import stored_members
     from medflare.methods.catalogue import get_method
     from medflare.tasks.config import load_task
 
@@ -93,6 +94,11 @@ def own_limits(local_file: Path) -> OutboundLimits:
 
 def refuse_undeclared(message: "Message", manifest: "Manifest", limits: OutboundLimits) -> None:
     """Nothing where the message holds exactly what is declared and no more than the site allows.
+
+    Args:
+        message: the site's reply.
+        manifest: what the method declares of it.
+        limits: what the site allows.
 
     Raises:
         UpdateError: what is wrong with it.

@@ -33,6 +33,7 @@ class RestartingHandle(JobHandleSpec):
         self._process = start()
 
     def terminate(self) -> None:
+        """End the process for good."""
         self._stopped = True
         self._process.terminate()
 
@@ -68,5 +69,6 @@ class RestartingLauncher(ClientProcessJobLauncher):
         self.restarts = restarts
 
     def launch_job(self, job_meta: dict, fl_ctx: FLContext) -> RestartingHandle:
+        """Start the job's process, with FLARE's own launcher, under a handle that replaces it when it is killed."""
         launch = super().launch_job
         return RestartingHandle(lambda: launch(job_meta, fl_ctx), self.restarts)

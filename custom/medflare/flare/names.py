@@ -3,6 +3,7 @@
 A method without a name of its own runs under the general class, told its name: `MedflareExecutor(method="moon")`.
 """
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeVar
 
 C = TypeVar("C")
@@ -47,3 +48,20 @@ def named_classes(base: type[C], column: str, module: str) -> dict[str, type[C]]
             text = f"`{base.__name__}` of the method {method}."
             found[method] = type(name, (base,), {"default_method": method, "__module__": module, "__doc__": text})
     return found
+
+
+def by_name(module: str, classes: Mapping[str, type[C]], name: str) -> type[C]:
+    """What a module's `__getattr__` answers: the named class that a job spells `module.name`.
+
+    Args:
+        module: its name.
+        classes: method -> class, see `named_classes`.
+        name: of the class.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    for named in classes.values():
+        if named.__name__ == name:
+            return named
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -53,6 +53,7 @@ class UpdatePrivacy(Filter):
             )
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """The result with filtered changes, or a failed task where something has no change that could be filtered."""
         from medflare.core.message import Message
         from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
 

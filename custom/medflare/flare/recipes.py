@@ -16,7 +16,7 @@ from nvflare.recipe.spec import ExecEnv, Recipe
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked
 from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
-from medflare.flare.names import named_classes
+from medflare.flare.names import by_name, named_classes
 from medflare.tasks.config import TaskConfig, load_task
 
 
@@ -25,7 +25,8 @@ class MedflareRecipe(Recipe):
 
     Args:
         task: preset name, JSON file, mapping or configuration.
-        rounds: of the federation; `num_rounds`, as FLARE's own recipes call it, is taken as well.
+        rounds: of the federation; None: the default of `JobSettings`.
+        num_rounds: the same, as FLARE's own recipes call it.
         method: name of the method; the named subclasses have one by default.
         settings: fields of `JobSettings` (seed, outside, min_sites, ...) and the method's hyper-parameters, by name or as
             `site={name: value}`, `server={name: value}`.
@@ -60,7 +61,13 @@ class MedflareRecipe(Recipe):
             self._job.job.min_clients = max(self._job.job.min_clients, getattr(env, "num_clients", None) or 0)
 
     def simulate(self, sites: Sequence[str], workspace: Path, *, threads: int | None = None) -> None:
-        """Run in FLARE's simulator with these sites; `threads` of them work at the same time (None: all)."""
+        """Run in FLARE's simulator with these sites; `threads` of them work at the same time (None: all).
+
+        Args:
+            sites: names.
+            workspace: the simulator's folder.
+            threads: sites that work at the same time; None: all.
+        """
         self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
 
 
@@ -69,7 +76,4 @@ RECIPES = named_classes(MedflareRecipe, "recipe", __name__)  # method -> recipe
 
 def __getattr__(name: str) -> Any:
     """The named recipes."""
-    for recipe in RECIPES.values():
-        if recipe.__name__ == name:
-            return recipe
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return by_name(__name__, RECIPES, name)

@@ -23,7 +23,11 @@ Build = Callable[[Message], nn.Module]
 
 
 def check_adaptable(task: TaskConfig) -> None:
-    """Before anything is trained: ConfigError where the task's network has no BatchNorm, which test-time adaptation needs."""
+    """Before anything is trained, refuse a task whose network has no BatchNorm, which test-time adaptation needs.
+
+    Raises:
+        ConfigError: it has none.
+    """
     with torch.device("meta"):
         batch_norm_layers(build_network(task.network, task.channels, task.outputs))
 
@@ -32,6 +36,8 @@ def with_tent(message: Message, task: TaskConfig, *, rate: float = 1e-3, steps: 
     """The delivered model with Tent around it.
 
     Args:
+        message: the delivered model.
+        task: gives the batch size.
         rate: of Adam.
         steps: per batch.
         episodic: forget after every batch.
@@ -49,6 +55,8 @@ def dsbn_for(site: Site, message: Message, build: Build) -> Message:
     """`with_dsbn`, with the statistics of the site's unlabelled test images.
 
     Args:
+        site: whose test images are looked at, without their labels.
+        message: the delivered model that is adapted.
         build: message -> module, of the model that is adapted.
     """
     message = with_dsbn(message)
@@ -65,6 +73,8 @@ def adapted_model(task: TaskConfig, message: Message, build: Build) -> Any:
     DSBN's has the statistics that it was delivered with, `adapt` takes other images'; Tent's adapts while it predicts.
 
     Args:
+        task: gives the target, for Tent.
+        message: the delivered model, with its fact "base".
         build: message -> module, of the model that is adapted.
     """
     base = build(Message(message.states, {**message.facts, "kind": message.facts["base"]}))

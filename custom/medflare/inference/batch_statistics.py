@@ -77,6 +77,10 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
     afterwards. Mean and variance are those over all images together; a layer that saw a single value per channel (one image,
     1x1 features) keeps its own.
 
+    Args:
+        model: changed in place.
+        batches: images (N, C, H, W), at least one.
+
     Raises:
         ConfigError: the model has no BatchNorm.
         DataError: no images.
@@ -112,9 +116,11 @@ class TargetStatistics(nn.Module):
         self.model = copy.deepcopy(model).eval()
 
     def adapt(self, batches: Iterable[Tensor]) -> None:
+        """Replace the statistics by those of these images, see `estimate_statistics`."""
         estimate_statistics(self.model, batches)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to probabilities with the statistics as they are."""
         return self.model(images)
 
     def statistics(self) -> StateDict:
@@ -125,6 +131,9 @@ class TargetStatistics(nn.Module):
 
     def load_statistics(self, state: StateDict) -> None:
         """Take up what `statistics` of such a model gave.
+
+        Args:
+            state: mean and variance by layer.
 
         Raises:
             StateError: it came from another network.

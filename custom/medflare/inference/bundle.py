@@ -30,9 +30,13 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
     """Write the bundle and load it back, both ways.
 
     Args:
+        stored: the delivered model as read from its folder, with its card.
         model: the delivered model, images to probabilities.
         script: the same as TorchScript.
         folder: empty; becomes the bundle's root.
+
+    Returns:
+        Both ways as images (N, C, H, W) -> probabilities: the configured network, and the TorchScript one.
 
     Raises:
         ExportError: a text of the card that MONAI would run as code, or a module that no configuration can describe.
@@ -63,13 +67,13 @@ def definition(value: Any) -> Any:
         ExportError: an object that does not say how it was made, or a text that MONAI would run as code.
     """
     if isinstance(value, TaskConfig):
-        return {"_target_": "medflare.tasks.config.load_task", "source": harmless(value.to_dict())}
+        return {"_target_": "medflare.tasks.config.load_task", "source": as_data(value.to_dict())}
     if isinstance(value, FeatureNetwork) and value.settings:
-        return {"_target_": "medflare.networks.catalogue.build_network", **harmless(value.settings)}
+        return {"_target_": "medflare.networks.catalogue.build_network", **as_data(value.settings)}
     if isinstance(value, list | nn.ModuleList):
         return [definition(item) for item in value]
     if not isinstance(value, nn.Module):
-        return harmless(value)
+        return as_data(value)
     cls = type(value)
     names = list(inspect.signature(cls).parameters)
     if cls.__module__.split(".")[0] != "medflare" or not all(hasattr(value, name) for name in names):
@@ -77,8 +81,8 @@ def definition(value: Any) -> Any:
     return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **{name: definition(getattr(value, name)) for name in names}}
 
 
-def harmless(value: Any) -> Any:
-    """The value itself.
+def as_data(value: Any) -> Any:
+    """The value as data that MONAI reads and never runs.
 
     Raises:
         ExportError: it is not JSON, or MONAI would run a part of it as code.
@@ -87,9 +91,9 @@ def harmless(value: Any) -> Any:
         for name in value:
             if str(name).startswith("_"):
                 raise ExportError(f"{name!r} in the model's card is a command in a MONAI bundle; rename it, or export torchscript or onnx")
-        return {name: harmless(item) for name, item in value.items()}
+        return {name: as_data(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [harmless(item) for item in value]
+        return [as_data(item) for item in value]
     if isinstance(value, str) and value.startswith(_CODE):
         raise ExportError(f"{value[:40]!r} in the model's card would be run by MONAI; rename it, or export torchscript or onnx")
     if not isinstance(value, str | int | float | None):
@@ -135,7 +139,7 @@ def _preprocessing(task: TaskConfig) -> list[Any]:
     colour = "image[:3] if len(image) >= 3 else image[:1].repeat(3, 1, 1)"
     mode = f"'area' if image.shape[1] >= {height} and image.shape[2] >= {width} else 'bilinear'"
     resize = f"image if image.shape[1:] == ({height}, {width}) else monai.transforms.Resize(({height}, {width}), mode={mode})(image)"
-    intensity = harmless(task.intensity)
+    intensity = as_data(task.intensity)
     return [
         {"_target_": "LoadImaged", "keys": "image", "reader": "PILReader", "ensure_channel_first": True},
         {"_target_": "Transposed", "keys": "image", "indices": [0, 2, 1]},  # MONAI reads pictures column by column
@@ -218,16 +222,16 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
         "pytorch_version": versions["torch"],
         "numpy_version": versions["numpy"],
         "required_packages_version": {"medflare": versions.get("medflare", "")},  # absent where the code is not installed
-        "name": harmless(f"medflare {task.name}"),
+        "name": as_data(f"medflare {task.name}"),
         "task": f"{task.target} {task.kind}",
-        "description": harmless(f"Model of kind {stored.kind}, trained by {card.get('method', 'an unnamed method')} on task {task.name}"),
+        "description": as_data(f"Model of kind {stored.kind}, trained by {card.get('method', 'an unnamed method')} on task {task.name}"),
         "authors": "the federation that trained it",
         "copyright": "see the data's licence",
-        "data_source": harmless(task.source),
-        "label_classes": harmless(classes),
-        "eval_metrics": harmless(card.get("metrics", {})),
+        "data_source": as_data(task.source),
+        "label_classes": as_data(classes),
+        "eval_metrics": as_data(card.get("metrics", {})),
         "intended_use": "research; not a medical device",
-        "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": harmless(output)}},
+        "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": as_data(output)}},
     }
 
 

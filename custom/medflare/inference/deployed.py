@@ -41,6 +41,8 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
     """The module of a delivered model, in evaluation mode on the CPU.
 
     Args:
+        task: what the model was trained for.
+        message: the delivered model.
         builder_of: kind -> what builds models of that kind, None where nothing does.
 
     Raises:
@@ -60,7 +62,12 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
 
 
 def plain_message(state: StateDict, **facts: Any) -> Message:
-    """One network's weights as a delivered model of kind "plain"."""
+    """One network's weights as a delivered model of kind "plain".
+
+    Args:
+        state: of the network.
+        facts: further facts of the message.
+    """
     return Message({MODEL: state}, {"kind": "plain", **facts})
 
 
@@ -79,6 +86,12 @@ def network_with(
     task: TaskConfig, state: Mapping[str, Tensor], spec: Mapping[str, Any] | None = None, outputs: int | None = None
 ) -> nn.Module:
     """A network with the weights of `state`, in evaluation mode: the task's own, or one by `spec` (a selector) with `outputs` outputs.
+
+    Args:
+        task: gives channels, and what the others leave open.
+        state: name -> tensor, every entry of the network.
+        spec: the network, see `networks.catalogue`; None: the task's.
+        outputs: output channels; None: the task's.
 
     Raises:
         StateError: names or shapes do not fit; the text names the first three.
@@ -100,7 +113,11 @@ class Adaptive(Protocol):
     """A deployed module that fits itself to a site's unlabelled images before it predicts."""
 
     def adapt(self, batches: Sequence[Tensor]) -> None:
-        """Images (N, C, H, W) in the batches in which they will be predicted."""
+        """Images (N, C, H, W) in the batches in which they will be predicted.
+
+        Args:
+            batches: at least one image.
+        """
 
 
 @runtime_checkable
@@ -121,6 +138,7 @@ class StoredModel:
 
     @property
     def kind(self) -> str:
+        """The kind of model, for example "plain" or "super"."""
         return str(self.message.facts["kind"])
 
     def build(self, builder: Builder = build) -> nn.Module:
@@ -141,6 +159,7 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
 
     Args:
         folder: made where it does not exist; an older model in it is replaced.
+        task: what the model was trained for; part of the card.
         message: the delivered model; its facts hold `kind`.
         card: what the caller knows beside the task: method, site, role, round, seed, metrics, ... (JSON-serialisable).
 

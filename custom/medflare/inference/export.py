@@ -47,6 +47,7 @@ class Exported:
     differences: Mapping[str, float]
 
     def render(self) -> str:
+        """The files, one a line, and how far they are from the delivered model."""
         found = ", ".join(f"{value:.1e} on {inputs}" for inputs, value in self.differences.items())
         return "\n".join([*map(str, self.files), f"gives the numbers of the delivered model; largest difference {found}"])
 
@@ -63,6 +64,7 @@ def export(
     """Write a delivered model in another format, with its card, once it is known to give the same numbers.
 
     Args:
+        stored: from `load_model`.
         format: one of `FORMATS`.
         out: folder for the files; made where it does not exist.
         builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
@@ -94,7 +96,13 @@ def export(
 
 @torch.no_grad()
 def largest_difference(model: Predictor, exported: Predictor, batches: Sequence[Tensor]) -> float:
-    """max |p - p'| over all batches; infinite where shapes differ or one of them is not a number."""
+    """max |p - p'| over all batches; infinite where shapes differ or one of them is not a number.
+
+    Args:
+        model: the delivered model, images to probabilities.
+        exported: what was read back.
+        batches: images (N, C, H, W), without NaN.
+    """
     worst = 0.0
     for images in batches:
         expected, found = model(images), exported(images)
@@ -111,7 +119,19 @@ def random_batches(task: TaskConfig) -> list[Tensor]:
 
 
 def picture_batches(task: TaskConfig, images: Sequence[Path], out: Path) -> dict[str, list[Tensor]]:
-    """Pictures as the network sees them: the given ones (files, and folders that are searched), or generated photographs."""
+    """Pictures as the network sees them: the given ones (files, and folders that are searched), or generated photographs.
+
+    Args:
+        task: how they are prepared.
+        images: given files and folders; none for generated photographs.
+        out: the output folder, which is not searched.
+
+    Returns:
+        What they are, in words -> batches (N, C, H, W), one for each input.
+
+    Raises:
+        DataError: a folder without images, or an image that cannot be read.
+    """
     if images:
         inputs, problems = find_inputs(images, out)
         if problems:
@@ -153,6 +173,10 @@ def _graph(model: nn.Module) -> nn.Module:
 
 def traced(model: nn.Module, task: TaskConfig) -> torch.jit.ScriptModule:
     """The computation recorded on two random images.
+
+    Args:
+        model: images (N, C, H, W) to probabilities.
+        task: gives channels and size.
 
     Raises:
         ExportError: it cannot be recorded.

@@ -23,6 +23,13 @@ def restored(probabilities: Tensor, size: tuple[int, int]) -> Tensor:
     """Probabilities (N, C, H, W) at an image's stored size: bilinear, or by area averaging where that is smaller.
 
     Both keep the corners of the picture in place, as the resizing before the network does.
+
+    Args:
+        probabilities: on the network's grid.
+        size: (h, w) in pixels.
+
+    Returns:
+        (N, C, h, w).
     """
     if tuple(probabilities.shape[2:]) == tuple(size):
         return probabilities
@@ -39,6 +46,10 @@ def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
     mask (multilabel with `label_values`), a pixel gets its most probable value: with p_l the structures' independent
     probabilities, the value that maximises the product of p_l over the structures that it means and 1 - p_l over the others.
     Wherever a value exists for exactly the structures above one half, it is that one.
+
+    Args:
+        probabilities: of one picture.
+        task: gives target, labels and their stored values.
     """
     if task.target == "multilabel" and not task.label_values:
         return (probabilities > 0.5).long().cpu().numpy()
@@ -60,7 +71,15 @@ def _most_probable_value(probabilities: Tensor, values: list[list[int]]) -> Tens
 
 
 def pixels(mask: np.ndarray, task: TaskConfig) -> dict[str, int]:
-    """Pixels of every foreground label in what `label_map` gave for one picture."""
+    """Pixels of every foreground label in what `label_map` gave for one picture.
+
+    Args:
+        mask: (M, h, w) of stored values.
+        task: gives target, labels and their stored values.
+
+    Returns:
+        Label -> pixels, the background left out.
+    """
     if task.target == "multilabel" and not task.label_values:
         return {label: int(part.sum()) for label, part in zip(task.labels, mask, strict=True)}
     counted = {label: int(np.isin(mask, listed).sum()) for label, listed in zip(task.labels, stored_values(task), strict=True)}
@@ -71,7 +90,10 @@ def write_masks(source: Input, masks: np.ndarray, task: TaskConfig, out: Path) -
     """One file per mask: PNG for a picture; NIfTI with the stored affine, axes and header for NIfTI; NIfTI for a DICOM volume.
 
     Args:
+        source: the image that they belong to.
         masks: int64 (M, rows, columns[, slices]) laid out as `readers.read_image` gives the image.
+        task: gives the labels, for the files' names.
+        out: the output folder.
 
     Returns:
         The files, named after the input: NAME_seg.png, NAME_seg.nii.gz, or NAME_seg_LABEL... with a mask per label.

@@ -110,6 +110,7 @@ class Summary:
         self.progress(self.images + len(self.failed), self.inputs)
 
     def render(self) -> str:
+        """What became of the images, how the model adapted and which members answered, a line each."""
         slices = f" ({self.pictures} pictures with every slice of the volumes)" if self.pictures > self.images else ""
         lines = [f"{self.images} image{'s' * (self.images != 1)} predicted{slices}, {len(self.failed)} failed; table: {self.table}"]
         if self.adapted:
@@ -138,6 +139,7 @@ def predict(
         out: made where it does not exist.
         builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
         adapt: one of `ADAPTATIONS`, see `prediction_model`.
+        device: as torch spells it.
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
         progress: called with (inputs done, inputs in all).
 
@@ -174,6 +176,11 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
     those that are predicted, one that learns while it predicts (tent) does, others stay as they are. "none" leaves a fitted
     model as it was delivered and Tent out. "tent" and "dsbn" adapt any model whose networks have BatchNorm.
 
+    Args:
+        stored: the delivered model.
+        builder: as for `predict`.
+        adapt: one of `ADAPTATIONS`.
+
     Raises:
         ConfigError: an unknown adaptation, or a network without BatchNorm.
         StateError: weights that do not fit the task.
@@ -192,7 +199,15 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
 
 
 def fit(model: Adaptive, prepared: Sequence[Prepared], task: TaskConfig, device: str, kind: str) -> str:
-    """Fit the model to these images, in the batches in which they will be predicted; says what a model of this kind has done."""
+    """Fit the model to these images, in the batches in which they will be predicted; says what a model of this kind has done.
+
+    Args:
+        model: changed in place.
+        prepared: every input; without any nothing happens.
+        task: gives the batch size.
+        device: where the model is.
+        kind: its name in the text.
+    """
     if not prepared:
         return ""
     images = torch.cat([part.images for part in prepared]).to(device)
@@ -222,7 +237,17 @@ def _readable(inputs: Iterable[Input], task: TaskConfig, fail: Callable[[str], N
 
 
 def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:
-    """Every input's prediction, in order, computed in batches of `scoring_batch` that run across inputs."""
+    """Every input's prediction, in order, computed in batches of `scoring_batch` that run across inputs.
+
+    Args:
+        model: images (N, C, H, W) to probabilities.
+        prepared: inputs; taken as they are needed.
+        task: gives the batch size.
+        device: where the model is.
+
+    Yields:
+        One for each input, with its probabilities on the CPU.
+    """
     size, answers = scoring_batch(task), _Answers(model)
     waiting: deque[Prepared] = deque()
     rows: list[Tensor] = []

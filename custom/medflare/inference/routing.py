@@ -34,6 +34,12 @@ class MLPRouter(nn.Module):
 
     With `uniform` the last layer starts at weight 0 and bias logit(1/experts): every coefficient is 1/experts whatever the
     input, and its gradient does not vanish. Otherwise it starts as any linear layer (the published code).
+
+    Args:
+        channels: C of the layer's input.
+        experts: K + 1.
+        uniform: how the last layer starts.
+        dropout: probability, in training mode.
     """
 
     def __init__(self, channels: int, experts: int, *, uniform: bool = True, dropout: float = 0.2):
@@ -46,20 +52,41 @@ class MLPRouter(nn.Module):
             nn.init.constant_(self.fc2.bias, uniform_logit(experts))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1), not normalised."""
+        """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1), not normalised.
+
+        Args:
+            inputs: what the layer is fed with.
+
+        Examples:
+            >>> MLPRouter(3, 4)(torch.zeros(1, 3, 2, 2)).detach()
+            tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
+        """
         pooled = inputs.flatten(2).mean(dim=2) if inputs.dim() > 2 else inputs
         return torch.sigmoid(self.fc2(self.dropout(self.fc1(pooled))))
 
 
 class FreeRouter(nn.Module):
-    """Coefficients that are parameters themselves, the same for every input: the matrix R of Algorithm 1."""
+    """Coefficients that are parameters themselves, the same for every input: the matrix R of Algorithm 1.
+
+    Args:
+        experts: K + 1.
+        uniform: start with every coefficient at 1/(K+1), else at random.
+    """
 
     def __init__(self, experts: int, *, uniform: bool = True):
         super().__init__()
         self.logits = nn.Parameter(torch.full((experts,), uniform_logit(experts)) if uniform else torch.randn(experts))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs of any shape -> coefficients (1, experts)."""
+        """inputs of any shape -> coefficients (1, experts).
+
+        Args:
+            inputs: not read.
+
+        Examples:
+            >>> FreeRouter(2)(torch.zeros(5, 3)).detach()
+            tensor([[0.5000, 0.5000]])
+        """
         return torch.sigmoid(self.logits)[None]
 
 
@@ -73,14 +100,28 @@ class _Given(nn.Module):
 
 
 def uniform_logit(experts: int) -> float:
-    """logit(1/experts)."""
+    """logit(1/experts), where a sigmoid gives 1/experts.
+
+    Raises:
+        ValueError: fewer than two experts.
+
+    Examples:
+        >>> round(torch.sigmoid(torch.tensor(uniform_logit(4))).item(), 6)
+        0.25
+    """
     if experts < 2:
         raise ValueError(f"routing needs at least two models, got {experts}")
     return -math.log(experts - 1)
 
 
 class RoutedLayer(nn.Module):
-    """One layer with the experts' weights W_k and biases, mixed by the coefficients that its router gives."""
+    """One layer with the experts' weights W_k and biases, mixed by the coefficients that its router gives.
+
+    Args:
+        layer: run with the mixed weights; its own do not matter.
+        experts: weight and bias of every expert, by name.
+        router: the layer's input, channels second -> coefficients (N, K+1) or (1, K+1).
+    """
 
     def __init__(self, layer: nn.Module, experts: Sequence[StateDict], router: nn.Module):
         super().__init__()
@@ -90,13 +131,24 @@ class RoutedLayer(nn.Module):
             self.register_buffer(f"experts_{part}", torch.stack([expert[part] for expert in experts]), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """What the layer gives for `inputs`, with weights of its own for every sample, or one set for all."""
         mixed = self.mixed(self.router(_channels_second(self.layer, inputs)))
         if len(mixed["weight"]) == 1:  # one set of weights for the whole batch
             return functional_call(self.layer, {part: mixture[0] for part, mixture in mixed.items()}, (inputs,))
         return vmap(self._one)(inputs, mixed)
 
     def mixed(self, coefficients: Tensor) -> dict[str, Tensor]:
-        """coefficients (B, experts) -> weights and biases (B, ...): the same coefficient for both (Eq. 5)."""
+        """coefficients (B, experts) -> weights and biases (B, ...): the same coefficient for both (Eq. 5).
+
+        Args:
+            coefficients: a row for every sample, or one row for all.
+
+        Examples:
+            >>> experts = [{"weight": torch.tensor([[value]])} for value in (1.0, 3.0)]
+            >>> layer = RoutedLayer(nn.Linear(1, 1, bias=False), experts, FreeRouter(2))
+            >>> layer.mixed(torch.tensor([[0.5, 0.5]])), layer(torch.ones(1, 1))
+            ({'weight': tensor([[[2.]]])}, tensor([[2.]], grad_fn=...))
+        """
         stacked = {part: getattr(self, f"experts_{part}") for part in self.parts}
         return {part: torch.tensordot(coefficients, experts, dims=1) for part, experts in stacked.items()}
 
@@ -113,6 +165,10 @@ class TestTimeNorm(nn.Module):
     """A BatchNorm layer that normalises by the test images at hand instead of its running statistics.
 
     A channel with one value only (one image, 1x1 features) has no variance: there the running statistics are used.
+
+    Args:
+        layer: the BatchNorm layer; scale and shift stay its own.
+        statistics: "batch", "instance", or "running" for the layer itself.
     """
 
     __test__ = False  # not a test, whatever its name begins with
@@ -122,6 +178,7 @@ class TestTimeNorm(nn.Module):
         self.layer, self.statistics = layer, statistics
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Inputs (N, C, ...) normalised per channel, over the batch or over each image."""
         layer, per_image = self.layer, math.prod(inputs.shape[2:])
         if self.statistics == "instance" and per_image > 1:
             return F.instance_norm(inputs, weight=layer.weight, bias=layer.bias, eps=layer.eps)
@@ -155,6 +212,7 @@ class Routing:
     seed: int = 0
 
     def new_router(self, channels: int, experts: int) -> nn.Module:
+        """A router for a layer with so many input channels."""
         if self.router == "free":
             return FreeRouter(experts, uniform=self.uniform)
         return MLPRouter(channels, experts, uniform=self.uniform, dropout=self.dropout)
@@ -166,6 +224,7 @@ class RoutedNetwork(nn.Module):
     Args:
         network: the architecture; it is copied, its weights do not matter.
         experts: states of (P_1, ..., P_K, w_g), at least two; the last gives all entries that are not routed.
+        routing: how it is routed; None: the defaults.
 
     Raises:
         StateError: an expert that does not fit the network, or no layer to route.
@@ -203,6 +262,7 @@ class RoutedNetwork(nn.Module):
             self._replace(name, routed[layer])
 
     def forward(self, images: Tensor) -> Any:
+        """What the network gives for images (N, C, H, W), with the coefficients of the moment."""
         self._share(images)
         return self.network(images)
 
@@ -223,10 +283,18 @@ class RoutedNetwork(nn.Module):
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def adapted_state(self) -> StateDict:
+        """A copy of what adaptation may change, by name, on the CPU."""
         return copy_state(self.adaptable())
 
     def load_adapted_state(self, state: StateDict) -> None:
-        """Raises StateError where `state` is not what `adapted_state` of such a network gives."""
+        """Take up what `adapted_state` of such a network gave.
+
+        Args:
+            state: parameters by name.
+
+        Raises:
+            StateError: it belongs to other settings.
+        """
         own = self.adaptable()
         if reason := misfit(state, own):
             raise StateError(f"this routing state belongs to other settings: {reason}")
@@ -236,7 +304,11 @@ class RoutedNetwork(nn.Module):
 
     @torch.no_grad()
     def coefficients(self, images: Tensor) -> dict[str, Tensor]:
-        """R for these images: layer -> (N, K+1), in the network's order; (1, K+1) from a free router."""
+        """R for these images: layer -> (N, K+1), in the network's order; (1, K+1) from a free router.
+
+        Args:
+            images: (N, C, H, W).
+        """
         found: dict[str, Tensor] = {}
         layers = {name: module for name, module in self.network.named_modules() if isinstance(module, RoutedLayer)}
         hooks = [

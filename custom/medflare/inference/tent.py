@@ -19,6 +19,11 @@ def prediction_entropy(probabilities: Tensor, target: str) -> Tensor:
     Args:
         probabilities: of C exclusive classes (target "multiclass") or of C independent findings ("binary", "multilabel").
         target: the task's target.
+
+    Examples:
+        >>> certain, even = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])
+        >>> [round(prediction_entropy(p, "multiclass").item(), 3) for p in (certain, even)]  # 0 and log 2
+        [0.0, 0.693]
     """
     epsilon = torch.finfo(probabilities.dtype).eps  # log 0 has no gradient; a saturated prediction gets none
     p = probabilities.clamp(epsilon, 1 - epsilon)
@@ -67,7 +72,11 @@ class Tent(nn.Module):
         self.optimizer = torch.optim.Adam([parameter.requires_grad_() for parameter in self._affine], lr=self.rate)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to probabilities; works inside `torch.no_grad` and `torch.inference_mode` too."""
+        """Images (N, C, H, W) to probabilities; works inside `torch.no_grad` and `torch.inference_mode` too.
+
+        Args:
+            images: at least one.
+        """
         batches = images.tensor_split(math.ceil(len(images) / self.batch_size)) if self.batch_size else [images]
         with torch.inference_mode(False), torch.enable_grad():
             return torch.cat([self._adapted(batch.clone() if batch.is_inference() else batch) for batch in batches])

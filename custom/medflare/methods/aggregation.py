@@ -31,12 +31,20 @@ class SiteModel:
 
 
 def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
-    """site -> state."""
+    """site -> state.
+
+    Args:
+        models: site -> its part in the aggregation.
+    """
     return {site: model.state for site, model in models.items()}
 
 
 def samples_of(models: Mapping[str, SiteModel]) -> dict[str, float]:
-    """site -> number of samples."""
+    """site -> number of samples.
+
+    Args:
+        models: site -> its part in the aggregation.
+    """
     return {site: model.samples for site, model in models.items()}
 
 
@@ -69,7 +77,12 @@ class Aggregation(ABC, Generic[V]):
         """
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
-        """site -> the next model for that site alone; empty where all get the shared one."""
+        """site -> the next model for that site alone; empty where all get the shared one.
+
+        Args:
+            models: site -> its model, in sorted order.
+            round: 0-based.
+        """
         return {}
 
     def pack(self, message: Message) -> None:
@@ -83,8 +96,19 @@ class WeightedMean(Aggregation[Any]):
     """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K where `hyper.weighting` is "uniform" (McMahan et al. 2017, Alg. 1)."""
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        """The weighted mean of every entry, with the weights of `shares`."""
         return weighted_mean(states_of(models), self.shares(models))
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
-        """site -> p_k, up to a common factor."""
+        """site -> p_k, up to a common factor.
+
+        Args:
+            models: site -> its part in the aggregation.
+
+        Examples:
+            >>> from types import SimpleNamespace
+            >>> models = {"A": SiteModel({}, 30.0), "B": SiteModel({}, 10.0)}
+            >>> [WeightedMean(SimpleNamespace(weighting=kind)).shares(models) for kind in ("samples", "uniform")]
+            [{'A': 30.0, 'B': 10.0}, {'A': 1.0, 'B': 1.0}]
+        """
         return dict.fromkeys(models, 1.0) if self.hyper.weighting == "uniform" else samples_of(models)

@@ -80,7 +80,7 @@ class Plan(Generic[S, V]):
     server_hyper: V
 
     def network(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """The task's network, or one by `spec`, without memory or random numbers (meta device)."""
+        """The task's network, or one by `spec`, without memory or random numbers; see `meta_network`."""
         return meta_network(self.task, spec, outputs)
 
     def template(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
@@ -89,7 +89,13 @@ class Plan(Generic[S, V]):
 
 
 def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-    """The task's network, or one by `spec`, without memory or random numbers (meta device): for names, shapes and layer types."""
+    """The task's network, or one by `spec`, without memory or random numbers (meta device): for names, shapes and layer types.
+
+    Args:
+        task: gives channels, and what the others leave open.
+        spec: the network, see `networks.catalogue`; None: the task's.
+        outputs: output channels; None: the task's.
+    """
     with torch.device("meta"):
         return build_network(spec or task.network, task.channels, outputs or task.outputs)
 
@@ -118,6 +124,7 @@ class ServerContext:
 
     @property
     def task(self) -> TaskConfig:
+        """The task of the plan."""
         return self.plan.task
 
     @property
@@ -137,7 +144,13 @@ class ServerContext:
                 self.notes.setdefault(site, {})[name] = finite_or_none(value)
 
     def initial_state(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
-        """The initial weights that every site would build itself from the same seed."""
+        """The initial weights that every site would build itself from the same seed.
+
+        Args:
+            purpose: sets the weights apart from those of other networks, as for `Site.network`.
+            spec: the network, see `networks.catalogue`; None: the task's.
+            outputs: output channels; None: the task's.
+        """
         return {n: t.clone() for n, t in initial_network(self.task, self.seed, purpose, spec, outputs).state_dict().items()}
 
 
@@ -165,6 +178,7 @@ class SiteHalf(ABC, Generic[S]):
 
     Attributes:
         Hyper: the hyper-parameters that this half owns.
+        server_hyper: the class of hyper-parameters without which a server half cannot serve this one: what it reads of them, or relies on.
         phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
         memory: states and facts that survive until the next task; empty where every round starts from the incoming message alone.
@@ -172,6 +186,7 @@ class SiteHalf(ABC, Generic[S]):
     """
 
     Hyper: ClassVar[type] = SiteHyper
+    server_hyper: ClassVar[type] = ServerHyper
     phases: ClassVar[tuple[Phase, ...]] = ()
     unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
 
@@ -190,11 +205,24 @@ class SiteHalf(ABC, Generic[S]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: S, server_hyper: Any) -> None:
-        """Before anything starts: ConfigError where the half cannot work with this task and these settings."""
+        """Before anything starts, refuse what the half cannot work with.
+
+        Args:
+            task: what is to be learnt.
+            hyper: of this half.
+            server_hyper: of the server half that it is paired with.
+
+        Raises:
+            ConfigError: the half cannot work with this task and these settings.
+        """
 
     @classmethod
     def phase(cls, name: str) -> Phase:
-        """The declaration of a phase; ConfigError where the half has none of that name."""
+        """The declaration of a phase.
+
+        Raises:
+            ConfigError: the half has none of that name.
+        """
         for phase in cls.phases:
             if phase.name == name:
                 return phase
@@ -207,6 +235,11 @@ class SiteHalf(ABC, Generic[S]):
 
     def perform(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step.
+
+        Args:
+            phase: name of a phase.
+            round: 0-based.
+            incoming: the server's message.
 
         Raises:
             ConfigError: an unknown phase, or a reply that is not what the phase declares.
@@ -225,7 +258,13 @@ class SiteHalf(ABC, Generic[S]):
         """
 
     def facts(self, *, validation: Mapping[str, float | None], loss: float | None = None, **more: Any) -> dict[str, Any]:
-        """`MEASURED` and more: an undefined metric travels as None, a loss that is not finite as it is, for the server to see."""
+        """`MEASURED` and more: an undefined metric travels as None, a loss that is not finite as it is, for the server to see.
+
+        Args:
+            validation: role -> metric of the incoming model of that role.
+            loss: mean training loss; None where the phase does not train.
+            more: further facts, as the phase declares them.
+        """
         measured = {role: finite_or_none(value) for role, value in validation.items()}
         return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: measured, **more}
 
@@ -244,14 +283,21 @@ class SiteHalf(ABC, Generic[S]):
     def network(
         self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None
     ) -> FeatureNetwork:
-        """The half's network for a purpose, built once per process, holding `state`."""
+        """The half's network for a purpose, built once per process, holding `state`.
+
+        Args:
+            purpose: names the network within the half, and keys its initial weights.
+            state: what it is loaded with.
+            spec: the network, see `networks.catalogue`; None: the task's.
+            outputs: output channels; None: the task's.
+        """
         if purpose not in self._networks:
             self._networks[purpose] = self.site.network(purpose, spec, outputs)
         self._networks[purpose].load_state_dict(state)
         return self._networks[purpose]
 
     def frozen(self, state: StateDict, purpose: str = "frozen") -> FeatureNetwork:
-        """A network that only looks: evaluation mode, no gradients."""
+        """A network that only looks: evaluation mode, no gradients. Two that are needed together need two purposes."""
         network = self.network(purpose, state)
         network.eval().requires_grad_(False)
         return network
@@ -267,12 +313,14 @@ class ServerHalf(ABC, Generic[V]):
 
     Attributes:
         Hyper: the hyper-parameters that this half owns.
+        site_hyper: the class of hyper-parameters without which this half cannot serve a site half: what it reads of them, or relies on.
         aggregation_class: the formula that the half aggregates models with; FLARE's aggregators run the same one.
         site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `extended`).
         memory: everything a new server process needs to go on after the last finished step.
     """
 
     Hyper: ClassVar[type] = ServerHyper
+    site_hyper: ClassVar[type] = SiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]]
     site_extension: ClassVar[type[SiteHalf[Any]] | None] = None
 
@@ -294,7 +342,12 @@ class ServerHalf(ABC, Generic[V]):
 
     @abstractmethod
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Take the screened replies, keyed by site in sorted order, into account."""
+        """Take the screened replies, keyed by site in sorted order, into account.
+
+        Args:
+            step: what was asked.
+            replies: site -> reply; sites without a usable one are left out.
+        """
 
     @abstractmethod
     def configure_delivery(self, site: str) -> Message:
@@ -326,6 +379,10 @@ def extended(site_class: type[SiteHalf[Any]], extension: type[SiteHalf[Any]] | N
 
 def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:
     """site -> what an aggregation needs of its reply.
+
+    Args:
+        replies: site -> reply to a step that trains.
+        entry: the state to aggregate, for example "model".
 
     Raises:
         UpdateError: a reply without its number of samples.

@@ -34,6 +34,11 @@ _NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")  # what th
 def get_method(name: str, *, site: str | None = None, server: str | None = None) -> Method:
     """A method by name; `site` and `server` swap in the half of another method (GRACE's server on a MOON site, say).
 
+    Args:
+        name: of the method.
+        site: method that the site half comes from; None: `name`.
+        server: method that the server half comes from; None: `name`.
+
     Raises:
         ConfigError: no such method, with the nearest name, or one that cannot be loaded.
     """

@@ -70,6 +70,7 @@ class Method:
 
         Args:
             values: hyper-parameters, see `core.hyper.halved`.
+            task: what is to be learnt; None checks the hyper-parameters alone.
 
         Raises:
             ConfigError: names the first that is wrong.
@@ -79,16 +80,30 @@ class Method:
             self.site_class.check(task, site, server)
 
     def effective(self, values: Mapping[str, Any]) -> Halved:
-        """Every hyper-parameter as it is used, under its half: the given values, checked, and the defaults of the others."""
+        """Every hyper-parameter as it is used, under its half: the given values, checked, and the defaults of the others.
+
+        Args:
+            values: hyper-parameters, see `core.hyper.halved`.
+        """
         site, server = self._built(values)
         return {"site": plain(site), "server": plain(server)}
 
     def _built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
+        self._check_pair()
         if self.unprotected and (asked := [name for name in _bare_names(values) if name.startswith("dp_")]):
             raise ConfigError(f"{asked[0]}: {self.unprotected}")
         owned = halved(values, self.hyper_classes, self.name)
         built: list[Any] = [build_hyper(cls, owned[half], f"method {self.name}, {half} half") for half, cls in self.hyper_classes.items()]
         return built[0], built[1]
+
+    def _check_pair(self) -> None:
+        """ConfigError where a half needs of the other what only its own method's has."""
+        lonely = "method {!r}: the {} half of {!r} goes with no {} half but its own; run {!r}"
+        (of_site, of_server), site, server = self.halves, self.site_class, self.server_class
+        if not issubclass(server.Hyper, site.server_hyper):
+            raise ConfigError(lonely.format(self.name, "site", of_site, "server", of_site))
+        if not issubclass(site.Hyper, server.site_hyper):
+            raise ConfigError(lonely.format(self.name, "server", of_server, "site", of_server))
 
     @property
     def unprotected(self) -> str:
@@ -102,7 +117,16 @@ class Method:
     # -- objects ---------------------------------------------------------------------------------------------------------------
 
     def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan[Any, Any]":
-        """What both halves know before anything is trained; ConfigError as `check`."""
+        """What both halves know before anything is trained.
+
+        Args:
+            task: what is to be learnt.
+            sites: names of the inside sites, sorted.
+            values: hyper-parameters, see `core.hyper.halved`.
+
+        Raises:
+            ConfigError: as `check`.
+        """
         from medflare.methods.base import Plan
 
         return Plan(task, sites, *self._built(values))

@@ -26,6 +26,11 @@ NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
 def build_network(spec: Mapping[str, Any], in_channels: int, out_channels: int) -> FeatureNetwork:
     """The network that `spec` names, for example {"name": "unet", "channels": [16, 32, 64]}, with random weights.
 
+    Args:
+        spec: "name" and arguments of the network's function.
+        in_channels: image channels.
+        out_channels: channels of the logits.
+
     Raises:
         ConfigError: unknown name or argument, or a value that the network refuses.
     """

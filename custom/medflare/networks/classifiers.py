@@ -11,6 +11,11 @@ def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureN
     """VGG-11 without batch normalisation (Simonyan and Zisserman, 2015), FedSM's model selector: 129 million parameters.
 
     Features are the 4096 activations before the last layer. Images need at least 32 pixels a side.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        dropout: probability before the last two linear layers.
     """
     stages = _convolutions(in_channels, [[64], [128], [256, 256], [512, 512], [512, 512]], batch_norm=False)
     body = nn.Sequential(
@@ -29,13 +34,26 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
 
     Thumbnails carry what tells sites apart (brightness, contrast, colour, framing; nothing is normalised away), and the short
     way to them learns in tens of steps, as many as a federation has rounds when the selector takes one step a round.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        side: of the thumbnail in pixels.
+        hidden: width of the feature.
     """
     body = nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(in_channels * side * side, hidden), nn.ReLU())
     return FeatureNetwork(body, nn.Linear(hidden, out_channels))
 
 
 def small_cnn(in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64), batch_norm: bool = False) -> FeatureNetwork:
-    """Strided convolutions and global average pooling, 24 thousand parameters: a classifier for trials on a CPU."""
+    """Strided convolutions and global average pooling, 24 thousand parameters: a classifier for trials on a CPU.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        channels: feature maps of the convolutions, each of stride 2.
+        batch_norm: normalise after every convolution.
+    """
     layers: list[nn.Module] = []
     for width_in, width_out in zip([in_channels, *channels], channels, strict=False):
         layers.append(nn.Conv2d(width_in, width_out, 3, stride=2, padding=1, bias=not batch_norm))
@@ -49,6 +67,11 @@ def vgg16_slim(in_channels: int, out_channels: int, dimension: int = 64) -> Feat
     """PRR's slim VGG16-BN (Chen et al., TMI 2022): narrow stages, no convolution bias, global pooling, a `dimension`-d feature.
 
     Images need at least 32 pixels a side.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        dimension: of the feature.
     """
     stages = _convolutions(in_channels, [[32, 32], [64, 64], [128] * 3, [128] * 3, [256] * 3], batch_norm=True)
     reduce = (nn.Linear(256, dimension, bias=False), nn.BatchNorm1d(dimension), nn.ReLU())
@@ -57,12 +80,24 @@ def vgg16_slim(in_channels: int, out_channels: int, dimension: int = 64) -> Feat
 
 
 def resnet18(in_channels: int, out_channels: int, small_images: bool = False) -> FeatureNetwork:
-    """ResNet-18 (MONAI); features are the 512 pooled channels. `small_images` leaves out the stem's stride and pooling."""
+    """ResNet-18 (MONAI); features are the 512 pooled channels. `small_images` leaves out the stem's stride and pooling.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        small_images: leave out the stem's stride and pooling.
+    """
     return _resnet("basic", [2, 2, 2, 2], 512, in_channels, out_channels, small_images)
 
 
 def resnet50(in_channels: int, out_channels: int, small_images: bool = False) -> FeatureNetwork:
-    """ResNet-50 (MONAI); features are the 2048 pooled channels. `small_images` leaves out the stem's stride and pooling."""
+    """ResNet-50 (MONAI); features are the 2048 pooled channels. `small_images` leaves out the stem's stride and pooling.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        small_images: leave out the stem's stride and pooling.
+    """
     return _resnet("bottleneck", [3, 4, 6, 3], 2048, in_channels, out_channels, small_images)
 
 
@@ -70,6 +105,11 @@ def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2) -
     """EfficientNet-B0 (MONAI, from random weights); features are the 1280 pooled channels.
 
     It draws from torch's global generator in training (dropout and dropped residual branches): train it inside `core.rng.seeded`.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        dropout: probability before the last layer.
     """
     from monai.networks.nets.efficientnet import EfficientNetBN
 

@@ -24,12 +24,23 @@ class FeatureNetwork(nn.Module):
         self.settings: dict[str, Any] = {}
 
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(features, logits) of images (N, C, H, W)."""
+        """(features, logits) of images (N, C, H, W).
+
+        Args:
+            images: at the task's size.
+        """
         features = self.body(images)
         return features, self.head(features)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of images (N, C, H, W)."""
+        """Logits of images (N, C, H, W).
+
+        Args:
+            images: at the task's size.
+
+        Returns:
+            (N, outputs, H, W) or (N, outputs).
+        """
         return self.features_and_output(images)[1]
 
 
@@ -42,10 +53,26 @@ class Probabilities(nn.Module):
         self.task = task
 
     def forward(self, images: Tensor) -> Tensor:
-        """Probabilities of images (N, C, H, W)."""
+        """Probabilities of images (N, C, H, W).
+
+        Args:
+            images: at the task's size.
+
+        Returns:
+            (N, outputs, H, W) or (N, outputs).
+        """
         return self.task.probabilities(self.network(images))
 
 
 def pooled(features: Tensor) -> Tensor:
-    """One vector per image, (N, D): a feature map (N, D, H, W) by its mean over the pixels, vectors as they are."""
+    """One vector per image, (N, D): a feature map (N, D, H, W) by its mean over the pixels, vectors as they are.
+
+    Args:
+        features: (N, D) or (N, D, H, W).
+
+    Examples:
+        >>> import torch
+        >>> pooled(torch.tensor([[[[1.0, 3.0]]]])), pooled(torch.tensor([[5.0]]))
+        (tensor([[2.]]), tensor([[5.]]))
+    """
     return features.flatten(2).mean(dim=2) if features.ndim > 2 else features

@@ -42,6 +42,7 @@ class NoisyOptimizer(DPOptimizer):
     """Opacus's optimizer with noise from a NumPy generator.
 
     Args:
+        optimizer: takes the step along the noisy mean gradient.
         random: where the noise comes from.
         settings: as for Opacus: noise_multiplier σ, max_grad_norm C, expected_batch_size L.
     """
@@ -51,6 +52,7 @@ class NoisyOptimizer(DPOptimizer):
         self.random = random
 
     def add_noise(self) -> None:
+        """Set every parameter's gradient to the clipped sum plus N(0, σ² C²) noise; Opacus divides by L afterwards."""
         deviation = self.noise_multiplier * self.max_grad_norm
         for parameter in self.params:
             noise = torch.from_numpy(self.random.normal(0.0, deviation, tuple(parameter.shape)))
@@ -70,6 +72,9 @@ def train_dp_sgd(
 
     Args:
         model: without layers that mix the images of a batch (`privacy.check_private`).
+        optimizer: of the model's parameters.
+        site: whose training patients are drawn.
+        release: the noise σ, the sampling rate q and the number of steps.
         clip: C, the largest norm of one patient's gradient.
         random: the source of samples, augmentation, dropout and noise.
         loss: (model, images, targets) -> the mean of the images' losses; default: the task's loss of the model's output.

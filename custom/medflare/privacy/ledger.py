@@ -42,7 +42,11 @@ class Ledger:
         self._name = name
 
     def releases(self) -> list[Release]:
-        """Everything counted so far; StateError where the stored ledger is damaged."""
+        """Everything counted so far.
+
+        Raises:
+            StateError: the stored ledger is damaged.
+        """
         message = self._store.load(self._name)
         return [] if message is None else [Release(*entry) for entry in message.facts["releases"]]
 
@@ -75,6 +79,7 @@ class Budget:
 
     @property
     def ledger(self) -> Ledger:
+        """The site's ledger in `folder`, over all jobs."""
         return Ledger(StateStore(self.folder), f"privacy-{self.site}")
 
     def charge(self, release: Release, epsilon_of: Accountant) -> None:
@@ -105,6 +110,8 @@ def budget_of(limit: PrivacyLimit | None, site: str, folder: Path) -> Budget | N
     """A site's budget by its own settings, None where it has set none.
 
     Args:
+        limit: the site's own limit; None for none.
+        site: its name.
         folder: for the ledger, unless the settings name one.
     """
     if limit is None:

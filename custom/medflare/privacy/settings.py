@@ -85,6 +85,14 @@ def train_privately(
 ) -> None:
     """A round of DP-SGD, counted before its first step: a crash must not make it cheaper.
 
+    Args:
+        model: trained in place; without layers that mix the images of a batch.
+        optimizer: of the model's parameters.
+        site: whose training patients are drawn.
+        account: takes the release before training begins.
+        hyper: noise, clipping norm and δ.
+        loss: (model, images, targets) -> the mean of the images' losses; None: the task's loss of the model's output.
+
     Raises:
         PrivacyError: the site's own budget does not allow it.
     """
@@ -109,7 +117,16 @@ def system_generator() -> np.random.Generator:
 
 
 def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str, Any] | None:
-    """What the site's training has cost its patients in this run so far: {"epsilon", "delta", "steps"}; None before it trained."""
+    """What the site's training has cost its patients in this run so far: {"epsilon", "delta", "steps"}; None before it trained.
+
+    Args:
+        site: whose training patients pay.
+        account: what has been released in this run.
+        hyper: gives δ.
+
+    Returns:
+        {"epsilon", "delta", "steps"}; "epsilon" is None where it is infinite. None before the first release.
+    """
     releases = account.ledger.releases()
     if not releases:
         return None

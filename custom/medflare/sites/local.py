@@ -69,6 +69,9 @@ class LocalSettings:
 def local_settings(content: Mapping[str, Any]) -> LocalSettings:
     """The settings as JSON has them, checked: one that is misspelt must not be taken for none.
 
+    Args:
+        content: the JSON object of the file.
+
     Raises:
         ConfigError: a setting that is unknown, missing, of another type or outside its range.
     """

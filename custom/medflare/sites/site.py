@@ -24,6 +24,13 @@ from medflare.tasks.optimizers import build_optimizer
 class Site:
     """One hospital: its name, task and data, and everything that a method needs to train and score models there.
 
+    Args:
+        name: the site's, a key of its random draws.
+        task: what is learnt.
+        data: its three splits.
+        seed: of the run.
+        device: where networks and batches go.
+
     Attributes:
         abort: asked before every batch; where it answers True, whatever takes batches raises `Aborted`.
         batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
@@ -66,7 +73,13 @@ class Site:
     # -- what trains -------------------------------------------------------------------------------------------------------------
 
     def network(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`."""
+        """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`.
+
+        Args:
+            purpose: sets its initial weights apart from those of other networks.
+            spec: the network; None: the task's.
+            outputs: output channels; None: the task's.
+        """
         return initial_network(self.task, self.seed, purpose, spec, outputs).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
@@ -78,7 +91,7 @@ class Site:
         return build_optimizer({**self.task.optimizer, **override}, parameters, f"task {self.task.name}")
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The task's loss, a scalar mean."""
+        """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`."""
         return self._loss(logits, targets)
 
     # -- batches -----------------------------------------------------------------------------------------------------------------

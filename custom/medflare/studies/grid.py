@@ -63,7 +63,13 @@ class Candidate:
         return cls(text, method, halved(values, trained.hyper_classes, trained.name), **halves)
 
     def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
-        """Results dict of one run; the seed also draws the split anew by patient."""
+        """Results dict of one run; the seed also draws the split anew by patient.
+
+        Args:
+            setting: task, sites, data and rounds.
+            seed: of everything that is drawn.
+            outside: sites that never train.
+        """
         if self.method in _REFERENCES:
             return _REFERENCES[self.method](setting, seed, outside, self.hyper)
         return run_local(
@@ -114,6 +120,9 @@ def run_study(
     """Run what is not there yet and tabulate everything.
 
     Args:
+        candidates: the rows.
+        setting: task, sites, data and rounds.
+        seeds: every candidate runs with each.
         out: folder for the results of every run, and for table.md (`study_report`).
         leave_one_out: each site in turn is outside (it never trains and receives the final models) instead of all inside.
         processes: runs at the same time, one thread each.

@@ -22,6 +22,7 @@ def single_site(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
     """Every site trains alone, for as many epochs as in the federation, and is measured on its own test images.
 
     Args:
+        setting: task, sites, data and rounds.
         seed: of everything that is drawn, the split included.
         outside: sites that are left out.
         hyper: of `TRAINED_AS`, under their halves.
@@ -55,6 +56,7 @@ def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
     """One model trained on the pooled training images of all sites, measured at each: what privacy forbids, as an upper mark.
 
     Args:
+        setting: task, sites, data and rounds.
         seed: of everything that is drawn, the split included.
         outside: sites whose training images are left out; the model is measured there too.
         hyper: of `TRAINED_AS`, under their halves.

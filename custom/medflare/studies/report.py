@@ -16,6 +16,7 @@ def study_report(groups: Mapping[str, Sequence[Run]], task: TaskConfig, rounds: 
 
     Args:
         groups: label -> results dicts that differ in their seed and in who is outside.
+        task: gives the metrics.
         rounds: of every run.
     """
     metrics = sorted(task.metrics, key=lambda metric: metric != task.metric)
@@ -33,6 +34,7 @@ def markdown_table(groups: Mapping[str, Sequence[Run]], metric: str, models: Seq
 
     Args:
         groups: label, for example "FedSM" or "single-site" -> results dicts that differ in their seed and in who is outside.
+        metric: its name.
         models: None for all that the runs measured.
     """
     every = [run for runs in groups.values() for run in runs]
@@ -56,7 +58,12 @@ def markdown_table(groups: Mapping[str, Sequence[Run]], metric: str, models: Seq
 
 
 def comparison_table(groups: Mapping[str, Sequence[Run]], metric: str) -> str:
-    """A Markdown table of paired differences: every model of every group against what the first group deploys, seed by seed."""
+    """A Markdown table of paired differences: every model of every group against what the first group deploys, seed by seed.
+
+    Args:
+        groups: label -> results dicts that differ in their seed and in who is outside; the first is the reference.
+        metric: its name.
+    """
     (first, reference), *_ = groups.items()
     rows: dict[tuple[str, ...], list[str]] = {}  # what a line says beside its models -> the models it says it of
     for label, runs in groups.items():

@@ -59,7 +59,12 @@ def estimate(values: Iterable[float | None], *, confidence: float = 0.95, seed: 
 
     Args:
         values: one a run; None and NaN are left out.
+        confidence: of the interval, between 0 and 1.
         seed: of the resampling.
+
+    Examples:
+        >>> estimate([0.5, None]), estimate([])
+        (Estimate(mean=0.5, sd=None, n=1, interval=None), Estimate(mean=None, sd=None, n=0, interval=None))
     """
     defined = _defined(values)
     if len(defined) < 2:
@@ -75,8 +80,16 @@ def estimate(values: Iterable[float | None], *, confidence: float = 0.95, seed: 
 def compare(first: Sequence[float | None], second: Sequence[float | None]) -> Comparison:
     """Compare two methods run by run; place i of both sequences belongs to the same seed (and split).
 
+    Args:
+        first: one value a seed; None where it is undefined.
+        second: as many.
+
     Raises:
         ValueError: the sequences differ in length.
+
+    Examples:
+        >>> compare([0.5, None], [0.75, 0.5])
+        Comparison(difference=0.25, t_test=None, wilcoxon=None, n=1)
     """
     if len(first) != len(second):
         raise ValueError(f"a paired comparison needs pairs, got {len(first)} and {len(second)} values")
@@ -97,7 +110,11 @@ def values_of(results: Sequence[Run], model: str, metric: str, *, role: str = "i
     A seed has several runs where each site was left out in turn: a site's values in that role are averaged over them first.
 
     Args:
+        results: of runs that differ in their seed and in who is outside.
         model: "NAME/*" stands for the mean over all models "NAME/...", for example IOP-FL's "personal/HRF" and "personal/LESAV".
+        metric: its name.
+        role: "inside" or "outside".
+        site: one site alone; None: the mean over the sites of the role.
     """
     seeds = sorted({run["seed"] for run in results})
     return [_value([run for run in results if run["seed"] == seed], model, metric, role, site) for seed in seeds]

@@ -142,7 +142,11 @@ class TaskConfig:
         return metrics_of(self.kind)
 
     def probabilities(self, logits: "Tensor") -> "Tensor":
-        """Probabilities of the same shape: softmax over dimension 1 (multiclass) or sigmoid (binary, multilabel)."""
+        """Probabilities of the same shape: softmax over dimension 1 (multiclass) or sigmoid (binary, multilabel).
+
+        Args:
+            logits: (N, outputs, ...).
+        """
         return logits.softmax(dim=1) if self.target == "multiclass" else logits.sigmoid()
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,6 +161,9 @@ class TaskConfig:
 
 def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConfig:
     """The task named by a preset ("brain_lgg"), a JSON file or a mapping.
+
+    Args:
+        source: name of a preset, path of a JSON file, its content, or a configuration, which is checked again.
 
     Raises:
         ConfigError: unknown preset, unreadable file, or a key or value that is unknown, missing or out of range.

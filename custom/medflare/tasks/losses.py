@@ -18,6 +18,10 @@ from medflare.tasks.config import TaskConfig
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
     """The loss named by `spec` (default: the task's), for example {"name": "dice_ce", "ce_weight": 0.5}.
 
+    Args:
+        task: what is learnt.
+        spec: "name" and arguments of the loss; None: the task's.
+
     Raises:
         ConfigError: unknown name or argument, or a loss that does not fit the task.
     """
@@ -37,6 +41,7 @@ class CrossEntropy(nn.Module):
     """Softmax cross entropy (multiclass), or sigmoid cross entropy averaged over all outputs (binary, multilabel).
 
     Args:
+        task: gives target and classes.
         weights: factor of every class (multiclass) or of every label's positives (binary, multilabel).
     """
 
@@ -48,6 +53,7 @@ class CrossEntropy(nn.Module):
         self.register_buffer("weights", _weights(task, weights), persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of logits (N, outputs, ...), a scalar."""
         if self._multiclass:
             return functional.cross_entropy(logits, targets, weight=self.weights)
         positive = self.weights
@@ -60,9 +66,13 @@ class SoftDice(nn.Module):
     """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by 1e-5.
 
     Args:
+        task: gives target and classes.
         batch: pool the pixels of a batch, so that images without foreground do not each count as a miss.
         squared: square the denominator's terms (V-Net).
         include_background: whether class 0 of a multiclass task counts.
+
+    Raises:
+        ConfigError: a classification task.
     """
 
     def __init__(self, task: TaskConfig, batch: bool = False, squared: bool = False, include_background: bool = True):
@@ -82,6 +92,7 @@ class SoftDice(nn.Module):
         self._multiclass = multiclass
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """1 - soft Dice of logits (N, outputs, H, W), a scalar between 0 and 1."""
         truth = _one_hot(targets, logits.shape[1]) if self._multiclass else _like_logits(logits, targets)
         return self._loss(logits, truth)
 
@@ -92,8 +103,12 @@ class Focal(nn.Module):
     Multiclass uses the softmax probability of the true class, binary and multilabel one sigmoid per output.
 
     Args:
+        task: gives target and classes.
         gamma: focusing exponent; 0 is cross entropy.
         weights: factor of every class (multiclass) or of every output, where there are several.
+
+    Raises:
+        ConfigError: weights for a task with one output.
     """
 
     def __init__(self, task: TaskConfig, gamma: float = 2.0, weights: list[float] | None = None):
@@ -106,6 +121,7 @@ class Focal(nn.Module):
         self._loss = FocalLoss(gamma=gamma, use_softmax=self._multiclass, weight=_weights(task, weights))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean focal loss of logits (N, outputs, ...), a scalar."""
         if not self._multiclass:
             return self._loss(logits, _like_logits(logits, targets))
         # MONAI averages over the classes too, all but one of which are zero: undo it.
@@ -113,7 +129,14 @@ class Focal(nn.Module):
 
 
 class Sum(nn.Module):
-    """dice_weight * soft Dice + ce_weight * cross entropy."""
+    """dice_weight * soft Dice + ce_weight * cross entropy.
+
+    Args:
+        dice: `SoftDice`.
+        cross_entropy: `CrossEntropy`.
+        dice_weight: factor of the one.
+        ce_weight: factor of the other.
+    """
 
     def __init__(self, dice: nn.Module, cross_entropy: nn.Module, dice_weight: float, ce_weight: float):
         super().__init__()
@@ -121,6 +144,7 @@ class Sum(nn.Module):
         self._dice_weight, self._ce_weight = dice_weight, ce_weight
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The weighted sum of both, a scalar."""
         return self._dice_weight * self._dice(logits, targets) + self._ce_weight * self._cross_entropy(logits, targets)
 
 

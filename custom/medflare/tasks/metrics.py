@@ -30,7 +30,19 @@ class Scores:
     hd95_left_out: int = 0
 
     def set(self, metric: str, value: float, reason: str) -> None:
-        """Record a value, or None with the reason where it is NaN."""
+        """Record a value, or None with the reason where it is NaN.
+
+        Args:
+            metric: its name.
+            value: NaN where it is undefined.
+            reason: why it would be.
+
+        Examples:
+            >>> scores = Scores({})
+            >>> scores.set("dice", math.nan, "no foreground")
+            >>> scores
+            Scores(values={'dice': None}, undefined={'dice': 'no foreground'}, left_out=0, hd95_left_out=0)
+        """
         self.values[metric] = None if math.isnan(value) else value
         if math.isnan(value):
             self.undefined[metric] = reason
@@ -43,6 +55,8 @@ def score(probabilities: Tensor, targets: Tensor, patients: Sequence[str], task:
         probabilities: what `task.probabilities` gives: (N, outputs, H, W) or (N, outputs).
         targets: as in `data.splits.Split`.
         patients: patient of every image; segmentation is scored per patient, classification per image.
+        task: what the split is for.
+        metrics: names, of `TaskConfig.metrics`.
     """
     if not len(patients):
         return Scores(dict.fromkeys(metrics), dict.fromkeys(metrics, "the split holds no image"))
@@ -58,12 +72,32 @@ def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
 
     A binary or multilabel structure is where its probability exceeds one half; multiclass takes the most probable class and
     leaves class 0, the background, out.
+
+    Args:
+        probabilities: (N, outputs, H, W).
+        task: gives the target.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> foreground(torch.tensor([[[[0.2, 0.5, 0.7]]]]), SimpleNamespace(target="binary"))
+        tensor([[[[False, False,  True]]]])
     """
     return structures(probabilities.argmax(dim=1), task) if task.target == "multiclass" else probabilities > 0.5
 
 
 def structures(targets: Tensor, task: TaskConfig) -> Tensor:
-    """True masks of the foreground classes, bool (N, C, H, W), from targets as in `data.splits.Split`."""
+    """True masks of the foreground classes, bool (N, C, H, W), from targets as in `data.splits.Split`.
+
+    Args:
+        targets: (N, H, W), multilabel (N, C, H, W).
+        task: gives target and labels.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> structures(torch.tensor([[[0, 1, 2]]]), SimpleNamespace(target="multiclass", labels=("background", "disc", "cup")))
+        tensor([[[[False,  True, False]],
+                 [[False, False,  True]]]])
+    """
     if task.target == "multiclass":
         return targets[:, None] == torch.arange(1, len(task.labels), device=targets.device).view(1, -1, 1, 1)
     return (targets[:, None] if task.target == "binary" else targets) > 0.5
@@ -73,11 +107,20 @@ def pooled_overlap(predicted: Tensor, truth: Tensor, groups: Tensor, number: int
     """Dice and IoU per patient and class, over all pixels of a patient's images together.
 
     Args:
-        predicted, truth: bool (N, C, H, W).
+        predicted: bool (N, C, H, W).
+        truth: bool (N, C, H, W).
         groups: long (N,), the patient of every image, 0 to number - 1.
+        number: of patients.
 
     Returns:
         float64 (number, C) each; NaN where truth and prediction are both empty (0/0).
+
+    Examples:
+        >>> predicted, truth = torch.tensor([[[[True, True, False]]]]), torch.tensor([[[[True, False, False]]]])
+        >>> pooled_overlap(predicted, truth, torch.tensor([0]), 1)  # 2/3 and 1/2
+        (tensor([[0.6667]], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
+        >>> pooled_overlap(predicted & False, truth & False, torch.tensor([0]), 1)[0]
+        tensor([[nan]], dtype=torch.float64)
     """
     from monai.metrics.confusion_matrix import get_confusion_matrix
 
@@ -92,6 +135,17 @@ def boundary_distance(predicted: Tensor, truth: Tensor, groups: Tensor, number: 
 
     The larger of the two directed 95th percentiles, averaged over the patient's images on which truth and prediction both
     have pixels (elsewhere there is no distance); NaN where a patient has no such image. MONAI needs SciPy for it.
+
+    Args:
+        predicted: bool (N, C, H, W).
+        truth: bool (N, C, H, W).
+        groups: long (N,), the patient of every image, 0 to number - 1.
+        number: of patients.
+
+    Examples:
+        >>> predicted, truth = torch.tensor([[[[1, 0, 0, 0]]]]) > 0, torch.tensor([[[[0, 0, 0, 1]]]]) > 0
+        >>> boundary_distance(predicted, truth, torch.tensor([0]), 1)
+        tensor([[3.]], dtype=torch.float64)
     """
     from monai.metrics.hausdorff_distance import compute_hausdorff_distance
 
@@ -110,7 +164,15 @@ def boundary_distance(predicted: Tensor, truth: Tensor, groups: Tensor, number: 
 
 
 def patient_mean(values: Tensor) -> float:
-    """Mean over each patient's defined classes, then over patients with any; NaN where nothing is defined."""
+    """Mean over each patient's defined classes, then over patients with any; NaN where nothing is defined.
+
+    Args:
+        values: (patients, C); NaN where undefined.
+
+    Examples:
+        >>> patient_mean(torch.tensor([[1.0, 0.0], [math.nan, 0.75], [math.nan, math.nan]]))
+        0.625
+    """
     per_patient = values.nanmean(dim=1)
     return float(per_patient.nanmean())
 

@@ -18,6 +18,7 @@ def build_optimizer(settings: Mapping[str, Any], parameters: "Iterable[nn.Parame
 
     Args:
         settings: {"name": one of `OPTIMIZERS`, arguments of torch's class}.
+        parameters: what it steps.
         place: the beginning of a message, for example "task brain_lgg".
 
     Raises:

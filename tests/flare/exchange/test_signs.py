@@ -30,7 +30,7 @@ class Line:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signs, "_PAUSE", 0.0)
 
 
@@ -42,19 +42,19 @@ def context(engine: Line, signal: Signal | None = None) -> FLContext:
 
 
 @pytest.mark.parametrize("answer", [ReturnCode.OK, ReturnCode.TOPIC_UNKNOWN])
-def test_a_server_that_answers_is_asked_once(answer):
+def test_a_server_that_answers_is_asked_once(answer: str) -> None:
     line = Line(answer)
     wait_for_work(context(line))
     assert line.asked == 1
 
 
-def test_no_poll_is_sent_into_a_cut_network():
+def test_no_poll_is_sent_into_a_cut_network() -> None:
     line = Line(ReturnCode.TIMEOUT, ReturnCode.COMMUNICATION_ERROR, None, ReturnCode.OK)
     wait_for_work(context(line))
     assert line.asked == 4
 
 
-def test_an_aborted_run_waits_for_nobody():
+def test_an_aborted_run_waits_for_nobody() -> None:
     signal = Signal()
     signal.trigger(True)
     line = Line(ReturnCode.TIMEOUT)
@@ -62,12 +62,12 @@ def test_an_aborted_run_waits_for_nobody():
     assert line.asked == 1
 
 
-def test_a_server_that_never_answers_does_not_hold_the_site_forever(monkeypatch):
+def test_a_server_that_never_answers_does_not_hold_the_site_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signs, "_UNREACHABLE", 0.05)
     wait_for_work(context(Line(ReturnCode.TIMEOUT)))
 
 
-def test_a_lost_message_is_noticed_in_half_a_minute():
+def test_a_lost_message_is_noticed_in_half_a_minute() -> None:
     line = Line(ReturnCode.OK)
     fl_ctx = context(line)
     wait_for_work(fl_ctx)
@@ -78,7 +78,7 @@ def test_a_lost_message_is_noticed_in_half_a_minute():
     assert line.client.communicator.timeout == 30.0
 
 
-def test_flare_has_the_attributes_that_are_set():
+def test_flare_has_the_attributes_that_are_set() -> None:
     """They are no documented interface of FLARE's: a new version may move them."""
     assert "client" in ClientRunManager.__init__.__code__.co_varnames
     assert "timeout" in Communicator.__init__.__code__.co_varnames

@@ -23,15 +23,16 @@ def eventually(true: Callable[[], bool]) -> bool:
 
 
 def test_calls_come_in_the_order_of_their_time() -> None:
-    calls, order, done = DelayedCalls(), [], threading.Event()
-    calls.after(0.2, lambda: (order.append("late"), done.set()))
+    calls, order, done = DelayedCalls(), list[str](), threading.Event()
+    calls.after(0.2, done.set)
+    calls.after(0.15, lambda: order.append("late"))
     calls.after(0.05, lambda: order.append("early"))
     assert waited_for(done)
     assert order == ["early", "late"]
 
 
 def test_a_cancelled_call_does_not_come() -> None:
-    calls, order, done = DelayedCalls(), [], threading.Event()
+    calls, order, done = DelayedCalls(), list[str](), threading.Event()
     calls.after(0.05, lambda: order.append("cancelled")).cancel()
     calls.after(0.1, done.set)
     assert waited_for(done)
@@ -39,8 +40,11 @@ def test_a_cancelled_call_does_not_come() -> None:
 
 
 def test_a_failing_call_does_not_stop_the_others() -> None:
+    def divide_by_zero() -> None:
+        1 / 0  # noqa: B018
+
     calls, done = DelayedCalls(), threading.Event()
-    calls.after(0.0, lambda: 1 / 0)
+    calls.after(0.0, divide_by_zero)
     calls.after(0.05, done.set)
     assert waited_for(done)
 
@@ -65,9 +69,9 @@ def test_flare_still_has_what_is_replaced() -> None:
     assert "threading.Timer" in source
     assert "self.cleanup_timer.cancel()" in source
     share_cleanup_thread()
-    task = RxTask(1, "somebody", cell=None)  # type: ignore[arg-type]
+    task = RxTask(1, "somebody", cell=None)
     before = threading.active_count()
-    tasks = [task, *(RxTask(number, "somebody", cell=None) for number in range(2, 50))]  # type: ignore[arg-type]
+    tasks = [task, *(RxTask(number, "somebody", cell=None) for number in range(2, 50))]
     for one in tasks:
         RxTask.rx_task_map[(one.origin, one.sid)] = one
         one._schedule_remove_task(0.2)

@@ -18,6 +18,7 @@ from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
+from medflare.federation.exchange import Reply
 from medflare.flare.exchange.tasks import TaskExchange
 from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
 from medflare.methods.base import Step
@@ -72,6 +73,20 @@ def never_fetches(task: Any) -> None: ...
 def never_answers(task: Any) -> None: ...
 
 
+def later(seconds: float, behaviour: Behaviour) -> Behaviour:
+    def behave(task: Any) -> Shareable | None:
+        time.sleep(seconds)
+        return behaviour(task)
+
+    return behave
+
+
+def received(reply: Reply) -> Message:
+    """The message of a reply that has one."""
+    assert reply.message is not None, reply.problem
+    return reply.message
+
+
 def exchange(controller: FakeController, **settings: Any) -> TaskExchange:
     options = {"step_timeout": 0.0, "silence": 60.0, "outside": (), "stop_reason": lambda: "asked to"}
     options |= settings
@@ -85,8 +100,8 @@ def asked(controller: FakeController) -> dict[str, Message]:
 def test_every_site_gets_its_own_message_and_its_answer_comes_back() -> None:
     controller = FakeController(CS=answers(n_samples=3), DU=answers(n_samples=4))
     replies = exchange(controller)(STEP, asked(controller))
-    assert {site: reply.message.facts["n_samples"] for site, reply in replies.items()} == {"CS": 3, "DU": 4}
-    assert {site: reply.message.states["model"]["w"].item() for site, reply in replies.items()} == {"CS": 0.0, "DU": 1.0}
+    assert {site: received(reply).facts["n_samples"] for site, reply in replies.items()} == {"CS": 3, "DU": 4}
+    assert {site: received(reply).states["model"]["w"].item() for site, reply in replies.items()} == {"CS": 0.0, "DU": 1.0}
     assert {task.name for task in controller.sent.values()} == {"train"}
     assert {task.data.get_header(AppConstants.CURRENT_ROUND) for task in controller.sent.values()} == {3}
     assert not controller.cancelled
@@ -115,7 +130,7 @@ def test_a_step_is_closed_in_time() -> None:
 
 
 def test_enrolment_is_not_closed_in_time() -> None:
-    controller = FakeController(CS=lambda task: (time.sleep(0.5), answers()(task))[1])
+    controller = FakeController(CS=later(0.5, answers()))
     assert exchange(controller, step_timeout=0.1)(Step("enrol", 0), asked(controller))["CS"].message is not None
 
 
@@ -156,7 +171,12 @@ def test_a_site_may_wait_for_its_turn_while_another_one_works() -> None:
 
     controller = FakeController(CS=first, DU=never_fetches)
     carrier = exchange(controller, silence=1.5)
-    threading.Timer(2.2, lambda: controller.behaviours.update(DU=second) or controller._play("DU", controller.sent["DU"])).start()
+
+    def its_turn() -> None:
+        controller.behaviours["DU"] = second
+        controller._play("DU", controller.sent["DU"])
+
+    threading.Timer(2.2, its_turn).start()
     replies = carrier(STEP, asked(controller))
     assert replies["DU"].message is not None
 
@@ -181,13 +201,12 @@ def test_an_answer_to_an_earlier_step_is_not_taken_for_a_later_one() -> None:
     carrier = exchange(controller, step_timeout=0.2)
     carrier(STEP, asked(controller))
     old = controller.sent["CS"]
-    controller.behaviours["CS"] = lambda task: (time.sleep(0.3), answers(step=4)(task))[1]
+    controller.behaviours["CS"] = later(0.3, answers(step=4))
     late = SimpleNamespace(client=SimpleNamespace(name="CS"), task=old, result=answers(step=3)(old))
     threading.Timer(0.1, lambda: old.result_received_cb(client_task=late, fl_ctx=None)).start()
     carrier.step_timeout = 0.0
     reply = carrier(Step("train", 4), asked(controller))["CS"]
-    assert reply.message is not None
-    assert reply.message.facts == {"step": 4}
+    assert received(reply).facts == {"step": 4}
 
 
 def test_a_question_for_work_is_answered_when_there_is_some() -> None:

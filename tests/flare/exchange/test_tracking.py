@@ -1,8 +1,10 @@
 """FLARE's own trackers, fed from the reports of a run's steps."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from nvflare.apis.event_type import EventType
@@ -18,12 +20,12 @@ from medflare.flare.exchange.tracking import Tracking, numbers_of, weighted_mean
 from medflare.methods.base import Step
 
 
-def report(round: int, aggregation: dict | None = None, **facts: dict) -> StepReport:
+def report(round: int, aggregation: dict[str, Any] | None = None, **facts: dict[str, Any]) -> StepReport:
     return StepReport(Step("train", round), round, facts, {}, 1.0, 0, 0, aggregation or {})
 
 
 @pytest.fixture
-def run(tmp_path: Path):
+def run(tmp_path: Path) -> Iterator[Tracking]:
     """A server's FL context whose events reach FLARE's TensorBoard receiver and its metrics artefact writer."""
     workspace = SimpleNamespace(get_run_dir=lambda job: str(tmp_path))
     handlers = [TBAnalyticsReceiver(), MetricsArtifactWriter()]
@@ -60,7 +62,7 @@ def test_curves_and_artefacts(run: Tracking, tmp_path: Path) -> None:
     )
     run.component.fire_event(EventType.END_RUN, run.fl_ctx)
 
-    def curve(tag: str, site: str) -> list[tuple[int, float]]:
+    def curve(tag: str, site: str) -> list[tuple[int, Any]]:
         events = EventAccumulator(str(tmp_path / "tb_events" / "server" / f"{tag}_{site}")).Reload()
         return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
 

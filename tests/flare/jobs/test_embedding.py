@@ -34,9 +34,7 @@ def test_the_job_differs_in_nothing_else_but_the_event_files(tmp_path: Path) -> 
     with_code, without = (build_job("fedsm", "phantom", out=tmp_path / str(embed), embed_code=embed) for embed in (True, False))
     for name in files(without) - {"app/custom/README.md", "app/config/config_fed_server.json"}:
         assert (with_code / name).read_bytes() == (without / name).read_bytes()
-    carried, installed = (
-        json.loads((job / "app/config/config_fed_server.json").read_text())["components"] for job in (with_code, without)
-    )
+    carried, installed = (json.loads((job / "app/config/config_fed_server.json").read_text())["components"] for job in (with_code, without))
     assert [part for part in installed if part not in carried] == [part for part in installed if part["id"] == "tensorboard"]
 
 

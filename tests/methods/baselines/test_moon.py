@@ -1,12 +1,14 @@
 """MOON's loss by hand, and its place between FedAvg and GRACE."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.core.states import copy_state
+from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines.moon import MoonServer, MoonSite, contrastive_loss
 from medflare.methods.fedavg import FedAvgServer
 from medflare.methods.grace.local_model import LocalModelSite
@@ -15,7 +17,7 @@ from medflare.methods.grace.site import GraceSite
 from methods import squares
 
 
-def test_loss_by_hand():
+def test_loss_by_hand() -> None:
     z, same, orthogonal = torch.tensor([[3.0, 0.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])
     assert contrastive_loss(z, same, orthogonal, 0.5).item() == pytest.approx(math.log(1 + math.exp(-2)))
     assert contrastive_loss(z, orthogonal, same, 0.5).item() == pytest.approx(math.log(1 + math.exp(2)))
@@ -23,14 +25,14 @@ def test_loss_by_hand():
     assert contrastive_loss(*both, 1.0).item() == pytest.approx((math.log(1 + math.exp(-1)) + math.log(1 + math.exp(1))) / 2)
 
 
-def test_feature_maps_count_as_one_vector():
+def test_feature_maps_count_as_one_vector() -> None:
     generator = torch.Generator().manual_seed(0)
     z, z_global, z_previous = (torch.randn(2, 3, 4, 4, generator=generator) for _ in range(3))
     flat = (each.reshape(2, -1) for each in (z, z_global, z_previous))
     torch.testing.assert_close(contrastive_loss(z, z_global, z_previous), contrastive_loss(*flat))
 
 
-def test_agreeing_models_give_log_two_without_a_gradient():
+def test_agreeing_models_give_log_two_without_a_gradient() -> None:
     z = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
     other = torch.ones(4, 5)
     loss = contrastive_loss(z, other, other)
@@ -40,7 +42,7 @@ def test_agreeing_models_give_log_two_without_a_gradient():
 
 
 @pytest.mark.parametrize("task", ["segmentation", "classification"])
-def test_contrast_sets_in_with_the_second_round(task):
+def test_contrast_sets_in_with_the_second_round(task: str) -> None:
     task = squares.task(task)
     assert squares.equal(squares.trained(MoonSite, task)[0], squares.trained(LocalModelSite, task)[0])
     second = squares.trained(MoonSite, task, rounds=2)[0]
@@ -51,13 +53,13 @@ def test_contrast_sets_in_with_the_second_round(task):
     assert squares.equal(plain, weightless)
 
 
-def test_it_draws_features_from_the_previous_to_the_global_model():
+def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
     """Five rounds of contrast alone, from the same global model: nearer to it than without."""
     half, start = squares.half(MoonSite, mu=5.0), squares.start()
     free = squares.half(LocalModelSite)
     images = squares.site().data.train.images
 
-    def similarity(state):
+    def similarity(state: StateDict) -> float:
         features = [squares.site().network() for _ in range(2)]
         features[0].load_state_dict(state)
         features[1].load_state_dict(start)
@@ -69,7 +71,7 @@ def test_it_draws_features_from_the_previous_to_the_global_model():
     assert similarity(drawn) > similarity(own)
 
 
-def test_server_is_fedavgs_unless_graces_is_asked_for():
+def test_server_is_fedavgs_unless_graces_is_asked_for() -> None:
     models = {}
     for name, server in [
         ("moon", squares.server(MoonServer)),
@@ -83,7 +85,7 @@ def test_server_is_fedavgs_unless_graces_is_asked_for():
     assert not squares.equal(models["moon"], models["grace"])
 
 
-def test_two_steps_are_graces_with_another_alignment():
+def test_two_steps_are_graces_with_another_alignment() -> None:
     assert squares.equal(squares.trained(MoonSite, two_step=True)[0], squares.trained(GraceSite, client="meta")[0])
     second = squares.trained(MoonSite, rounds=2, two_step=True)[0]
     assert not squares.equal(second, squares.trained(GraceSite, rounds=2, client="meta")[0])
@@ -91,6 +93,6 @@ def test_two_steps_are_graces_with_another_alignment():
 
 
 @pytest.mark.parametrize("hyper", [{}, {"two_step": True, "batch_norm": "local"}], ids=["moon", "two steps"])
-def test_new_process_for_every_task(hyper, tmp_path):
+def test_new_process_for_every_task(hyper: Any, tmp_path: Path) -> None:
     kept, renewed = (squares.play(squares.server(MoonServer), squares.halves(MoonSite, **hyper), store=store) for store in (None, tmp_path))
     assert squares.equal(kept.model, renewed.model)

@@ -2,15 +2,20 @@
 
 import io
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
-from medflare.core.states import copy_state
+from medflare.core.states import StateDict, copy_state
+from medflare.data.splits import Batch
 from medflare.federation.local import run_local
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import discrepancy, instance_discrepancy
@@ -18,11 +23,11 @@ from medflare.methods.feddag.generation import AdversarialGeneration, initial_ge
 from medflare.methods.feddag.server import FedDAGServer
 from medflare.methods.feddag.site import FedDAGSite
 from medflare.networks.features import pooled
-from medflare.tasks.config import load_task
+from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
 from small import tiny_phantom
 
-VARIANTS = [
+VARIANTS: list[dict[str, Any]] = [
     {},
     {"alpha": 0.1},
     {"alpha": 1.0, "clamp": (-0.5, 1.0)},
@@ -46,10 +51,10 @@ VARIANTS = [
 
 
 @pytest.fixture
-def generation():
+def generation() -> Callable[..., AdversarialGeneration]:
     """Makes student, teacher and generator of a fresh site with some settings."""
 
-    def make(task=squares.SEGMENTATION, **hyper):
+    def make(task: TaskConfig = squares.SEGMENTATION, **hyper: Any) -> AdversarialGeneration:
         site, settings = squares.site(task=task), build_hyper(FedDAGSite.Hyper, hyper)
         networks = site.network(), site.network()
         return AdversarialGeneration(site, settings, *networks, initial_generator(site.task, site.seed, settings))
@@ -57,22 +62,22 @@ def generation():
     return make
 
 
-def weights(module):
+def weights(module: nn.Module) -> StateDict:
     return copy_state(module.state_dict())
 
 
-def first_batch(generation):
+def first_batch(generation: AdversarialGeneration) -> Batch:
     return next(generation.site.batches("train", 0, "model", 0))
 
 
 class TestStages:
-    def test_generator_moves_away_from_the_teacher_within_the_task(self, generation):
+    def test_generator_moves_away_from_the_teacher_within_the_task(self, generation: Callable[..., AdversarialGeneration]) -> None:
         """Stage 1 lowers its own objective, and moves nothing but the generator."""
         dag = generation(m=2.0)
         images, targets, _ = first_batch(dag)
         reference = dag.reference(images)
 
-        def objective():
+        def objective() -> float:
             dag.student.eval()
             with torch.no_grad():
                 features, logits = dag.student.features_and_output(images + 0.3 * dag.generator(images))
@@ -85,7 +90,7 @@ class TestStages:
         assert squares.equal(weights(dag.student), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
         assert all(parameter.grad is None for network in (dag.student, dag.teacher) for parameter in network.parameters())
 
-    def test_capped_images_stop_pulling_one_by_one_or_all_at_once(self, generation):
+    def test_capped_images_stop_pulling_one_by_one_or_all_at_once(self, generation: Callable[..., AdversarialGeneration]) -> None:
         """With the cap between the images' discrepancies the two readings of Eq. 1 train the generator differently."""
         batch = first_batch(generation(alpha=1.0))
         probe = generation(alpha=1.0)
@@ -101,7 +106,7 @@ class TestStages:
             moved[cap] = weights(dag.generator)
         assert not squares.equal(moved["instance"], moved["batch"])
 
-    def test_student_comes_closer_on_fixed_generated_images(self, generation):
+    def test_student_comes_closer_on_fixed_generated_images(self, generation: Callable[..., AdversarialGeneration]) -> None:
         """Stage 2 lowers L_S, and moves nothing but the student."""
         dag = generation(alpha=1.0)
         images, targets, _ = first_batch(dag)
@@ -111,7 +116,7 @@ class TestStages:
         assert squares.equal(weights(dag.generator), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
         assert not squares.equal(weights(dag.student), weights(dag.teacher))
 
-    def test_frozen_passes_move_no_running_statistics(self, generation):
+    def test_frozen_passes_move_no_running_statistics(self, generation: Callable[..., AdversarialGeneration]) -> None:
         dag = generation()
         images, targets, _ = first_batch(dag)
         dag._generator_step(images, targets, dag.reference(images))
@@ -121,7 +126,7 @@ class TestStages:
         counts = [int(tensor) for name, tensor in dag.student.state_dict().items() if name.endswith("num_batches_tracked")]
         assert set(counts) == {2}  # generated and original images
 
-    def test_teacher_follows_the_student(self, generation):
+    def test_teacher_follows_the_student(self, generation: Callable[..., AdversarialGeneration]) -> None:
         dag = generation()
         start = weights(dag.teacher)
         dag.step(first_batch(dag), 0.75)
@@ -129,7 +134,7 @@ class TestStages:
             if tensor.is_floating_point():
                 torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * dag.student.state_dict()[name])
 
-    def test_no_strength_leaves_images_and_generator_alone(self, generation):
+    def test_no_strength_leaves_images_and_generator_alone(self, generation: Callable[..., AdversarialGeneration]) -> None:
         dag = generation(alpha=0.0)
         images = first_batch(dag).images
         assert torch.equal(dag.student_images(images), images)
@@ -137,19 +142,19 @@ class TestStages:
         assert "discrepancy" not in dag.step(first_batch(dag), 0.9)
         assert squares.equal(weights(dag.generator), before)
 
-    def test_bare_perturbations_replace_the_images(self, generation):
+    def test_bare_perturbations_replace_the_images(self, generation: Callable[..., AdversarialGeneration]) -> None:
         dag = generation(train_on="perturbation", alpha=0.5)
         images = first_batch(dag).images
         torch.testing.assert_close(dag.student_images(images), 0.5 * dag.generator(images).detach())
 
-    def test_clamped_images_stay_in_range(self, generation):
+    def test_clamped_images_stay_in_range(self, generation: Callable[..., AdversarialGeneration]) -> None:
         images = generation(alpha=1.0, clamp=(0.0, 0.4))
         found = images.student_images(first_batch(images).images)
         assert found.min() >= 0 and found.max() <= 0.4
 
 
 class TestSharpnessAwareStep:
-    def test_gradient_is_taken_uphill(self):
+    def test_gradient_is_taken_uphill(self) -> None:
         """L = w^2 / 2 at w = 1: ε = ρ, so the gradient is 1 + ρ and a step of 0.1 ends at 1 - 0.1 (1 + ρ)."""
         model = torch.nn.Linear(1, 1, bias=False)
         with torch.no_grad():
@@ -158,7 +163,7 @@ class TestSharpnessAwareStep:
         sharpness_aware_step(model, optimizer, lambda: model.weight.square().sum() / 2, 0.5)
         assert model.weight.item() == pytest.approx(0.85)
 
-    def test_second_pass_leaves_running_statistics(self):
+    def test_second_pass_leaves_running_statistics(self) -> None:
         model = torch.nn.BatchNorm1d(2)
         images = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
         sharpness_aware_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: model(images).square().mean(), 0.1)
@@ -170,7 +175,7 @@ class TestSharpnessAwareStep:
 
 class TestSite:
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-    def test_every_setting_changes_the_model(self, kind):
+    def test_every_setting_changes_the_model(self, kind: str) -> None:
         task = squares.task(kind)
         results = [squares.trained(FedDAGSite, task, **variant) for variant in VARIANTS]
         for model, facts in results:
@@ -179,14 +184,14 @@ class TestSite:
             for j in range(i):
                 assert not squares.equal(results[i][0], results[j][0]), (VARIANTS[i], VARIANTS[j])
 
-    def test_reply_is_what_the_site_declares(self):
+    def test_reply_is_what_the_site_declares(self) -> None:
         for hyper in ({}, {"distribution": "type2"}, {"ndag": False}, {"sha": False}, {"rho": 0.0}):
             half = squares.half(FedDAGSite, **hyper)
             reply = half.perform("train", 0, Message({"model": squares.start()}))
             assert reply.states.keys() == half.manifest("train", half.plan).keys()
         assert half.manifest("warm_up", half.plan).keys() == {"model"} and half.manifest("score", half.plan) == {}
 
-    def test_teacher_stays_and_is_sent_in_type_3(self):
+    def test_teacher_stays_and_is_sent_in_type_3(self) -> None:
         half, start = squares.half(FedDAGSite), squares.start()
         teacher = half.perform("train", 0, Message({"model": start})).states["model"]
         assert squares.equal(half.kept, teacher)
@@ -203,20 +208,20 @@ class TestSite:
             ({"distribution": "type3", "chain": "teacher_from_global"}, "kept", "global"),
         ],
     )
-    def test_who_starts_from_what(self, hyper, student, teacher):
+    def test_who_starts_from_what(self, hyper: Any, student: str, teacher: str) -> None:
         half = squares.half(FedDAGSite, **hyper)
         networks = {name: weights(half.site.network(name)) for name in ("global", "student", "kept")}
         half.kept = networks["kept"]
         begun = half._begin(Message({"model": networks["global"], "student": networks["student"]}))
         assert squares.equal(weights(begun.student), networks[student]) and squares.equal(weights(begun.teacher), networks[teacher])
 
-    def test_nothing_kept_in_types_1_and_2(self):
+    def test_nothing_kept_in_types_1_and_2(self) -> None:
         for distribution in ("type1", "type2"):
             half = squares.half(FedDAGSite, distribution=distribution)
             half.perform("train", 0, Message({"model": squares.start()}))
             assert half.kept is None and not half.memory.states
 
-    def test_perturbed_model_lies_rho_away(self):
+    def test_perturbed_model_lies_rho_away(self) -> None:
         for loss in ("task", "full"):
             half = squares.half(FedDAGSite, rho=0.2, perturbation_loss=loss)
             states = half.perform("train", 0, Message({"model": squares.start()})).states
@@ -227,7 +232,7 @@ class TestSite:
             )
             assert math.sqrt(far) == pytest.approx(0.2, rel=1e-4)
 
-    def test_pictures_are_made_of_own_images_and_stay(self):
+    def test_pictures_are_made_of_own_images_and_stay(self) -> None:
         half = squares.half(FedDAGSite, pictures=3)
         generator = initial_generator(half.site.task, half.site.seed, half.hyper).state_dict()
         content = half.pictures(Message({"model": squares.start(), "generator": generator}))["generated"]
@@ -235,22 +240,22 @@ class TestSite:
         assert half.pictures(Message({"model": squares.start()})) == {}
         assert squares.half(FedDAGSite, pictures=0).pictures(Message({"generator": generator})) == {}
 
-    def test_site_with_one_image(self):
+    def test_site_with_one_image(self) -> None:
         model, facts = squares.trained(FedDAGSite, counts=(1, 1, 1))
         assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
 
-    def test_network_without_batch_norm(self):
+    def test_network_without_batch_norm(self) -> None:
         task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
         squares.play(squares.server(FedDAGServer, task), squares.halves(FedDAGSite, task))
 
     @pytest.mark.parametrize("clamp", [(1.0, 0.0), (0.0, 1.0, 2.0)])
-    def test_range_to_clamp_to_must_be_one(self, clamp):
+    def test_range_to_clamp_to_must_be_one(self, clamp: tuple[float, ...]) -> None:
         with pytest.raises(ConfigError, match="clamp"):
             build_hyper(FedDAGSite.Hyper, {"clamp": clamp})
 
 
 class TestFederation:
-    def test_warm_up_is_fedavg(self):
+    def test_warm_up_is_fedavg(self) -> None:
         server = squares.server(FedDAGServer, rounds=8, warmup=2)
         steps = server.steps()
         assert [(step.phase, step.round) for step in steps[:4]] == [("warm_up", 0), ("warm_up", 1), ("train", 2), ("score", 2)]
@@ -262,14 +267,14 @@ class TestFederation:
         assert squares.equal(after, squares.play(plain, squares.halves(FedAvgSite)).model)
         assert not server.aggregation.history
 
-    def test_warm_up_is_cut_for_short_runs_and_says_so(self):
+    def test_warm_up_is_cut_for_short_runs_and_says_so(self) -> None:
         server = squares.server(FedDAGServer, rounds=8)
         assert server.warmup == 2 and "2 instead of 5" in server.context.events.of("warning")[0]["message"]
         assert not squares.server(FedDAGServer, rounds=20).context.events.of("warning")
 
-    def test_without_both_parts_it_is_fedavg(self):
+    def test_without_both_parts_it_is_fedavg(self) -> None:
         """w/o NDAG and w/o SHA, the teacher no slower than its student: Table V's last row."""
-        settings = {"ndag": False, "sha": False, "ema": 0.0}
+        settings: dict[str, Any] = {"ndag": False, "sha": False, "ema": 0.0}
         both = squares.play(squares.server(FedDAGServer, **settings), squares.halves(FedDAGSite, **settings)).model
         assert squares.equal(both, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
@@ -284,7 +289,7 @@ class TestFederation:
             {"evaluators": 1, "window": "passing"},
         ],
     )
-    def test_state_survives_new_processes(self, settings, tmp_path):
+    def test_state_survives_new_processes(self, settings: dict[str, Any], tmp_path: Path) -> None:
         once, again = (
             squares.play(squares.server(FedDAGServer, rounds=4, **settings), squares.halves(FedDAGSite, **settings), store=store)
             for store in (None, tmp_path)
@@ -292,8 +297,8 @@ class TestFederation:
         assert squares.equal(once.model, again.model)
         assert all(squares.equal(state, again.server.companions[name]) for name, state in once.server.companions.items())
 
-    def test_generators_are_averaged_with_the_models_weights(self):
-        settings = {"beta": 4.0, "score_metric": "exp_loss"}
+    def test_generators_are_averaged_with_the_models_weights(self) -> None:
+        settings: dict[str, Any] = {"beta": 4.0, "score_metric": "exp_loss"}
         server, halves = squares.server(FedDAGServer, rounds=1, **settings), squares.halves(FedDAGSite, **settings)
         step = server.steps()[0]
         replies = {name: half.perform(step.phase, 0, server.configure(step, name)) for name, half in halves.items()}
@@ -306,7 +311,7 @@ class TestFederation:
             expected = sum(shares[site] * reply.states["generator"][name] for site, reply in replies.items())
             torch.testing.assert_close(tensor, expected)
 
-    def test_students_of_type_2_are_a_second_global_model(self):
+    def test_students_of_type_2_are_a_second_global_model(self) -> None:
         server = squares.server(FedDAGServer, rounds=4, distribution="type2", warmup=1)
         steps = server.steps()
         halves = squares.halves(FedDAGSite, distribution="type2")
@@ -317,13 +322,13 @@ class TestFederation:
         squares.play(server, halves)
         assert not squares.equal(server.companions["student"], server.model)
 
-    def test_only_inside_sites_get_the_generator(self):
+    def test_only_inside_sites_get_the_generator(self) -> None:
         server = squares.server(FedDAGServer)
         assert server.configure_delivery("A").states.keys() == {"model", "generator"}
         assert server.configure_delivery("O").states.keys() == {"model"}
         assert squares.server(FedDAGServer, pictures=0).configure_delivery("A").states.keys() == {"model"}
 
-    def test_site_that_misses_rounds_goes_on_from_its_own_teacher(self):
+    def test_site_that_misses_rounds_goes_on_from_its_own_teacher(self) -> None:
         task = tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}, batch_size=load_task("phantom").batch_size)
         results = run_local("feddag", task, 3, rounds=3, seed=1, absent={1: ["site-2"]}, generator_width=4, generator_blocks=1)
         assert results["status"] == "COMPLETED"

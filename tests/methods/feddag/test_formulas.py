@@ -1,12 +1,16 @@
 """FedDAG's formulas: reference numbers, hand-computed values and degenerate cases."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from fixture_types import Golden
 from medflare.core.rng import numpy_generator
+from medflare.core.states import StateDict
 from medflare.methods import feddag
 from medflare.methods.feddag import formulas as feddag_math
 from medflare.methods.feddag.formulas import (
@@ -24,22 +28,22 @@ from medflare.methods.feddag.formulas import (
 )
 from medflare.methods.feddag.generator import DomainGenerator, generated
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.fixture(scope="module")
-def reference(golden):
+def reference(golden: Golden) -> dict[str, Tensor]:
     return {key: torch.from_numpy(np.asarray(value)) for key, value in golden("feddag").items()}
 
 
-def state(value, count=0):
+def state(value: float, count: int = 0) -> StateDict:
     return {"weight": torch.tensor([float(value), -float(value)]), "num_batches_tracked": torch.tensor(count)}
 
 
 # ---- discrepancy -------------------------------------------------------------------------------------------------------
 
 
-def test_discrepancy_matches_the_reference(reference):
+def test_discrepancy_matches_the_reference(reference: dict[str, Tensor]) -> None:
     f, f_hat = reference["dis/f"], reference["dis/f_hat"]
     torch.testing.assert_close(instance_discrepancy(f, f_hat), reference["dis/half_sq_dist_per_instance"], **CLOSE)
     torch.testing.assert_close(similarity_loss(f, f_hat), reference["dis/similarity_loss_mean"], **CLOSE)
@@ -48,7 +52,7 @@ def test_discrepancy_matches_the_reference(reference):
         torch.testing.assert_close(discrepancy(f, f_hat, float(m), "batch"), reference[f"dis/capped_batchlevel_m{m}"], **CLOSE)
 
 
-def test_a_capped_instance_has_no_gradient(reference):
+def test_a_capped_instance_has_no_gradient(reference: dict[str, Tensor]) -> None:
     f_hat = reference["dis/f_hat"].clone().requires_grad_()
     discrepancy(reference["dis/f"], f_hat, 0.1).backward()
     torch.testing.assert_close(f_hat.grad, reference["dis/grad_fhat_capped_m0.1"], **CLOSE)
@@ -56,12 +60,12 @@ def test_a_capped_instance_has_no_gradient(reference):
     assert capped.any() and torch.equal(f_hat.grad[capped], torch.zeros_like(f_hat.grad[capped]))
 
 
-def test_discrepancy_is_one_minus_the_cosine():
+def test_discrepancy_is_one_minus_the_cosine() -> None:
     f, f_hat = torch.tensor([[2.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 5.0], [-3.0, 0.0]])
     torch.testing.assert_close(instance_discrepancy(f, f_hat), torch.tensor([1.0, 2.0]))
 
 
-def test_discrepancy_is_zero_without_a_difference_without_a_cap_and_finite_for_vanishing_features():
+def test_discrepancy_is_zero_without_a_difference_without_a_cap_and_finite_for_vanishing_features() -> None:
     f = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     assert discrepancy(f, 7 * f, 0.1) == pytest.approx(0, abs=1e-7)
     assert discrepancy(f, -f, 0.0) == 0
@@ -70,7 +74,7 @@ def test_discrepancy_is_zero_without_a_difference_without_a_cap_and_finite_for_v
     assert silent.grad.isfinite().all()
 
 
-def test_an_unknown_level_is_refused():
+def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="pixel"):
         discrepancy(torch.ones(1, 2), torch.ones(1, 2), 0.1, "pixel")
 
@@ -79,13 +83,13 @@ def test_an_unknown_level_is_refused():
 
 
 @pytest.mark.parametrize("decay", ["0.9", "0.99", "0.999"])
-def test_ema_matches_the_reference(reference, decay):
+def test_ema_matches_the_reference(reference: dict[str, Tensor], decay: float) -> None:
     teacher = {"weight": reference["ema/teacher"].clone()}
     ema_update(teacher, {"weight": reference["ema/student"]}, float(decay))
     torch.testing.assert_close(teacher["weight"], reference[f"ema/out_{decay}"], **CLOSE)
 
 
-def test_ema_copies_integers_and_works_on_a_module_in_place():
+def test_ema_copies_integers_and_works_on_a_module_in_place() -> None:
     teacher, student = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
     student(torch.randn(8, 2, generator=torch.Generator().manual_seed(0)))
     expected = 0.75 * teacher.running_mean + 0.25 * student.running_mean
@@ -94,7 +98,7 @@ def test_ema_copies_integers_and_works_on_a_module_in_place():
     assert teacher.num_batches_tracked == 1
 
 
-def test_a_ramped_decay_grows_to_its_end():
+def test_a_ramped_decay_grows_to_its_end() -> None:
     assert [ema_decay(t, 0.75, ramp=True) for t in (0, 1, 3, 100)] == [0.0, 0.5, 0.75, 0.75]
     assert ema_decay(0, 0.75) == 0.75
 
@@ -102,7 +106,7 @@ def test_a_ramped_decay_grows_to_its_end():
 # ---- sharpness ---------------------------------------------------------------------------------------------------------
 
 
-def test_perturbation_matches_the_reference(reference):
+def test_perturbation_matches_the_reference(reference: dict[str, Tensor]) -> None:
     names = [key.removeprefix("sharp/grad/") for key in reference if key.startswith("sharp/grad/")]
     epsilon = sharpness_perturbation({name: reference[f"sharp/grad/{name}"] for name in names}, 0.3)
     for name in names:
@@ -111,13 +115,13 @@ def test_perturbation_matches_the_reference(reference):
         torch.testing.assert_close(perturbed.double(), reference[f"sharp/ref64_perturbed_rho0.3/{name}"], **CLOSE)
 
 
-def test_perturbation_has_length_rho_over_all_gradients_together():
+def test_perturbation_has_length_rho_over_all_gradients_together() -> None:
     epsilon = sharpness_perturbation([torch.tensor([3.0]), torch.tensor([[4.0]])], 0.5)
     torch.testing.assert_close(epsilon, [torch.tensor([0.3]), torch.tensor([[0.4]])])
     torch.testing.assert_close(sharpness_perturbation(torch.tensor([3.0, 4.0]), 0.5), torch.tensor([0.3, 0.4]))
 
 
-def test_no_perturbation_without_rho_or_gradient():
+def test_no_perturbation_without_rho_or_gradient() -> None:
     gradients = {"weight": torch.ones(3)}
     assert not sharpness_perturbation(gradients, 0.0)["weight"].any()
     assert not sharpness_perturbation({"weight": torch.zeros(3)}, 0.3)["weight"].any()
@@ -127,14 +131,14 @@ def test_no_perturbation_without_rho_or_gradient():
 # ---- scores and weights ------------------------------------------------------------------------------------------------
 
 
-def test_scores_match_the_reference(reference):
+def test_scores_match_the_reference(reference: dict[str, Tensor]) -> None:
     metrics = reference["score/metric_matrix_model_by_client"]
     torch.testing.assert_close(generalization_scores(metrics), reference["score/s_mean_over_others"], **CLOSE)
     weighted = generalization_scores(metrics, reference["score/n_val"])
     torch.testing.assert_close(weighted, reference["score/s_weighted_by_nval"], **CLOSE)
 
 
-def test_scores_leave_out_the_own_site_and_what_is_undefined():
+def test_scores_leave_out_the_own_site_and_what_is_undefined() -> None:
     metrics = torch.tensor([[0.0, 0.5, 0.7], [math.nan, 1.0, 0.3], [math.nan, math.nan, 1.0]])
     scores = generalization_scores(metrics)
     torch.testing.assert_close(scores[:2], torch.tensor([0.6, 0.3], dtype=torch.float64))
@@ -145,23 +149,23 @@ def test_scores_leave_out_the_own_site_and_what_is_undefined():
 @pytest.mark.parametrize(
     ("name", "beta"), [("power_beta0", 0.0), ("power_beta0.5", 0.5), ("power_beta1", 1.0), ("inverse_power_beta0.5", -0.5)]
 )
-def test_weights_match_the_reference(reference, name, beta):
+def test_weights_match_the_reference(reference: dict[str, Tensor], name: str, beta: float) -> None:
     weights = soft_balancing_weights(reference["score/s_mean_over_others"], beta)
     torch.testing.assert_close(weights, reference[f"weights/{name}"], **CLOSE)
 
 
 @pytest.mark.parametrize("scores", [[0.8, 0.8, 0.8], [0.0, 0.0, 0.0], [math.nan] * 3])
 @pytest.mark.parametrize("beta", [-1.0, 0.0, 1.0, 8.0])
-def test_scores_that_do_not_differ_give_equal_weights(scores, beta):
+def test_scores_that_do_not_differ_give_equal_weights(scores: list[float], beta: float) -> None:
     torch.testing.assert_close(soft_balancing_weights(scores, beta), torch.full((3,), 1 / 3))
     torch.testing.assert_close(softmax_weights(scores, 0.1), torch.full((3,), 1 / 3))
 
 
-def test_a_model_without_a_score_counts_as_an_average_one():
+def test_a_model_without_a_score_counts_as_an_average_one() -> None:
     torch.testing.assert_close(soft_balancing_weights([0.4, math.nan, 0.8]), torch.tensor([0.4, 0.6, 0.8]) / 1.8)
 
 
-def test_weights_of_hand_computed_scores():
+def test_weights_of_hand_computed_scores() -> None:
     torch.testing.assert_close(soft_balancing_weights([1, 3]), torch.tensor([0.25, 0.75]))
     torch.testing.assert_close(soft_balancing_weights([1.0, 3.0], 2.0), torch.tensor([0.1, 0.9]))
     torch.testing.assert_close(soft_balancing_weights([0.0, 0.5]), torch.tensor([0.0, 1.0]))
@@ -170,12 +174,12 @@ def test_weights_of_hand_computed_scores():
 
 
 @pytest.mark.parametrize("scores", [[], [0.5, -0.1], [0.5, math.inf], [[0.5, 0.5]]])
-def test_scores_that_mean_nothing_are_refused(scores):
+def test_scores_that_mean_nothing_are_refused(scores: list[float]) -> None:
     with pytest.raises(ValueError, match="scores"):
         soft_balancing_weights(scores)
 
 
-def test_a_temperature_must_be_positive():
+def test_a_temperature_must_be_positive() -> None:
     with pytest.raises(ValueError, match="temperature"):
         softmax_weights([0.5], 0.0)
 
@@ -183,7 +187,7 @@ def test_a_temperature_must_be_positive():
 # ---- within-client average ---------------------------------------------------------------------------------------------
 
 
-def test_earlier_models_with_a_higher_score_join():
+def test_earlier_models_with_a_higher_score_join() -> None:
     states = [state(1, 1), state(2, 2), state(3, 3), state(7, 4)]
     mean, score = within_client_average(states, [0.9, 0.4, 0.8, 0.5], kappa=4)
     torch.testing.assert_close(mean["weight"], state(11 / 3)["weight"])
@@ -191,7 +195,7 @@ def test_earlier_models_with_a_higher_score_join():
     assert score == pytest.approx((0.9 + 0.8 + 0.5) / 3)
 
 
-def test_the_window_counts_rounds_or_passing_models():
+def test_the_window_counts_rounds_or_passing_models() -> None:
     states, scores = [state(1), state(2), state(3), state(7)], [0.9, 0.4, 0.8, 0.5]
     assert within_client_average(states, scores, kappa=1)[0]["weight"][0] == 5
     assert within_client_average(states, [0.9, 0.4, 0.3, 0.5], kappa=2)[0]["weight"][0] == 7
@@ -200,7 +204,7 @@ def test_the_window_counts_rounds_or_passing_models():
 
 
 @pytest.mark.parametrize("window", ["rounds", "passing"])
-def test_without_history_or_a_score_the_current_model_stays_alone(window):
+def test_without_history_or_a_score_the_current_model_stays_alone(window: str) -> None:
     states = [state(1), state(7)]
     assert within_client_average(states, [0.9, 0.5], 0, window)[0]["weight"][0] == 7
     assert within_client_average(states, [0.5, 0.5], 4, window)[0]["weight"][0] == 7
@@ -218,7 +222,7 @@ def test_without_history_or_a_score_the_current_model_stays_alone(window):
         (([state(1)], [1.0], 1, "x"), "window"),
     ],
 )
-def test_a_history_that_means_nothing_is_refused(arguments, word):
+def test_a_history_that_means_nothing_is_refused(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         within_client_average(*arguments)
 
@@ -226,14 +230,14 @@ def test_a_history_that_means_nothing_is_refused(arguments, word):
 # ---- evaluators --------------------------------------------------------------------------------------------------------
 
 
-def test_all_others_evaluate_unless_fewer_are_asked_for():
+def test_all_others_evaluate_unless_fewer_are_asked_for() -> None:
     everyone = {"A": ["B", "C"], "B": ["A", "C"], "C": ["A", "B"]}
     for number in (0, 2, 9):
         assert choose_evaluators(["C", "A", "B"], number, numpy_generator(0)) == everyone
     assert choose_evaluators(["A"], 0, numpy_generator(0)) == {"A": []}
 
 
-def test_a_sampled_number_of_evaluators_never_holds_the_own_site():
+def test_a_sampled_number_of_evaluators_never_holds_the_own_site() -> None:
     sites = [f"S{i}" for i in range(6)]
     drawn = choose_evaluators(sites, 2, numpy_generator(3, 1))
     assert drawn == choose_evaluators(sites, 2, numpy_generator(3, 1))
@@ -253,7 +257,7 @@ OWN_NAME = {
 }
 
 
-def test_generator_matches_the_reference(reference):
+def test_generator_matches_the_reference(reference: dict[str, Tensor]) -> None:
     network = DomainGenerator(3, width=4, blocks=1)
     network.load_state_dict({own: reference[f"gen/state/{name}"] for name, own in OWN_NAME.items()})
     images = reference["gen/x"]
@@ -263,13 +267,13 @@ def test_generator_matches_the_reference(reference):
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
-def test_generator_has_the_published_size(reference, width):
+def test_generator_has_the_published_size(reference: dict[str, Tensor], width: int) -> None:
     network = DomainGenerator(3, width)
     assert sum(p.numel() for p in network.parameters()) == int(reference[f"gen/params_nc{width}_3blocks_gctx"])
     assert not list(network.buffers())
 
 
-def test_generated_images_stay_near_the_originals():
+def test_generated_images_stay_near_the_originals() -> None:
     images = torch.randn(2, 1, 8, 9, generator=torch.Generator().manual_seed(0))
     perturbation = DomainGenerator(1, 4)(images)
     assert perturbation.shape == images.shape and perturbation.abs().max() <= 1
@@ -278,6 +282,6 @@ def test_generated_images_stay_near_the_originals():
     assert generated(images, perturbation, 0.3, (0.0, 1.0)).min() >= 0
 
 
-def test_contract_names_are_found_in_the_method():
+def test_contract_names_are_found_in_the_method() -> None:
     for name in ("discrepancy", "sharpness_perturbation", "soft_balancing_weights", "within_client_average"):
         assert getattr(feddag, name) is getattr(feddag_math, name)

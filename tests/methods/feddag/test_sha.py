@@ -1,6 +1,9 @@
 """SHA's two halves on small generated images: perturbation, scores, aggregation, memory, pairings."""
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
+from medflare.core.states import StateDict
 from medflare.core.store import StateStore
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
@@ -24,11 +28,11 @@ SHASite = get_method("sha").site_class
 SHAMoonSite = get_method("moon", server="sha").site_class
 
 
-def state(value):
+def state(value: float) -> StateDict:
     return {"weight": torch.tensor([float(value)])}
 
 
-def replies_to_train(values, **entries):
+def replies_to_train(values: Sequence[float], **entries: Any) -> dict[str, Message]:
     """Sites A, B, ... with models of one number, and further entries by name."""
     messages = {}
     for name, value in zip("ABC", values, strict=False):
@@ -37,22 +41,22 @@ def replies_to_train(values, **entries):
     return messages
 
 
-def replies_to_score(table):
+def replies_to_score(table: dict[str, dict[str, Any]]) -> dict[str, Message]:
     """table[evaluator][model] -> score."""
     return {site: Message({}, {"scores": scores}) for site, scores in table.items()}
 
 
-def aggregation(**hyper):
+def aggregation(**hyper: Any) -> HierarchicalAggregation:
     return HierarchicalAggregation(build_hyper(SHAHyper, hyper))
 
 
-def averaged(average, states, scores):
+def averaged(average: Any, states: Any, scores: list[float]) -> StateDict:
     """What the formula makes of models that come with scores."""
     return average.shared({site: SiteModel(model, facts={"score": scores[site]}) for site, model in states.items()}, 0)
 
 
 class TestPerturbation:
-    def test_perturbed_model_lies_rho_uphill_and_keeps_its_buffers(self):
+    def test_perturbed_model_lies_rho_uphill_and_keeps_its_buffers(self) -> None:
         half = squares.half(SHASite, rho=0.3)
         reply = half.perform("train", 0, Message({"model": squares.start()}))
         model, moved = reply.states["model"], reply.states["perturbed"]
@@ -60,7 +64,7 @@ class TestPerturbation:
         assert math.sqrt(sum((moved[name] - model[name]).square().sum() for name in names)) == pytest.approx(0.3, rel=1e-4)
         assert all(torch.equal(moved[name], model[name]) for name in model.keys() - set(names))
 
-        def loss(weights):
+        def loss(weights: Any) -> float:
             network = squares.site().network().eval()
             network.load_state_dict(weights)
             images, targets, _ = half.last_batch(0)
@@ -68,21 +72,21 @@ class TestPerturbation:
 
         assert loss(moved) > loss(model)
 
-    def test_last_batch_is_the_one_that_training_ended_with(self):
+    def test_last_batch_is_the_one_that_training_ended_with(self) -> None:
         half = squares.half(SHASite, task=squares.task(local_epochs=2))
         used = [batch.index.tolist() for epoch in range(2) for batch in half.site.batches("train", 3, "model", epoch)]
         assert half.last_batch(3).index.tolist() == used[-1] != used[0]
 
-    def test_training_itself_is_that_of_the_site(self):
+    def test_training_itself_is_that_of_the_site(self) -> None:
         plain, _ = squares.trained(FedAvgSite)
         assert squares.equal(squares.trained(SHASite)[0], plain)
         assert squares.equal(squares.trained(SHAMoonSite, server_class=SHAServer)[0], squares.trained(MoonSite)[0])
 
-    def test_without_rho_nothing_more_is_sent(self):
+    def test_without_rho_nothing_more_is_sent(self) -> None:
         for hyper in ({"rho": 0.0}, {"sha": False}):
             assert squares.half(SHASite, **hyper).perform("train", 0, Message({"model": squares.start()})).states.keys() == {"model"}
 
-    def test_weights_without_a_gradient_stay(self):
+    def test_weights_without_a_gradient_stay(self) -> None:
         weights = {"used": torch.ones(2), "frozen": torch.ones(1), "count": torch.tensor(3)}
         moved = perturbed(weights, {"used": torch.tensor([3.0, 4.0])}, 0.5)
         torch.testing.assert_close(moved["used"], torch.tensor([1.3, 1.4]))
@@ -91,7 +95,7 @@ class TestPerturbation:
 
 
 class TestScoring:
-    def test_scores_are_the_validation_metric_of_each_model(self):
+    def test_scores_are_the_validation_metric_of_each_model(self) -> None:
         half = squares.half(SHASite)
         trained, _ = squares.trained(FedAvgSite, rounds=1)
         scores = half.perform("score", 0, Message({"candidate/B": squares.start(), "candidate/C": trained})).facts["scores"]
@@ -100,7 +104,7 @@ class TestScoring:
         assert scores == {name: half.validation(network) for name, network in networks.items()}
         assert half.perform("score", 0, Message()).facts["scores"] == {}
 
-    def test_score_may_be_another_metric_or_the_loss(self):
+    def test_score_may_be_another_metric_or_the_loss(self) -> None:
         start = Message({"candidate/B": squares.start()})
         dice, iou, likelihood = (
             squares.half(SHASite, score_metric=name).perform("score", 0, start).facts["scores"]["B"] for name in ("dice", "iou", "exp_loss")
@@ -110,35 +114,35 @@ class TestScoring:
         expected = math.exp(-site.loss(network(site.data.validation.images), site.data.validation.targets).item())
         assert dice > iou and likelihood == pytest.approx(expected, rel=1e-5)
 
-    def test_site_without_validation_images_gives_no_score(self):
+    def test_site_without_validation_images_gives_no_score(self) -> None:
         for name in ("task", "exp_loss"):
             half = squares.half(SHASite, counts=(12, 0, 1), score_metric=name)
             assert half.perform("score", 0, Message({"candidate/B": squares.start()})).facts["scores"] == {"B": None}
 
-    def test_metric_of_another_kind_of_task_is_refused(self):
+    def test_metric_of_another_kind_of_task_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="auc_macro"):
             squares.server(SHAServer, score_metric="auc_macro")
 
 
 class TestAggregation:
-    def test_equal_scores_without_history_give_the_mean(self):
+    def test_equal_scores_without_history_give_the_mean(self) -> None:
         states = {name: state(value) for name, value in zip("ABC", (1, 2, 6), strict=True)}
         mean = averaged(aggregation(kappa=0), states, dict.fromkeys("ABC", 0.7))
         assert mean["weight"].item() == pytest.approx(3)
 
-    def test_identical_sites_are_a_fixed_point(self):
+    def test_identical_sites_are_a_fixed_point(self) -> None:
         average = aggregation(beta=4.0)
         for score in (0.2, 0.9, 0.5):
             assert averaged(average, {"A": state(5), "B": state(5)}, {"A": score, "B": 0.4})["weight"].item() == pytest.approx(5)
 
-    def test_higher_scores_weigh_more_and_earlier_models_come_back(self):
+    def test_higher_scores_weigh_more_and_earlier_models_come_back(self) -> None:
         average = aggregation(kappa=1)
         assert averaged(average, {"A": state(0), "B": state(1)}, {"A": 0.9, "B": 0.1})["weight"].item() == pytest.approx(0.1)
         assert averaged(average, {"A": state(8), "B": state(1)}, {"A": 0.3, "B": 0.2})["weight"].item() == pytest.approx(0.75 * 4 + 0.25)
         assert average.scores == pytest.approx({"A": 0.6, "B": 0.2}) and average.weights == pytest.approx({"A": 0.75, "B": 0.25})
         assert [score for _, score in average.history["A"]] == [0.3]  # what is remembered is the model as it came
 
-    def test_softmax_and_missing_scores(self):
+    def test_softmax_and_missing_scores(self) -> None:
         models = {"A": state(0), "B": state(1), "C": state(2)}
         average = aggregation(kappa=0, balancing="softmax", temperature=0.1)
         averaged(average, models, {"A": 0.0, "B": math.log(3) / 10, "C": math.log(4) / 10})
@@ -147,10 +151,10 @@ class TestAggregation:
         averaged(unknown, models, {"A": 0.4, "B": math.nan, "C": 0.8})
         assert unknown.weights == pytest.approx({"A": 0.4 / 1.8, "B": 0.6 / 1.8, "C": 0.8 / 1.8})
 
-    def test_one_site_keeps_its_model(self):
+    def test_one_site_keeps_its_model(self) -> None:
         assert averaged(aggregation(), {"A": state(3)}, {"A": math.nan})["weight"].item() == 3
 
-    def test_history_is_bounded_by_kappa(self):
+    def test_history_is_bounded_by_kappa(self) -> None:
         average = aggregation(kappa=2)
         for round in range(5):
             averaged(average, {"A": state(round)}, {"A": 0.5})
@@ -158,18 +162,18 @@ class TestAggregation:
 
 
 class TestServer:
-    def test_a_round_has_two_phases_unless_sha_is_off(self):
+    def test_a_round_has_two_phases_unless_sha_is_off(self) -> None:
         phases = [(step.phase, step.round) for step in squares.server(SHAServer, rounds=2).steps()]
         assert phases == [("train", 0), ("score", 0), ("train", 1), ("score", 1), ("validate", 2)]
         assert [step.phase for step in squares.server(SHAServer, rounds=2, sha=False).steps()] == ["train", "train", "validate"]
 
-    def test_everybody_gets_the_perturbed_models_of_the_others(self):
+    def test_everybody_gets_the_perturbed_models_of_the_others(self) -> None:
         server = squares.server(SHAServer)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3), perturbed={"A": 10, "B": 20, "C": 30}))
         sent = server.configure(Step("score", 0), "B").states
         assert {name: tensors["weight"].item() for name, tensors in sent.items()} == {"candidate/A": 10, "candidate/C": 30}
 
-    def test_a_sampled_number_of_evaluators(self):
+    def test_a_sampled_number_of_evaluators(self) -> None:
         server = squares.server(SHAServer, evaluators=1)
         asked = []
         for round in range(8):
@@ -180,7 +184,7 @@ class TestServer:
             asked.append(sent)
         assert any(sent != asked[0] for sent in asked)
 
-    def test_scores_become_weights(self):
+    def test_scores_become_weights(self) -> None:
         server = squares.server(SHAServer, kappa=0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
@@ -188,7 +192,7 @@ class TestServer:
         expected = soft_balancing_weights([0.7, 0.3, 0.5])
         assert server.model["weight"].item() == pytest.approx(float((expected * torch.tensor([1.0, 2.0, 3.0])).sum()))
 
-    def test_evaluators_count_by_their_validation_images_if_wanted(self):
+    def test_evaluators_count_by_their_validation_images_if_wanted(self) -> None:
         server = squares.server(SHAServer, kappa=0, score_weighting="samples")
         server.context.site_counts.update({site: {"n": {"validation": n}} for site, n in {"A": 1, "B": 3, "C": 1}.items()})
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
@@ -197,7 +201,7 @@ class TestServer:
         assert server.aggregation.scores == pytest.approx({"A": 0.5, "B": 0.5, "C": 0.3})
 
     @pytest.mark.parametrize("bad", [1.5, -0.1, math.nan, "high", None])
-    def test_impossible_scores_are_left_out_by_name(self, bad):
+    def test_impossible_scores_are_left_out_by_name(self, bad: Any) -> None:
         server = squares.server(SHAServer, kappa=0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.5, "C": 0.5}, "B": {"A": bad, "C": 0.5}, "C": {"A": 0.5, "B": 0.5}}
@@ -206,14 +210,14 @@ class TestServer:
         rejected = server.context.events.of("rejected")
         assert ([event["site"] for event in rejected] == ["B"]) == (bad is not None)
 
-    def test_sites_that_do_not_answer_are_left_out(self):
+    def test_sites_that_do_not_answer_are_left_out(self) -> None:
         server = squares.server(SHAServer, kappa=0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 6)))
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.5, "C": 0.5}}))
         assert server.model["weight"].item() == pytest.approx(3)  # A's own model has no score and counts as an average one
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
 
-    def test_half_a_round_survives_a_restart(self, tmp_path):
+    def test_half_a_round_survives_a_restart(self, tmp_path: Path) -> None:
         server, restored = squares.server(SHAServer), squares.server(SHAServer)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
@@ -230,24 +234,24 @@ class TestServer:
 
 
 class TestFederation:
-    def test_without_sha_it_is_fedavg(self):
+    def test_without_sha_it_is_fedavg(self) -> None:
         sha = squares.play(squares.server(SHAServer, sha=False), squares.halves(SHASite, sha=False))
         assert squares.equal(sha.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
-    def test_cea_with_equal_weights_is_the_uniform_mean(self):
+    def test_cea_with_equal_weights_is_the_uniform_mean(self) -> None:
         """rho = 0 and kappa = 0 leave the plain cross-client evaluation; beta = 0 makes all scores equal."""
-        settings = {"rho": 0.0, "kappa": 0, "beta": 0.0}
+        settings: dict[str, Any] = {"rho": 0.0, "kappa": 0, "beta": 0.0}
         cea = squares.play(squares.server(SHAServer, **settings), squares.halves(SHASite, **settings)).model
         uniform = squares.play(squares.server(FedAvgServer, weighting="uniform"), squares.halves(FedAvgSite)).model
         for name, tensor in uniform.items():
             torch.testing.assert_close(cea[name], tensor)
 
-    def test_state_survives_new_processes(self, tmp_path):
+    def test_state_survives_new_processes(self, tmp_path: Path) -> None:
         once = squares.play(squares.server(SHAServer), squares.halves(SHASite))
         again = squares.play(squares.server(SHAServer), squares.halves(SHASite), store=tmp_path)
         assert squares.equal(once.model, again.model)
 
-    def test_pairings(self):
+    def test_pairings(self) -> None:
         sha, moon = get_method("sha"), get_method("moon", server="sha")
         assert issubclass(moon.site_class, MoonSite) and issubclass(moon.site_class, ScoredSite)
         assert get_method("fedavg", server="sha").site_class.__mro__[1:] == sha.site_class.__mro__[1:]
@@ -257,7 +261,7 @@ class TestFederation:
         with pytest.raises(ConfigError, match="rho"):
             sha.check({"rhoo": 0.1})
 
-    def test_best_round_is_chosen_by_validation_not_by_scores(self):
+    def test_best_round_is_chosen_by_validation_not_by_scores(self) -> None:
         server = squares.server(SHAServer)
         halves = squares.halves(SHASite)
         final = squares.play(server, halves).model

@@ -13,7 +13,7 @@ SITES = ["A", "B", "C"]
 class Brightness(nn.Module):
     """A selector that takes an image of mean brightness k for one of class k, surely."""
 
-    def __init__(self, classes: int):
+    def __init__(self, classes: int) -> None:
         super().__init__()
         self.register_buffer("levels", torch.arange(float(classes)))
 
@@ -21,7 +21,7 @@ class Brightness(nn.Module):
         return -10 * (images.mean(dim=(1, 2, 3))[:, None] - self.levels).square()
 
 
-def super_model_of(kind="segmentation", combine=None):
+def super_model_of(kind: str = "segmentation", combine: str | None = None) -> SuperModel:
     """K = 3 personal networks and a global one, untrained but different."""
     task = squares.task(kind)
     networks = [initial_network(task, 1, name).eval() for name in ("global", *SITES)]
@@ -31,13 +31,13 @@ def super_model_of(kind="segmentation", combine=None):
     return SuperModel(task, networks, Brightness(3), names, gamma=0.6).eval()
 
 
-def images_of(*levels):
+def images_of(*levels: float) -> Tensor:
     noise = 0.2 * torch.randn(len(levels), 1, 16, 16, generator=torch.Generator().manual_seed(0))
     return noise - noise.mean(dim=(1, 2, 3), keepdim=True) + torch.tensor(levels).view(-1, 1, 1, 1)
 
 
 @torch.no_grad()
-def test_who_answered_is_told_image_by_image():
+def test_who_answered_is_told_image_by_image() -> None:
     model = super_model_of()
     images = images_of(2.0, 0.0, 0.5, 1.0, 0.0)
     output = model(images)
@@ -51,7 +51,7 @@ def test_who_answered_is_told_image_by_image():
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
 @torch.no_grad()
-def test_without_branches_the_answers_are_the_same(kind, combine):
+def test_without_branches_the_answers_are_the_same(kind: str, combine: str | None) -> None:
     model, images = super_model_of(kind, combine), images_of(2.0, 0.0, 0.5, 1.0, 0.1, 2.9)
     torch.testing.assert_close(model.unbranched()(images), model(images), rtol=0, atol=1e-6)
     assert len(set(model.answered)) == 4, "all networks should have had their turn"

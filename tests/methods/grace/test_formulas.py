@@ -1,16 +1,19 @@
 """The formulas of GRACE against reference numbers, hand-computed values and their degenerate cases."""
 
 import math
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fixture_types import Golden
 from medflare.core.errors import UpdateError
+from medflare.core.states import StateDict
 from medflare.methods.grace import formulas as grace
 
 P = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
@@ -18,25 +21,25 @@ GRANULARITIES, NEGATIVE_RULES, CORAL_FORMS = map(get_args, (grace.Granularity, g
 PARAMETERS = ["conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias", "fc.weight", "fc.bias"]
 
 
-def assert_close(found, expected, rtol=1e-5, atol=1e-6):
+def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     np.testing.assert_allclose(torch.as_tensor(found).detach().numpy(), np.asarray(expected), rtol=rtol, atol=atol)
 
 
-def flatten(state, names):
+def flatten(state: StateDict, names: list[str]) -> Tensor:
     """The named entries as one float64 vector."""
     return torch.cat([state[name].double().flatten() for name in names])
 
 
-def matrix(*rows):
+def matrix(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.fixture
-def server(golden):
+def server(golden: Golden) -> tuple[Any, ...]:
     """(global state, site -> state, weight by site, the reference numbers)"""
     numbers = golden("grace_server")
 
-    def state(folder):
+    def state(folder: Path) -> StateDict:
         prefix = f"pos/{folder}/"
         return {key.removeprefix(prefix): torch.from_numpy(value) for key, value in numbers.items() if key.startswith(prefix)}
 
@@ -51,7 +54,7 @@ def server(golden):
 
 class TestConsistencyWeights:
     @pytest.mark.parametrize(("include_self", "key"), [(True, "ref64_paper_incl_self"), (False, "ref64_official_excl_self")])
-    def test_reference(self, server, include_self, key):
+    def test_reference(self, server: Any, include_self: bool, key: str) -> None:
         model, states, p, numbers = server
         deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(model, PARAMETERS)
         gram = (deltas @ deltas.T)[None]
@@ -64,7 +67,7 @@ class TestConsistencyWeights:
         assert_close(flatten(moved, PARAMETERS), numbers[f"{key}_global_out_flat"])
 
     @pytest.mark.parametrize("granularity", GRANULARITIES)
-    def test_published_granularities(self, server, granularity):
+    def test_published_granularities(self, server: Any, granularity: str) -> None:
         model, states, p, numbers = server
         deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(model, PARAMETERS)
         sizes = [model[name].numel() for name in PARAMETERS]
@@ -77,7 +80,7 @@ class TestConsistencyWeights:
             assert_close(moved[name], numbers[f"official_{granularity}_global_out_slr1.0/{name}"])
         assert moved["bn1.num_batches_tracked"] == 13  # the largest; the published code truncates a mean
 
-    def test_published_server_rate(self, server):
+    def test_published_server_rate(self, server: Any) -> None:
         model, states, p, numbers = server
         moved, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=False, server_rate=0.5)
         for name in ("conv1.weight", "conv1.bias", "fc.weight", "fc.bias", "bn1.running_mean", "bn1.running_var"):
@@ -86,7 +89,7 @@ class TestConsistencyWeights:
         whole, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=False)
         assert_close(moved["bn1.weight"], (model["bn1.weight"] + whole["bn1.weight"]) / 2)
 
-    def test_by_hand(self):
+    def test_by_hand(self) -> None:
         deltas = matrix([1, 0], [1, 0], [0, 2])  # cosines: 1 between the first two, 0 with the third
         p = torch.tensor([1.0, 2.0, 1.0])
         assert_close(grace.consistency_weights(deltas, p), np.array([2, 4, 1]) / 7)  # c = (2, 2, 1) / 3
@@ -96,7 +99,7 @@ class TestConsistencyWeights:
         assert_close(clipped, np.array([0.5, 1.0, 0.001]) / 1.501)
         assert_close(grace.consistency_weights(deltas, p, include_self=False, negative="none"), [0.25, 0.5, 0.25])
 
-    def test_negative_consistencies_by_hand(self):
+    def test_negative_consistencies_by_hand(self) -> None:
         deltas = matrix([1, 0], [1, 0], [-1, 0])  # c = (1/3, 1/3, -1/3)
         p = torch.ones(3)
         assert_close(grace.consistency_weights(deltas, p), np.array([0.667667, 0.667667, 0.001]) / 1.336333)
@@ -114,25 +117,25 @@ class TestConsistencyWeights:
             pytest.param(torch.tensor([1.0, 1, -1, -1])[:, None].repeat(1, 8), id="opposite pairs"),
         ],
     )
-    def test_equal_cosines_give_p(self, deltas, granularity, include_self, negative):
+    def test_equal_cosines_give_p(self, deltas: Tensor, granularity: str, include_self: bool, negative: str) -> None:
         options = {"include_self": include_self, "negative": negative, "granularity": granularity}
         assert_close(grace.consistency_weights(deltas, P, sizes=[4, 4], **options), P, rtol=1e-12)
 
-    def test_two_opposite_sites_give_p(self):
+    def test_two_opposite_sites_give_p(self) -> None:
         deltas = torch.randn(1, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         assert_close(grace.consistency_weights(torch.cat([deltas, -3 * deltas]), matrix([3, 1])[0]), [0.75, 0.25], rtol=1e-12)
 
     @pytest.mark.parametrize("include_self", [True, False])
-    def test_single_site(self, include_self):
+    def test_single_site(self, include_self: bool) -> None:
         assert grace.consistency_weights(torch.ones(1, 3), torch.ones(1), include_self=include_self).tolist() == [1.0]
         assert grace.consistency_weights(torch.zeros(1, 3), torch.ones(1), include_self=include_self).tolist() == [1.0]
 
-    def test_zero_update_of_one_site_agrees_with_nobody(self):
+    def test_zero_update_of_one_site_agrees_with_nobody(self) -> None:
         weights = grace.consistency_weights(matrix([1, 1], [1, 1], [0, 0]), torch.ones(3))  # c = (2/3, 2/3, 0), shifted by .001
         assert_close(weights, np.array([2 / 3 + 1e-3, 2 / 3 + 1e-3, 1e-3]) / (4 / 3 + 3e-3))
 
     @pytest.mark.parametrize("negative", NEGATIVE_RULES)
-    def test_always_a_distribution_that_ignores_length(self, negative):
+    def test_always_a_distribution_that_ignores_length(self, negative: str) -> None:
         generator = torch.Generator().manual_seed(3)
         for _ in range(20):
             deltas = torch.randn(5, 8, generator=generator, dtype=torch.float64)
@@ -142,7 +145,7 @@ class TestConsistencyWeights:
             lengths = torch.rand(5, 1, generator=generator, dtype=torch.float64) * 1e6 + 1e-6
             assert_close(grace.consistency_weights(deltas * lengths, p * 7, negative=negative), weights, rtol=1e-9)
 
-    def test_consistency_never_decreases(self):
+    def test_consistency_never_decreases(self) -> None:
         """Eq. 4: sum p' c >= sum p c wherever all c are positive, whatever p."""
         generator = torch.Generator().manual_seed(4)
         for _ in range(20):
@@ -151,13 +154,13 @@ class TestConsistencyWeights:
             p = p / p.sum()
             assert grace.reweighted(c, p) @ c >= p @ c - 1e-12
 
-    def test_float32_extremes_do_not_overflow(self):
+    def test_float32_extremes_do_not_overflow(self) -> None:
         deltas = torch.tensor([[1e38, 1e38], [1e38, 0.0], [1e-38, 0.0]])
         weights = grace.consistency_weights(deltas, torch.ones(3))
         c = np.array([1 + 2 / math.sqrt(2), 2 + 1 / math.sqrt(2), 2 + 1 / math.sqrt(2)])
         assert_close(weights, c / c.sum())
 
-    def test_errors_name_the_offender(self):
+    def test_errors_name_the_offender(self) -> None:
         deltas = torch.ones(3, 2)
         deltas[1, 0] = math.nan
         with pytest.raises(UpdateError, match=r"rows \[1\]"):
@@ -173,7 +176,7 @@ class TestConsistencyWeights:
         with pytest.raises(ValueError, match="not all zero"):
             grace.consistency_weights(torch.ones(2, 2), torch.zeros(2))
 
-    def test_identical_sites_are_a_fixed_point(self):
+    def test_identical_sites_are_a_fixed_point(self) -> None:
         state = {"w": torch.tensor([1.5, -2.0]), "running_var": torch.tensor([3.0]), "count": torch.tensor(5)}
         moved, weights = grace.consistent_aggregate(state, {"A": state, "B": state}, {"A": 1.0, "B": 3.0}, ["w"])
         assert weights == {"A": 0.25, "B": 0.75}
@@ -182,17 +185,17 @@ class TestConsistencyWeights:
 
 class TestAlignment:
     @pytest.fixture
-    def features(self, golden):
+    def features(self, golden: Golden) -> tuple[Tensor, Tensor, dict[str, np.ndarray]]:
         numbers = golden("grace_align")
         return torch.from_numpy(numbers["x"]), torch.from_numpy(numbers["y"]).requires_grad_(), numbers
 
-    def test_reference(self, features):
+    def test_reference(self, features: Any) -> None:
         x, y, numbers = features
         assert_close(grace.coral(x, y), numbers["coral_domainbed"])
         assert_close(grace.coral(x, y, form="deep_coral"), numbers["coral_deep"])
         assert_close(grace.mmd(x, y), numbers["mmd_domainbed_gaussian"])
 
-    def test_adversarial_reference(self, features):
+    def test_adversarial_reference(self, features: Any) -> None:
         x, y, numbers = features
         discriminator = nn.Linear(5, 1).double()
         discriminator.load_state_dict(
@@ -208,7 +211,7 @@ class TestAlignment:
                 parameter -= 0.01 * parameter.grad
         assert grace.adversarial(discriminator, x, y) < loss
 
-    def test_reversal_scales(self):
+    def test_reversal_scales(self) -> None:
         features = torch.ones(3, requires_grad=True)
         grace.reverse_gradient(features, 0.25).sum().backward()
         assert features.grad.tolist() == [-0.25] * 3
@@ -218,22 +221,22 @@ class TestAlignment:
     @pytest.mark.parametrize(
         "distance", [grace.coral, lambda x, y: grace.coral(x, y, "deep_coral"), grace.mmd, lambda x, y: grace.mmd(x, y, "dan")]
     )
-    def test_zero_only_without_a_gap(self, distance):
+    def test_zero_only_without_a_gap(self, distance: Any) -> None:
         x = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         assert float(distance(x, x.flip(0))) == pytest.approx(0, abs=1e-12)
         assert float(distance(x, 2 * x)) > 0.01
 
-    def test_coral_by_hand(self):
+    def test_coral_by_hand(self) -> None:
         x, y = matrix([0, 0], [2, 2]), matrix([1, 0], [1, 4])  # covariances [[2, 2], [2, 2]] and [[0, 0], [0, 8]], means (1, 1), (1, 2)
         assert_close(grace.coral(x, y), (4 + 4 + 4 + 36) / 4 + 1 / 2)
         assert_close(grace.coral(x, y, "deep_coral"), 48 / 16)
 
-    def test_dan_kernels_by_hand(self):
+    def test_dan_kernels_by_hand(self) -> None:
         x, y = matrix([0.0]), matrix([2.0])  # mean squared distance of the two ordered pairs: 4
         kernels = sum(math.exp(-4 * 2.0**power / 4) for power in range(-2, 3))
         assert_close(grace.mmd(x, y, "dan"), 2 * 5 - 2 * kernels)
 
-    def test_half_batch_of_one(self):
+    def test_half_batch_of_one(self) -> None:
         x, y = torch.ones(1, 3), torch.zeros(1, 3, requires_grad=True)
         for form in CORAL_FORMS:
             loss = grace.coral(x, y, form)
@@ -241,14 +244,14 @@ class TestAlignment:
             assert torch.autograd.grad(loss, y)[0].tolist() == [[0, 0, 0]]
         assert grace.mmd(x, x, "dan").item() == 0 and 0 < grace.mmd(x, y).item() < 14
 
-    def test_gradients(self):
+    def test_gradients(self) -> None:
         generator = torch.Generator().manual_seed(2)
         x, y = (torch.randn(n, 3, generator=generator, dtype=torch.float64, requires_grad=True) for n in (4, 5))
         for form in CORAL_FORMS:
             assert torch.autograd.gradcheck(lambda a, b, form=form: grace.coral(a, b, form), (x, y))
         assert torch.autograd.gradcheck(grace.mmd, (x, y))
 
-    def test_unknown_options(self):
+    def test_unknown_options(self) -> None:
         x = torch.ones(2, 2)
         with pytest.raises(ValueError, match="domainbed, deep_coral"):
             grace.coral(x, x, "odd")
@@ -257,7 +260,7 @@ class TestAlignment:
 
 
 class TestMetaTrained:
-    def test_reference(self, golden):
+    def test_reference(self, golden: Golden) -> None:
         numbers = {key: torch.from_numpy(value) for key, value in golden("grace_client").items()}
         network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
         state = {name: numbers[f"init/{name}"] for name in network.state_dict()}
@@ -266,10 +269,10 @@ class TestMetaTrained:
         parameters = dict(network.named_parameters())
         optimizer = torch.optim.SGD(parameters.values(), lr=0.05)
 
-        def features(weights, images):
+        def features(weights: Any, images: Tensor) -> Tensor:
             return torch.tanh(F.linear(images, weights["0.weight"], weights["0.bias"]))
 
-        def task_loss(weights, half):
+        def task_loss(weights: Any, half: str) -> Tensor:
             return F.cross_entropy(functional_call(network, weights, (numbers[f"x_{half}"],)), numbers[f"y_{half}"])
 
         for step in range(2):
@@ -285,7 +288,7 @@ class TestMetaTrained:
             for name in state:
                 assert_close(parameters[name], numbers[f"sgd/after_iter{step}/{name}"])
 
-    def test_second_order_by_hand(self):
+    def test_second_order_by_hand(self) -> None:
         # L = w^4 on both halves, eta = .01, w = 1: w' = 1 - .04; first order 4 w'^3, second order times 1 - .01 * 12 w^2
         theta = {"w": torch.tensor(1.0, dtype=torch.float64, requires_grad=True)}
         for second_order, factor in [(False, 1.0), (True, 0.88)]:
@@ -293,21 +296,21 @@ class TestMetaTrained:
             (gradient,) = torch.autograd.grad(adapted["w"] ** 4, theta["w"])
             assert_close(gradient, 4 * 0.96**3 * factor)
 
-    def test_unused_parameter_stays(self):
+    def test_unused_parameter_stays(self) -> None:
         theta = {name: torch.tensor(2.0, requires_grad=True) for name in ("used", "unused")}
         adapted = grace.meta_trained(theta, lambda weights: weights["used"] ** 2, 0.5)
         assert {name: value.item() for name, value in adapted.items()} == {"used": 0.0, "unused": 2.0}
 
 
 class TestADistance:
-    def test_same_and_separable_features(self):
+    def test_same_and_separable_features(self) -> None:
         x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
         assert grace.a_distance(x, x.clone()) == pytest.approx(0, abs=1e-9)
         assert grace.a_distance(x, x + 20) == pytest.approx(2)
         near = grace.a_distance(x, x + 0.5)
         assert 0 < near < grace.a_distance(x, x + 1.5) < 2
 
-    def test_is_seeded_and_undefined_for_one_image(self):
+    def test_is_seeded_and_undefined_for_one_image(self) -> None:
         x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
         assert grace.a_distance(x, x * 2, seed=1) == grace.a_distance(x, x * 2, seed=1)
         assert math.isnan(grace.a_distance(x[:1], x[:1]))

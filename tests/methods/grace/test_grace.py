@@ -1,14 +1,15 @@
 """GRACE's halves on small generated images: every variant, what they share with FedAvg, memory."""
 
 import math
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.core.states import copy_state, weighted_mean
+from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.methods import grace
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
@@ -19,7 +20,7 @@ from medflare.methods.grace.server import GraceServer, trainable_names
 from medflare.methods.grace.site import GraceSite, build_discriminator, feature_rows
 from methods import squares
 
-VARIANTS = [
+VARIANTS: list[dict[str, Any]] = [
     {"client": "erm"},
     {"client": "meta"},
     {"client": "coral"},
@@ -37,14 +38,14 @@ VARIANTS = [
 ]
 
 
-def test_contract_names():
+def test_contract_names() -> None:
     for name in ("consistency_weights", "coral", "mmd"):
         assert getattr(grace, name) is getattr(grace_math, name)
 
 
 class TestLocalTraining:
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-    def test_every_variant_trains_in_its_own_way(self, kind):
+    def test_every_variant_trains_in_its_own_way(self, kind: str) -> None:
         task = squares.task(kind)
         variants = VARIANTS + ([{"client": "coral", "align_pixels": 20}] if kind == "segmentation" else [])
         models = [squares.trained(GraceSite, task, **variant) for variant in variants]
@@ -55,18 +56,18 @@ class TestLocalTraining:
             for j in range(i):
                 assert not squares.equal(models[i][0], models[j][0]), (variant, variants[j])
 
-    def test_erm_is_fedavgs_training(self):
+    def test_erm_is_fedavgs_training(self) -> None:
         assert squares.equal(squares.trained(GraceSite, client="erm", reset_optimizer=True)[0], squares.trained(FedAvgSite)[0])
 
-    def test_no_weight_or_warming_up_is_no_alignment(self):
+    def test_no_weight_or_warming_up_is_no_alignment(self) -> None:
         meta = squares.trained(GraceSite, client="meta")[0]
         assert squares.equal(squares.trained(GraceSite, client="coral", beta=0.0)[0], meta)
         assert squares.equal(squares.trained(GraceSite, client="mmd", warmup=1)[0], meta)
         second = squares.trained(GraceSite, client="mmd", warmup=1, rounds=2)[0]
         assert not squares.equal(second, squares.trained(GraceSite, client="meta", rounds=2)[0])
 
-    def test_alignment_keeps_features_near_the_global_models(self):
-        def gap(**hyper):
+    def test_alignment_keeps_features_near_the_global_models(self) -> None:
+        def gap(**hyper: Any) -> float:
             state, _ = squares.trained(GraceSite, squares.task(local_epochs=10), **hyper)
             place = squares.site()
             local, shared = place.network(), place.network()
@@ -80,11 +81,11 @@ class TestLocalTraining:
 
     @pytest.mark.parametrize("client", ["coral", "mmd", "adv"])
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-    def test_site_with_one_image(self, kind, client):
+    def test_site_with_one_image(self, kind: str, client: str) -> None:
         model, facts = squares.trained(GraceSite, squares.task(kind), counts=(1, 1, 1), client=client)
         assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
 
-    def test_the_discriminator_learns_and_the_site_keeps_it(self):
+    def test_the_discriminator_learns_and_the_site_keeps_it(self) -> None:
         half, start = squares.half(GraceSite, client="adv"), squares.start()
         half.perform("train", 0, Message({"model": copy_state(start)}))
         first = half.discriminator
@@ -94,14 +95,14 @@ class TestLocalTraining:
         other = squares.half(GraceSite, "B", client="adv")
         assert other.discriminator is None  # nobody else's
 
-    def test_reversal_grows(self):
+    def test_reversal_grows(self) -> None:
         half = squares.half(GraceSite, reversal=2.0, reversal_rounds=4)
         strengths = [half._reversal(round) for round in range(6)]
         assert strengths == sorted(strengths) and strengths[0] == pytest.approx(2 * math.tanh(1.25))
         assert strengths[3] == strengths[5] == pytest.approx(2 * math.tanh(5))
         assert squares.half(GraceSite, reversal=2.0)._reversal(0) == 2.0
 
-    def test_pixels_are_the_same_of_both_models(self):
+    def test_pixels_are_the_same_of_both_models(self) -> None:
         x = torch.arange(2 * 3 * 4 * 4, dtype=torch.float32).view(2, 3, 4, 4)
         rows, others = feature_rows(x, x + 100, 5, torch.Generator().manual_seed(0))
         assert rows.shape == (5, 3) and torch.equal(others, rows + 100)
@@ -111,18 +112,18 @@ class TestLocalTraining:
         vectors = torch.ones(4, 3)
         assert torch.equal(feature_rows(vectors, vectors, 5, torch.Generator())[0], vectors)
 
-    def test_discriminators(self):
+    def test_discriminators(self) -> None:
         assert sum(p.numel() for p in build_discriminator(8, "linear").parameters()) == 9
         assert build_discriminator(8, "mlp")(torch.ones(3, 8)).shape == (3, 1)
 
-    def test_settings_that_exclude_each_other(self):
+    def test_settings_that_exclude_each_other(self) -> None:
         with pytest.raises(ConfigError, match="second_order=false"):
             squares.half(GraceSite, adam_plus_sgd=True, second_order=True)
 
 
 class TestServer:
     @pytest.fixture
-    def replies(self):
+    def replies(self) -> dict[str, Message]:
         """Site -> reply with a model that has moved in its own direction."""
         found = {}
         for place, name in enumerate(squares.SITES):
@@ -134,11 +135,11 @@ class TestServer:
             found[name] = Message({"model": state}, {"n_samples": 10 * (place + 1), "validation": {"global": None}})
         return found
 
-    def aggregated(self, server, replies):
+    def aggregated(self, server: Any, replies: dict[str, Message]) -> StateDict:
         server.aggregate(Step("train", 0), replies)
         return server.model
 
-    def test_it_weights_by_consistency(self, replies):
+    def test_it_weights_by_consistency(self, replies: dict[str, Message]) -> None:
         server, p = squares.server(GraceServer), {"A": 10.0, "B": 20.0, "C": 30.0}
         states = {name: reply.states["model"] for name, reply in replies.items()}
         expected, weights = grace.consistent_aggregate(server.model, states, p, trainable_names(squares.SEGMENTATION))
@@ -157,11 +158,11 @@ class TestServer:
         ],
         ids=lambda hyper: next(iter(hyper)),
     )
-    def test_every_setting_is_read(self, replies, hyper):
+    def test_every_setting_is_read(self, replies: dict[str, Message], hyper: Any) -> None:
         plain, changed = (self.aggregated(squares.server(GraceServer, **settings), replies) for settings in ({}, hyper))
         assert not squares.equal(plain, changed)
 
-    def test_negative_rule_is_read(self, replies):
+    def test_negative_rule_is_read(self, replies: dict[str, Message]) -> None:
         start = squares.server(GraceServer).model
         replies["C"].states["model"] = {
             name: 2 * start[name] - tensor if tensor.is_floating_point() else tensor
@@ -171,35 +172,35 @@ class TestServer:
         models = [self.aggregated(squares.server(GraceServer, **hyper), replies) for hyper in rules]
         assert not any(squares.equal(models[i], models[j]) for i in range(3) for j in range(i))
 
-    def test_fedavgs_server_by_configuration(self, replies):
+    def test_fedavgs_server_by_configuration(self, replies: dict[str, Message]) -> None:
         ours, theirs = squares.server(GraceServer, consistency=False), squares.server(FedAvgServer)
         assert squares.equal(self.aggregated(ours, replies), self.aggregated(theirs, replies))
 
-    def test_identical_sites_are_a_fixed_point(self, replies):
+    def test_identical_sites_are_a_fixed_point(self, replies: dict[str, Message]) -> None:
         server = squares.server(GraceServer)
         before = copy_state(server.model)
         same = {name: Message({"model": copy_state(before)}, reply.facts) for name, reply in replies.items()}
         assert squares.equal(self.aggregated(server, same), before)
 
-    def test_a_missing_site_is_left_out(self, replies):
+    def test_a_missing_site_is_left_out(self, replies: dict[str, Message]) -> None:
         del replies["B"]
         found = self.aggregated(squares.server(GraceServer), replies)
         states = {name: reply.states["model"] for name, reply in replies.items()}
         for name, tensor in weighted_mean(states, {"A": 10, "C": 30}).items():  # of two updates each agrees with the other as much
             torch.testing.assert_close(found[name], tensor)
 
-    def test_trainable_names_are_parameters_in_order(self):
+    def test_trainable_names_are_parameters_in_order(self) -> None:
         names = trainable_names(squares.SEGMENTATION)
         assert names == [name for name, _ in squares.site().network().named_parameters()]
         assert not any("running" in name for name in names)
 
-    def test_any_site_half_will_do(self):
+    def test_any_site_half_will_do(self) -> None:
         assert get_method("fedavg", server="grace").server_class is GraceServer
         squares.play(squares.server(GraceServer, rounds=1), squares.halves(FedAvgSite))
 
 
 class TestFederation:
-    def test_nothing_of_grace_is_fedavg(self):
+    def test_nothing_of_grace_is_fedavg(self) -> None:
         ours = squares.play(squares.server(GraceServer, consistency=False), squares.halves(GraceSite, client="erm", reset_optimizer=True))
         assert squares.equal(ours.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
@@ -208,14 +209,14 @@ class TestFederation:
         [{"client": "coral", "align_pixels": 9}, {"client": "adv", "batch_norm": "local"}, {"client": "meta", "adam_plus_sgd": True}],
         ids=lambda hyper: hyper["client"],
     )
-    def test_new_process_for_every_task(self, hyper, tmp_path):
+    def test_new_process_for_every_task(self, hyper: Any, tmp_path: Path) -> None:
         kept, renewed = (squares.halves(GraceSite, **hyper) for _ in range(2))
         expected = squares.play(squares.server(GraceServer), kept).model
         assert squares.equal(squares.play(squares.server(GraceServer), renewed, store=tmp_path).model, expected)
         for name in squares.SITES:
             assert squares.equal(kept[name].personal.state, renewed[name].personal.state)
 
-    def test_server_goes_on_after_a_restart(self):
+    def test_server_goes_on_after_a_restart(self) -> None:
         expected = squares.play(squares.server(GraceServer), squares.halves(GraceSite)).model
         server, halves = squares.server(GraceServer), squares.halves(GraceSite)
         for step in server.steps():
@@ -226,7 +227,7 @@ class TestFederation:
             server = fresh
         assert squares.equal(server.model, expected)
 
-    def test_it_learns(self):
+    def test_it_learns(self) -> None:
         server, halves = squares.server(GraceServer, rounds=12), squares.halves(GraceSite)
         squares.play(server, halves)
         assert server.best.value > 0.5

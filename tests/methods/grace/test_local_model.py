@@ -1,26 +1,30 @@
 """Inside the site's own local model, outside the global one; what a site remembers."""
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.core.states import batch_norm_entries, copy_state
+from medflare.core.states import StateDict, batch_norm_entries, copy_state
 from medflare.core.store import MemoryStore
 from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.grace.local_model import LocalModelSite
 from methods import squares
 
 
-def incoming(state):
+def incoming(state: StateDict) -> Message:
     return Message({"model": copy_state(state)})
 
 
-def test_trains_as_fedavg_does():
+def test_trains_as_fedavg_does() -> None:
     assert squares.equal(squares.trained(LocalModelSite, reset_optimizer=True)[0], squares.trained(FedAvgSite)[0])
     assert not squares.equal(squares.trained(LocalModelSite, rounds=2)[0], squares.trained(FedAvgSite, rounds=2)[0])  # kept moments
 
 
-def test_inside_the_best_local_model_outside_the_global_one():
+def test_inside_the_best_local_model_outside_the_global_one() -> None:
     half, start = squares.half(LocalModelSite), squares.start()
     values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
     half.validation = lambda model: next(values)  # global, personal, ... of three rounds
@@ -34,18 +38,18 @@ def test_inside_the_best_local_model_outside_the_global_one():
 
 
 @pytest.mark.parametrize(("hyper", "counts"), [({"selection": "last"}, (12, 4, 5)), ({}, (12, 0, 5))], ids=["last", "no validation images"])
-def test_the_last_local_model(hyper, counts):
+def test_the_last_local_model(hyper: Any, counts: tuple[int, int, int]) -> None:
     half, start = squares.half(LocalModelSite, counts=counts, **hyper), squares.start()
     states = [half.perform("train", round, incoming(start)).states["model"] for round in range(2)]
     assert squares.equal(half.deliver(incoming(start))["personal"].states["model"], states[1])
 
 
-def test_site_that_never_trained_uses_the_global_model():
+def test_site_that_never_trained_uses_the_global_model() -> None:
     start = squares.start()
     assert squares.equal(squares.half(LocalModelSite).deliver(incoming(start))["deployed"].states["model"], start)
 
 
-def test_outside_adaptation_only_outside():
+def test_outside_adaptation_only_outside() -> None:
     start = squares.start()
     for tta, kind in (("none", "plain"), ("tent", "tent"), ("dsbn", "dsbn")):
         delivered = {name: squares.half(LocalModelSite, name, tta=tta).deliver(incoming(start)) for name in "AO"}
@@ -57,28 +61,28 @@ def test_outside_adaptation_only_outside():
 
 
 @pytest.mark.parametrize("tta", ["dsbn", "tent"])
-def test_adaptation_without_batch_norm_is_refused_before_training(tta: str):
+def test_adaptation_without_batch_norm_is_refused_before_training(tta: str) -> None:
     task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
     with pytest.raises(ConfigError, match="no BatchNorm"):
         squares.half(LocalModelSite, "A", task, tta=tta)
     squares.half(LocalModelSite, "A", task)
 
 
-def test_facts_and_probe():
+def test_facts_and_probe() -> None:
     _, facts = squares.trained(LocalModelSite, probe=True)
     assert 0 <= facts["validation"]["personal"] <= 1 and -2 <= facts["a_distance"] <= 2
     assert "a_distance" not in squares.trained(LocalModelSite)[1]
     assert squares.trained(LocalModelSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split
 
 
-def test_local_batch_norm_stays_at_the_site(monkeypatch):
+def test_local_batch_norm_stays_at_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
     half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
     own = batch_norm_entries(squares.site().network())
     first = half.perform("train", 0, incoming(start)).states["model"]
     assert squares.equal(half.batch_norm, {name: first[name] for name in own})
     seen = {}
 
-    def fit(model, _optimizer, _round):
+    def fit(model: nn.Module, _optimizer: torch.optim.Optimizer, _round: int) -> float:
         seen.update(copy_state(model.state_dict()))
         return 0.0
 
@@ -87,7 +91,7 @@ def test_local_batch_norm_stays_at_the_site(monkeypatch):
     assert squares.equal(seen, {**start, **{name: first[name] for name in own}})
 
 
-def test_memory_survives_a_new_process():
+def test_memory_survives_a_new_process() -> None:
     half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
     half.perform("train", 0, incoming(start))
     renewed = squares.half(LocalModelSite, batch_norm="local")

@@ -14,7 +14,7 @@ from methods import squares
 
 
 @pytest.mark.parametrize("rate", [None, 0.2])
-def test_the_update_is_the_gradient_at_the_stepped_weights(rate):
+def test_the_update_is_the_gradient_at_the_stepped_weights(rate: float | None) -> None:
     """One batch, SGD: theta - lr g(theta - eta g(theta; first half); second half), with alignment."""
     network = {"name": "unet", "channels": [4, 8], "norm": "instance"}
     task = squares.task(network=network, optimizer={"name": "sgd", "lr": 0.1}, batch_size=12)
@@ -37,7 +37,7 @@ def test_the_update_is_the_gradient_at_the_stepped_weights(rate):
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_adam_plus_sgd():
+def test_adam_plus_sgd() -> None:
     """Each of the two steps: Adam, then a plain step; the second from the origin; Adam's moments see both.
 
     On a network without normalisation: a bias before one has no gradient but rounding, which Adam blows up.
@@ -47,7 +47,7 @@ def test_adam_plus_sgd():
     model = place.network()
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
 
-    def step():
+    def step() -> None:
         adam.step()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -67,7 +67,7 @@ def test_adam_plus_sgd():
 
 
 @pytest.mark.parametrize("second_order", [True, False])
-def test_second_order_is_the_exact_gradient_and_first_order_is_not(second_order):
+def test_second_order_is_the_exact_gradient_and_first_order_is_not(second_order: bool) -> None:
     """The gradient of L_meta along a direction against the difference quotient of L_meta itself."""
     place = squares.site("A", squares.CLASSIFICATION)
     network = place.network().double().eval()
@@ -88,7 +88,7 @@ def test_second_order_is_the_exact_gradient_and_first_order_is_not(second_order)
     assert (slope == pytest.approx(quotient, rel=1e-4)) is second_order
 
 
-def test_batch_norm_follows_both_halves_and_parameters_end_where_the_optimizer_put_them():
+def test_batch_norm_follows_both_halves_and_parameters_end_where_the_optimizer_put_them() -> None:
     place = squares.site("A")
     network = place.network().train()
     before = copy_state(network.state_dict())
@@ -104,6 +104,6 @@ def test_batch_norm_follows_both_halves_and_parameters_end_where_the_optimizer_p
 @pytest.mark.parametrize(
     ("count", "first", "second"), [(8, [0, 1, 2, 3], [4, 5, 6, 7]), (5, [0, 1], [2, 3, 4]), (3, [0, 1, 2], [0, 1, 2]), (1, [0], [0])]
 )
-def test_halves(count, first, second):
+def test_halves(count: int, first: list[int], second: list[int]) -> None:
     rows = list(range(count))
     assert [rows[part] for part in halves(count)] == [first, second]

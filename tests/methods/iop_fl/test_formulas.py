@@ -1,9 +1,13 @@
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from fixture_types import Golden
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.formulas import (
     consistency_loss,
@@ -25,23 +29,23 @@ ENTRIES = ("conv.weight", "bn.weight", "bn.running_mean", "bn.num_batches_tracke
 
 
 @pytest.fixture
-def iop(golden):
+def iop(golden: Golden) -> dict[str, Tensor]:
     return {key: torch.as_tensor(value) for key, value in golden("iop").items()}
 
 
 @pytest.fixture
-def probabilities(iop):
+def probabilities(iop: dict[str, Tensor]) -> Callable[..., Tensor]:
     return iop["tta/logits"].double().softmax(dim=1), iop["tta/logits_noisy"].double().softmax(dim=1)
 
 
-def close(value, expected, rtol=1e-5, atol=1e-6):
+def close(value: float, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     torch.testing.assert_close(torch.as_tensor(value).double(), torch.as_tensor(expected).double(), rtol=rtol, atol=atol)
 
 
 # -- local adapted model -------------------------------------------------------------------------------------------------------
 
 
-def test_trajectory_equals_the_published_code(iop):
+def test_trajectory_equals_the_published_code(iop: dict[str, Tensor]) -> None:
     local = [{name: iop[f"traj/w_local_round{t}/{name}"] for name in ENTRIES} for t in range(4)]
     adapted = local[0]  # the published code starts from the first local model
     for t in range(1, 4):
@@ -51,7 +55,7 @@ def test_trajectory_equals_the_published_code(iop):
         assert adapted["bn.num_batches_tracked"].dtype == torch.int64 and adapted["bn.num_batches_tracked"] == 7  # theirs: 6.9999995
 
 
-def test_readings_of_equation_4(iop):
+def test_readings_of_equation_4(iop: dict[str, Tensor]) -> None:
     weights, previous, tau = {"w": iop["eq4/w_g_t"]}, {"w": iop["eq4/P_t"]}, float(iop["eq4/tau"])
     local_step = {"w": -iop["eq4/eta_l"] * iop["eq4/sum_local_grad"]}
     global_step = {"w": -iop["eq4/eta_g"] * iop["eq4/global_grad"]}
@@ -62,21 +66,21 @@ def test_readings_of_equation_4(iop):
     close(local_adapted_incremental(previous, local_step, global_step, tau)["w"], iop["eq4/incremental_P_minus_tau_grads"], rtol=1e-12)
 
 
-def test_tau_one_is_the_local_model_and_tau_zero_the_previous_one():
+def test_tau_one_is_the_local_model_and_tau_zero_the_previous_one() -> None:
     previous, local = ({"w": torch.randn(5), "n": torch.tensor(k)} for k in (3, 8))
     assert torch.equal(local_adapted(previous, local, 1.0)["w"], local["w"])
     assert torch.equal(local_adapted(previous, local, 0.0)["w"], previous["w"])
     assert local_adapted(previous, local, 0.0)["n"] == 8
 
 
-def test_result_shares_no_memory_with_the_live_model():
+def test_result_shares_no_memory_with_the_live_model() -> None:
     previous, local = {"w": torch.zeros(2), "n": torch.tensor(1)}, {"w": torch.ones(2), "n": torch.tensor(2)}
     adapted = local_adapted(previous, local, 1.0)
     local["w"].zero_(), local["n"].zero_()
     assert torch.equal(adapted["w"], torch.ones(2)) and adapted["n"] == 2
 
 
-def test_explicit_and_incremental_by_hand():
+def test_explicit_and_incremental_by_hand() -> None:
     step, way = {"w": torch.tensor([-1.0])}, {"w": torch.tensor([2.0])}
     close(local_adapted_explicit({"w": torch.tensor([10.0])}, {"w": torch.tensor([4.0])}, step, 0.5)["w"], [6.5])
     close(local_adapted_incremental({"w": torch.tensor([10.0])}, step, way, 0.5)["w"], [10.5])
@@ -85,7 +89,7 @@ def test_explicit_and_incremental_by_hand():
 # -- test-time losses ----------------------------------------------------------------------------------------------------------
 
 
-def test_consistency(iop, probabilities):
+def test_consistency(iop: dict[str, Tensor], probabilities: Callable[..., Tensor]) -> None:
     close(consistency_loss(*probabilities), iop["tta/ref64_paper_consistency_mean_pixel_prob"], rtol=1e-6)
     close(consistency_loss(*probabilities) / 2, iop["tta/official_consistency_mean"])
     logits, noisy = iop["tta/logits"].double(), iop["tta/logits_noisy"].double()
@@ -93,7 +97,7 @@ def test_consistency(iop, probabilities):
 
 
 @pytest.mark.parametrize("d", [1, 10])
-def test_shape(iop, probabilities, d):
+def test_shape(iop: dict[str, Tensor], probabilities: Callable[..., Tensor], d: int) -> None:
     p, _ = probabilities
     close(neighbourhood_range(p, d), iop[f"tta/ref64_range_map_per_class_d{d}"])
     close(shape_loss(p, d), iop[f"tta/ref64_shape_mean_per_pixel_d{d}"])
@@ -102,7 +106,7 @@ def test_shape(iop, probabilities, d):
     close(neighbourhood_range(p[:, 1:], d) * 1e-6, iop[f"tta/official_smooth_map_x1e-6_d{d}"], atol=1e-12)
 
 
-def test_entropy(iop, probabilities):
+def test_entropy(iop: dict[str, Tensor], probabilities: Callable[..., Tensor]) -> None:
     p, _ = probabilities
     close(entropy_loss(p), iop["tta/ref64_paper_entropy_mean_pixel"])
     close(entropy_loss(p) * p[:, 0].numel(), iop["tta/ref64_paper_entropy_sum"])
@@ -111,7 +115,7 @@ def test_entropy(iop, probabilities):
     close(entropy_loss_official(p), entropy_loss(p) * p.shape[0] / (p.shape[1] * math.log(p.shape[1])))
 
 
-def test_totals(iop, probabilities):
+def test_totals(iop: dict[str, Tensor], probabilities: Callable[..., Tensor]) -> None:
     p, noisy = probabilities
     close(
         total_loss(consistency_loss(p, noisy), shape_loss(p, 10), entropy_loss(p), 0.01),
@@ -121,21 +125,21 @@ def test_totals(iop, probabilities):
     close(official, iop["tta/official_total_d10"])
 
 
-def test_shape_by_hand_at_the_border():
+def test_shape_by_hand_at_the_border() -> None:
     p = torch.tensor([[[[0.0, 1.0, 0.25, 0.25, 0.25]]]])  # one row: windows are clipped on all sides
     expected = [1.0, 1.0, 0.75, 0.0, 0.0]
     close(neighbourhood_range(p, 1)[0, 0, 0], expected)
     close(shape_loss(torch.cat([1 - p, p], dim=1), 1), 2 * np.mean(expected))
 
 
-def test_square_window_equals_a_full_two_dimensional_search():
+def test_square_window_equals_a_full_two_dimensional_search() -> None:
     p = torch.rand(2, 3, 9, 7)
     largest = torch.nn.functional.max_pool2d(p, 5, stride=1, padding=2)
     smallest = -torch.nn.functional.max_pool2d(-p, 5, stride=1, padding=2)
     assert torch.equal(neighbourhood_range(p, 2), largest - smallest)
 
 
-def test_degenerate_predictions():
+def test_degenerate_predictions() -> None:
     constant = torch.full((1, 2, 6, 6), 0.5)
     assert shape_loss(constant, 3) == 0 and consistency_loss(constant, constant) == 0
     close(entropy_loss(constant), math.log(2))
@@ -147,13 +151,13 @@ def test_degenerate_predictions():
     assert loss == 0 and torch.isfinite(certain.grad).all()
 
 
-def test_classification_and_image_shapes_agree():
+def test_classification_and_image_shapes_agree() -> None:
     p = torch.rand(4, 3).softmax(dim=1)
     close(entropy_loss(p), entropy_loss(p[:, :, None, None]))
     close(consistency_loss(p, p.flip(0)), consistency_loss(p[:, :, None, None], p.flip(0)[:, :, None, None]))
 
 
-def test_losses_are_means_over_pixels_not_sums():
+def test_losses_are_means_over_pixels_not_sums() -> None:
     p, q = torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4, 4)
     for loss in (entropy_loss, lambda x: consistency_loss(x, q.repeat(len(x), 1, 1, 1))):
         close(loss(p.repeat(3, 1, 1, 1)), loss(p))
@@ -162,7 +166,7 @@ def test_losses_are_means_over_pixels_not_sums():
 # -- classes and turned images -------------------------------------------------------------------------------------------------
 
 
-def test_every_class_of_a_sigmoid_output():
+def test_every_class_of_a_sigmoid_output() -> None:
     p = torch.tensor([[0.2, 0.9]])
     close(iop_math.all_classes(p, "multilabel"), [[0.8, 0.1, 0.2, 0.9]])
     assert iop_math.all_classes(p, "multiclass") is p
@@ -170,7 +174,7 @@ def test_every_class_of_a_sigmoid_output():
     assert iop_math.foreground(p, "binary") is p
 
 
-def test_turned_images_equal_the_published_augmentation(iop):
+def test_turned_images_equal_the_published_augmentation(iop: dict[str, Tensor]) -> None:
     images, turns, flips = iop["tta/rot_in"], iop["tta/rot_k"], iop["tta/flip"]
     assert torch.equal(turned(images, turns, flips), iop["tta/rot_out"])
     assert torch.equal(turned_back(iop["tta/rot_out"], turns, flips), images)
@@ -178,7 +182,7 @@ def test_turned_images_equal_the_published_augmentation(iop):
 
 @pytest.mark.parametrize("turns", range(4))
 @pytest.mark.parametrize("flip", [0, 1])
-def test_turning_back_undoes_turning(turns, flip):
+def test_turning_back_undoes_turning(turns: int, flip: bool) -> None:
     images = torch.rand(1, 2, 5, 5)
     places = torch.tensor([turns]), torch.tensor([flip])
     assert torch.equal(turned_back(turned(images, *places), *places), images)

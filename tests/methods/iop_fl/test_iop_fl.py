@@ -1,13 +1,15 @@
 """IOP-FL's halves: the personal model inside, routing outside, on small generated images."""
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import violation
-from medflare.core.states import blend, copy_state, difference, moved
+from medflare.core.states import StateDict, blend, copy_state, difference, moved
 from medflare.methods import iop_fl
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
@@ -19,13 +21,13 @@ from methods import squares
 from methods.squares import SITES, equal, play
 
 
-def test_contract_names():
+def test_contract_names() -> None:
     for name in ("local_adapted", "consistency_loss", "shape_loss", "entropy_loss"):
         assert getattr(iop_fl, name) is getattr(iop_math, name)
 
 
 @pytest.mark.parametrize("reading", ["ema_local", "explicit", "incremental"])
-def test_the_global_model_is_fedavgs(reading):
+def test_the_global_model_is_fedavgs(reading: str) -> None:
     ours, theirs = squares.server(IOPServer, outside=()), squares.server(FedAvgServer, outside=())
     play(ours, squares.halves(IOPSite, reading=reading))
     play(theirs, squares.halves(FedAvgSite))
@@ -33,7 +35,7 @@ def test_the_global_model_is_fedavgs(reading):
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
-def test_ema_reading_accumulates_local_models(tau):
+def test_ema_reading_accumulates_local_models(tau: float) -> None:
     server, halves = squares.server(IOPServer), squares.halves(IOPSite, tau=tau)
     expected = copy_state(server.model)
     for step, _, replies in play(server, halves).log:
@@ -42,13 +44,13 @@ def test_ema_reading_accumulates_local_models(tau):
     assert equal(halves["B"].adapted, expected)
 
 
-def test_tau_one_is_the_last_local_model():
+def test_tau_one_is_the_last_local_model() -> None:
     server, halves = squares.server(IOPServer, rounds=2), squares.halves(IOPSite, tau=1.0)
     log = play(server, halves).log
     assert equal(halves["A"].adapted, log[1][2]["A"].states["model"])
 
 
-def test_explicit_reading_takes_the_global_step_of_the_same_round():
+def test_explicit_reading_takes_the_global_step_of_the_same_round() -> None:
     server, halves, tau = squares.server(IOPServer), squares.halves(IOPSite, reading="explicit", tau=0.6), 0.6
     expected = copy_state(server.model)
     log = play(server, halves).log
@@ -60,7 +62,7 @@ def test_explicit_reading_takes_the_global_step_of_the_same_round():
     assert halves["B"].local_step is None  # the step of the last round found its global model in the final look
 
 
-def test_incremental_reading_adds_both_steps():
+def test_incremental_reading_adds_both_steps() -> None:
     server, halves, tau = squares.server(IOPServer), squares.halves(IOPSite, reading="incremental", tau=0.5), 0.5
     first = copy_state(server.model)
     expected, previous = copy_state(first), first
@@ -72,18 +74,18 @@ def test_incremental_reading_adds_both_steps():
     squares.assert_close(expected_floats(halves["B"].adapted), expected_floats(expected))
 
 
-def expected_floats(state):
+def expected_floats(state: StateDict) -> StateDict:
     return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
 
-def test_start_local_takes_the_first_local_model():
+def test_start_local_takes_the_first_local_model() -> None:
     server, halves = squares.server(IOPServer, rounds=1), squares.halves(IOPSite, start="local", tau=0.5)
     log = play(server, halves).log
     assert equal(halves["A"].adapted, log[0][2]["A"].states["model"])
     assert log[0][2]["A"].facts["validation"]["personal"] is None
 
 
-def test_delivered_personal_model_is_the_best_by_the_sites_own_validation():
+def test_delivered_personal_model_is_the_best_by_the_sites_own_validation() -> None:
     server, halves = squares.server(IOPServer, rounds=4), squares.halves(IOPSite)
     log = play(server, halves).log
     for name, half in halves.items():
@@ -94,15 +96,15 @@ def test_delivered_personal_model_is_the_best_by_the_sites_own_validation():
         assert equal(models["global"].states["model"], server.selected[0])
 
 
-def test_selection_last_delivers_the_last_personal_model():
+def test_selection_last_delivers_the_last_personal_model() -> None:
     server, halves = squares.server(IOPServer, rounds=2), squares.halves(IOPSite, selection="last")
     play(server, halves)
     assert equal(halves["A"].deliver(server.configure_delivery("A"))["personal"].states["model"], halves["A"].adapted)
 
 
 @pytest.mark.parametrize("reading", ["ema_local", "explicit", "incremental"])
-def test_a_new_process_for_every_task_changes_nothing(reading, tmp_path):
-    def absent(step, name):
+def test_a_new_process_for_every_task_changes_nothing(reading: str, tmp_path: Path) -> None:
+    def absent(step: Step, name: str) -> bool:
         return name == "B" and step.round == 1
 
     task = squares.task(optimizer={"name": "adam", "lr": 0.01, "amsgrad": True})  # remembers more than any other
@@ -113,7 +115,7 @@ def test_a_new_process_for_every_task_changes_nothing(reading, tmp_path):
         assert equal(plain[name].adapted, anew[name].adapted) and equal(first.server.experts[name], second.server.experts[name])
 
 
-def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared():
+def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -> None:
     assert [step.phase for step in squares.server(IOPServer, rounds=1, outside=()).steps()] == ["train", "validate"]
     server, halves = squares.server(IOPServer, rounds=1), squares.halves(IOPSite)
     log = play(server, halves).log
@@ -127,13 +129,13 @@ def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared():
     assert server.models().keys() == {"global", "personal/A", "personal/B", "personal/C"}
 
 
-def test_a_site_without_a_round_has_nothing_to_submit():
+def test_a_site_without_a_round_has_nothing_to_submit() -> None:
     half = squares.halves(IOPSite)["A"]
     with pytest.raises(StateError, match="site A took part in no round"):
         half.perform("submit", 3, squares.server(IOPServer).configure(Step("submit", 3), "A"))
 
 
-def test_server_state_survives():
+def test_server_state_survives() -> None:
     server = squares.server(IOPServer, rounds=2)
     play(server, squares.halves(IOPSite))
     again = squares.server(IOPServer, rounds=2)
@@ -142,7 +144,7 @@ def test_server_state_survives():
     assert first.states.keys() == second.states.keys() and all(equal(first.states[entry], second.states[entry]) for entry in first.states)
 
 
-def test_uniform_weighting_is_the_plain_mean():
+def test_uniform_weighting_is_the_plain_mean() -> None:
     server = squares.server(IOPServer, rounds=1, weighting="uniform")
     log = play(server, squares.halves(IOPSite)).log
     states = [reply.states["model"] for reply in log[0][2].values()]
@@ -152,6 +154,6 @@ def test_uniform_weighting_is_the_plain_mean():
 
 
 @pytest.mark.parametrize(("name", "value"), [("tau", 1.5), ("tau", "much"), ("reading", "literal"), ("radius", -1), ("router", "softmax")])
-def test_bad_settings_are_named(name, value):
+def test_bad_settings_are_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         get_method("iop_fl").check({name: value})

@@ -1,11 +1,16 @@
 """IOP-FL outside: routing, its objective and choice, comparisons, and the whole federation."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from fixture_types import Golden
 from medflare.core.hyper import build_hyper
+from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.evaluation.contract import validate_results
 from medflare.federation.local import run_local
@@ -18,14 +23,17 @@ from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from medflare.sites.opening import open_site
-from medflare.tasks.config import load_task
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
 from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, play, site
 
-QUICK = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
+QUICK: dict[str, Any] = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
 
 
-def delivered(task=SEGMENTATION, counts=(0, 0, 5), outside=None, **hyper):
+def delivered(
+    task: TaskConfig = SEGMENTATION, counts: tuple[int, int, int] = (0, 0, 5), outside: Site | None = None, **hyper: Any
+) -> tuple[Any, dict[str, Message]]:
     server = squares.server(IOPServer, task, rounds=1)
     play(server, squares.halves(IOPSite, task))
     half = IOPSite(outside or site("O", task, counts), plan_of(IOPSite, IOPServer, task, **{**QUICK, **hyper}))
@@ -34,7 +42,7 @@ def delivered(task=SEGMENTATION, counts=(0, 0, 5), outside=None, **hyper):
 
 @pytest.mark.parametrize("network", [SEGMENTATION, WITHOUT_BATCH_NORM, CLASSIFICATION])
 @pytest.mark.parametrize("images", [1, 5])
-def test_outside_site_gets_a_routed_model(network, images):
+def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> None:
     half, models = delivered(network, (0, 0, images))
     assert models.keys() == {"global", "deployed"} and models["deployed"].facts["kind"] == "routed"
     model = build_deployed(network, models["deployed"])
@@ -46,7 +54,7 @@ def test_outside_site_gets_a_routed_model(network, images):
     assert any(abs(value - 1 / 4) > 1e-4 for r in coefficients.values() for value in r) or model.report()["chosen"] == 0
 
 
-def test_the_state_with_the_lowest_loss_is_kept():
+def test_the_state_with_the_lowest_loss_is_kept() -> None:
     half, models = delivered(counts=(0, 0, 8), route_epochs=5)
     report = models["deployed"].facts["adaptation"]
     losses, chosen = report["losses"], report["chosen"]
@@ -55,19 +63,19 @@ def test_the_state_with_the_lowest_loss_is_kept():
     assert model.measure(half.site.data.test.images.tensor_split(2)) == pytest.approx(losses[chosen], rel=1e-5)
 
 
-def test_the_last_state_on_request():
+def test_the_last_state_on_request() -> None:
     _, models = delivered(choose="last", route_lr=5.0)
     assert models["deployed"].facts["adaptation"]["chosen"] == 3
 
 
-def test_labels_decide_nothing():
+def test_labels_decide_nothing() -> None:
     honest, spoilt = site("O", counts=(0, 0, 5)), site("O", counts=(0, 0, 5))
     spoilt.data = dataclasses.replace(spoilt.data, test=dataclasses.replace(spoilt.data.test, targets=1 - spoilt.data.test.targets))
     first, second = (delivered(outside=where)[1]["deployed"].states["router"] for where in (honest, spoilt))
     assert equal(first, second)
 
 
-def test_predictions_do_not_depend_on_how_many_images_are_handed_over():
+def test_predictions_do_not_depend_on_how_many_images_are_handed_over() -> None:
     """Eight images at once are answered in the two batches of four that they were adapted in."""
     half, models = delivered(counts=(0, 0, 8))
     model, images = build_deployed(SEGMENTATION, models["deployed"]), half.site.data.test.images
@@ -75,13 +83,13 @@ def test_predictions_do_not_depend_on_how_many_images_are_handed_over():
         torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
 
 
-def test_no_epoch_leaves_the_uniform_router():
+def test_no_epoch_leaves_the_uniform_router() -> None:
     _, models = delivered(route_epochs=0)
     values = [value for r in models["deployed"].facts["adaptation"]["coefficients"].values() for value in r]
     torch.testing.assert_close(torch.tensor(values), torch.full((len(values),), 0.25))
 
 
-def test_adaptation_changes_nothing_but_the_routers():
+def test_adaptation_changes_nothing_but_the_routers() -> None:
     server = squares.server(IOPServer, rounds=1)
     play(server, squares.halves(IOPSite))
     incoming = server.configure_delivery("O")
@@ -92,7 +100,7 @@ def test_adaptation_changes_nothing_but_the_routers():
     assert all("router" in name for name in models["deployed"].states["router"])
 
 
-def test_stored_outside_model_predicts_the_same(tmp_path):
+def test_stored_outside_model_predicts_the_same(tmp_path: Path) -> None:
     half, models = delivered()
     save_model(tmp_path, SEGMENTATION, models["deployed"], {"method": "iop_fl"})
     images = half.site.data.test.images
@@ -102,7 +110,7 @@ def test_stored_outside_model_predicts_the_same(tmp_path):
         )
 
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {"router": "free"},
     {"routing": "global"},
     {"routing": "global", "router": "free"},
@@ -130,14 +138,14 @@ OPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def reference():
+def reference() -> Tensor:
     half, models = delivered(choose="last")
     with torch.no_grad():
         return build_deployed(SEGMENTATION, models["deployed"])(half.site.data.test.images)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
-def test_every_option_matters(option, reference):
+def test_every_option_matters(option: dict[str, Any], reference: Tensor) -> None:
     half, models = delivered(choose="last", **option)
     model = build_deployed(SEGMENTATION, models["deployed"])
     with torch.no_grad():
@@ -145,7 +153,7 @@ def test_every_option_matters(option, reference):
     assert torch.isfinite(p).all() and not torch.equal(p, reference)
 
 
-def test_online_works_where_gradients_are_switched_off():
+def test_online_works_where_gradients_are_switched_off() -> None:
     half, models = delivered(online=True)
     images = half.site.data.test.images
     for switched_off in (torch.no_grad, torch.inference_mode):
@@ -156,14 +164,14 @@ def test_online_works_where_gradients_are_switched_off():
         assert not equal(model.network.adapted_state(), before)
 
 
-def test_oblong_images_can_be_turned():
+def test_oblong_images_can_be_turned() -> None:
     _, models = delivered(perturbation="noise+turns")
     model = build_deployed(SEGMENTATION, models["deployed"])
     model.adapt([torch.rand(3, 1, 16, 24)])
     assert len(model.report()["losses"]) == 4
 
 
-def test_classification_has_no_shape_term():
+def test_classification_has_no_shape_term() -> None:
     p, noisy = torch.rand(4, 2).softmax(dim=1), torch.rand(4, 2).softmax(dim=1)
     hyper = build_hyper(IOPHyper, {"beta": 0.5})
     expected = iop_math.consistency_loss(p, noisy) + 0.5 * iop_math.entropy_loss(p)
@@ -173,7 +181,7 @@ def test_classification_has_no_shape_term():
 @pytest.mark.parametrize(
     ("objective", "number"), [("paper", "tta/paper_total_mean_normalised_beta0.01_d10"), ("official", "tta/official_total_d10")]
 )
-def test_whole_objective_equals_the_reference(golden, objective, number):
+def test_whole_objective_equals_the_reference(golden: Golden, objective: str, number: str) -> None:
     numbers = golden("iop")
     task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
     p, noisy = (torch.as_tensor(numbers[f"tta/{name}"]).double().softmax(dim=1) for name in ("logits", "logits_noisy"))
@@ -181,7 +189,7 @@ def test_whole_objective_equals_the_reference(golden, objective, number):
     assert loss.item() == pytest.approx(float(numbers[number]), rel=1e-5)
 
 
-def test_a_binary_output_counts_as_two_classes():
+def test_a_binary_output_counts_as_two_classes() -> None:
     """Sigmoid and softmax networks that predict the same pay the same loss."""
     p, noisy = torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8)
     softmax = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
@@ -191,7 +199,7 @@ def test_a_binary_output_counts_as_two_classes():
         torch.testing.assert_close(test_time_loss(p, noisy, SEGMENTATION, hyper), test_time_loss(*both, softmax, hyper))
 
 
-def test_comparisons_of_table_two():
+def test_comparisons_of_table_two() -> None:
     half, models = delivered(comparisons=True)
     assert models.keys() == {"global", "deployed", "ensemble", "tent", "personal/A", "personal/B", "personal/C"}
     assert "tent" not in delivered(WITHOUT_BATCH_NORM, comparisons=True)[1]
@@ -204,14 +212,14 @@ def test_comparisons_of_table_two():
     assert with_global["ensemble"].states.keys() == {"A", "B", "C", "global"}
 
 
-def test_without_personal_models_the_outside_site_gets_the_global_one():
+def test_without_personal_models_the_outside_site_gets_the_global_one() -> None:
     server = squares.server(FedAvgServer, rounds=1)
     play(server, squares.halves(IOPSite))
     models = IOPSite(site("O"), plan_of(IOPSite, IOPServer)).deliver(server.configure_delivery("O"))
     assert models["deployed"] is models["global"]
 
 
-def test_a_routed_model_can_be_fitted_again_to_other_images():
+def test_a_routed_model_can_be_fitted_again_to_other_images() -> None:
     _, models = delivered()
     model = build_deployed(SEGMENTATION, models["deployed"])
     assert isinstance(model, RoutedModel)
@@ -220,7 +228,7 @@ def test_a_routed_model_can_be_fitted_again_to_other_images():
     assert not equal(before, model.network.adapted_state())
 
 
-def test_fitting_again_forgets_the_fit_before():
+def test_fitting_again_forgets_the_fit_before() -> None:
     half, models = delivered()
     model = build_deployed(SEGMENTATION, models["deployed"])
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
@@ -228,10 +236,10 @@ def test_fitting_again_forgets_the_fit_before():
     assert equal(model.network.adapted_state(), models["deployed"].states["router"])
 
 
-def test_whole_federation_with_an_outside_site(tmp_path):
+def test_whole_federation_with_an_outside_site(tmp_path: Path) -> None:
     """In the plain loop: results in order, the global model that of FedAvg, the stored outside model that which was measured."""
     task = load_task("phantom").to_dict() | {"size": [32, 32], "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
-    settings = {"rounds": 2, "seed": 3, "outside": ["site-9"]}
+    settings: dict[str, Any] = {"rounds": 2, "seed": 3, "outside": ["site-9"]}
     ours = run_local("iop_fl", task, ["site-1", "site-2"], out=tmp_path, comparisons=True, route_epochs=1, **settings)
     theirs = run_local("fedavg", task, ["site-1", "site-2"], **settings)
     validate_results(ours)

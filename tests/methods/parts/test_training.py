@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from medflare.core.message import Message
+from medflare.data.splits import Batch
 from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.parts.training import run_epochs, train_epochs
 from methods import squares
@@ -16,7 +17,7 @@ def test_means_are_over_images_not_batches() -> None:
     site = squares.site("A", squares.task(batch_size=4, local_epochs=2), (7, 2, 2))
     sizes: list[int] = []
 
-    def step(batch) -> dict[str, torch.Tensor]:
+    def step(batch: Batch) -> dict[str, torch.Tensor]:
         sizes.append(len(batch.images))
         return {"size": torch.tensor(float(len(batch.images))), "one": torch.tensor(1.0)}
 

@@ -1,12 +1,14 @@
 """PRR's transfer stages, CPA loss and prototypes: reference numbers, hand-computed values and degenerate cases."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fixture_types import Golden
 from medflare.core.rng import torch_generator
 from medflare.methods.prr.formulas import (
     EXCHANGE,
@@ -22,11 +24,11 @@ from medflare.methods.prr.formulas import (
     prototype_gamma,
 )
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-OFFICIAL_EPS = {"rtol": 1e-4, "atol": 1e-4}  # the official code adds 1e-6 inside its logarithm and its quotients
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+OFFICIAL_EPS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # the official code adds 1e-6 inside its logarithm and its quotients
 
 
-def normal(*shape, key="weights", dtype=torch.float64):
+def normal(*shape: int, key: str = "weights", dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch_generator(7, key), dtype=dtype)
 
 
@@ -35,7 +37,7 @@ def normal(*shape, key="weights", dtype=torch.float64):
 
 @pytest.mark.parametrize(("rule", "key"), [("official", "official_stage"), ("threshold", "paper_threshold_stage")])
 @pytest.mark.parametrize("sequence", ["seq0", "seq1"])
-def test_stages_match_the_reference(golden, sequence, rule, key):
+def test_stages_match_the_reference(golden: Golden, sequence: Any, rule: str, key: str) -> None:
     reference = golden("det")
     stage, found = 0, []
     for deputy, personal in zip(reference[f"{sequence}/deputy"], reference[f"{sequence}/personal"], strict=True):
@@ -60,18 +62,18 @@ def test_stages_match_the_reference(golden, sequence, rule, key):
         (EXCHANGE, 0.5, math.nan, RECOVER),
     ],
 )
-def test_official_stage_machine(stage, deputy, personal, expected):
+def test_official_stage_machine(stage: int, deputy: float, personal: float, expected: Any) -> None:
     assert next_stage(stage, deputy, personal) == expected
 
 
-def test_unknown_stage_or_rule_is_refused():
+def test_unknown_stage_or_rule_is_refused() -> None:
     with pytest.raises(ValueError, match="stage = 4"):
         next_stage(4, 1.0, 1.0)
     with pytest.raises(ValueError, match="rule = 'paper'"):
         next_stage(1, 1.0, 1.0, rule="paper")
 
 
-def test_distillation_matches_the_reference_and_teaches_the_student_only(golden):
+def test_distillation_matches_the_reference_and_teaches_the_student_only(golden: Golden) -> None:
     reference = golden("cpa")
     student = torch.from_numpy(reference["kl/student_logits"]).requires_grad_()
     teacher = torch.from_numpy(reference["kl/teacher_logits"]).requires_grad_()
@@ -82,7 +84,7 @@ def test_distillation_matches_the_reference_and_teaches_the_student_only(golden)
     assert teacher.grad is None
 
 
-def test_squared_difference_by_hand():
+def test_squared_difference_by_hand() -> None:
     student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3), 0.0]])  # (1/2, 1/2) and (3/4, 1/4)
     torch.testing.assert_close(distillation_loss(student, teacher, "mse10"), torch.tensor(10 / 16))
     assert distillation_loss(teacher, teacher) == distillation_loss(teacher, teacher, "mse10") == 0
@@ -92,17 +94,17 @@ def test_squared_difference_by_hand():
 
 
 @pytest.fixture(scope="module")
-def cpa(golden):
+def cpa(golden: Golden) -> dict[str, Tensor]:
     return {key: torch.from_numpy(np.asarray(value)) for key, value in golden("cpa").items()}
 
 
-def test_conjoint_mask_matches_the_reference(cpa):
+def test_conjoint_mask_matches_the_reference(cpa: dict[str, Tensor]) -> None:
     found = conjoint_mask(cpa["counts"], 0.8)
     torch.testing.assert_close(found, cpa["mask_beta0.8/ref64"], **CLOSE)
     torch.testing.assert_close(found.float(), cpa["mask_beta0.8/official"], **OFFICIAL_EPS)
 
 
-def test_conjoint_mask_by_hand_and_for_classes_that_nobody_has():
+def test_conjoint_mask_by_hand_and_for_classes_that_nobody_has() -> None:
     expected = torch.tensor([[1, 0.5, 1], [1, 1, 1], [1, 1, 1]], dtype=torch.float64)
     torch.testing.assert_close(conjoint_mask(torch.tensor([8, 2, 0]), 0.5), expected)
     ones = torch.ones(3, 3, dtype=torch.float64)
@@ -111,14 +113,14 @@ def test_conjoint_mask_by_hand_and_for_classes_that_nobody_has():
 
 
 @pytest.mark.parametrize("signed", ["", "_signed"])
-def test_gamma_matches_the_reference(cpa, signed):
+def test_gamma_matches_the_reference(cpa: dict[str, Tensor], signed: bool) -> None:
     local, global_ = cpa[f"local_proto{signed}"].double(), cpa[f"global_proto{signed}"].double()
     torch.testing.assert_close(prototype_gamma(local, global_, 3.0), cpa[f"beta0.8_tau3.0/ref64_gamma{signed}"], **CLOSE)
     similarity = 4.0 / prototype_gamma(local, global_, 3.0) - 3.0
     torch.testing.assert_close(similarity, cpa[f"ref64_cos{signed}"], **CLOSE)
 
 
-def test_gamma_of_aligned_orthogonal_opposite_and_missing_prototypes():
+def test_gamma_of_aligned_orthogonal_opposite_and_missing_prototypes() -> None:
     local = torch.tensor([[2.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
     global_ = torch.tensor([[5.0, 0.0], [0.0, 3.0], [-2.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     torch.testing.assert_close(prototype_gamma(local, global_, 3.0), torch.tensor([1.0, 4 / 3, 2.0, 1.0, 1.0]))
@@ -126,7 +128,7 @@ def test_gamma_of_aligned_orthogonal_opposite_and_missing_prototypes():
     assert torch.isfinite(steep).all() and steep[2] == pytest.approx(2000, rel=1e-4)
 
 
-def test_cpa_loss_matches_the_reference(cpa):
+def test_cpa_loss_matches_the_reference(cpa: dict[str, Tensor]) -> None:
     logits, targets, counts = cpa["logits"].double(), cpa["targets"], cpa["counts"]
     gamma = {sign: cpa[f"beta0.8_tau3.0/ref64_gamma{sign}"] for sign in ("", "_signed")}
     group = "beta0.8_tau3.0"
@@ -139,21 +141,21 @@ def test_cpa_loss_matches_the_reference(cpa):
     torch.testing.assert_close(cpa_loss(logits, targets, counts, None, 0.8), cpa[f"{group}/official_global_only"].double(), **OFFICIAL_EPS)
 
 
-def test_gradient_of_the_cpa_loss_matches_the_reference(cpa):
+def test_gradient_of_the_cpa_loss_matches_the_reference(cpa: dict[str, Tensor]) -> None:
     logits = cpa["logits"].clone().requires_grad_()
     gamma = prototype_gamma(cpa["local_proto"], cpa["global_proto"], 3.0)
     cpa_loss(logits, cpa["targets"], cpa["counts"], gamma, 0.8).backward()
     torch.testing.assert_close(logits.grad, cpa["beta0.8_tau3.0/official_grad_logits"], **OFFICIAL_EPS)
 
 
-def test_cpa_loss_is_the_cross_entropy_for_equal_counts_and_aligned_prototypes(cpa):
+def test_cpa_loss_is_the_cross_entropy_for_equal_counts_and_aligned_prototypes(cpa: dict[str, Tensor]) -> None:
     logits, targets = cpa["logits"], cpa["targets"]
     expected = nn.functional.cross_entropy(logits, targets)
     for counts, gamma in ((None, None), (torch.tensor([4, 4, 4]), torch.ones(3)), (torch.tensor([0, 0, 0]), None)):
         torch.testing.assert_close(cpa_loss(logits, targets, counts, gamma, 0.8), expected)
 
 
-def test_pixels_are_samples(cpa):
+def test_pixels_are_samples(cpa: dict[str, Tensor]) -> None:
     logits, targets = cpa["logits"], cpa["targets"]  # (10, 3): two pictures of five pixels
     pictures, labels = logits.reshape(2, 5, 3).transpose(1, 2), targets.reshape(2, 5)
     gamma = torch.tensor([1.0, 1.5, 2.0])
@@ -169,7 +171,7 @@ def test_pixels_are_samples(cpa):
     torch.testing.assert_close(by_pixel.means(), means.means())
 
 
-def test_cpa_loss_survives_large_logits():
+def test_cpa_loss_survives_large_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
     value = cpa_loss(logits, torch.tensor([1]), torch.tensor([10**9, 1, 0]), torch.tensor([1.0, 2.0, 1.0]), 0.8)
     value.backward()
@@ -179,7 +181,7 @@ def test_cpa_loss_survives_large_logits():
 # ---- prototypes -------------------------------------------------------------------------------------------------------------
 
 
-def test_prototypes_are_means_by_class_over_all_batches():
+def test_prototypes_are_means_by_class_over_all_batches() -> None:
     mean = PrototypeMean(3, 2)
     mean.add(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([0, 0]))
     mean.add(torch.tensor([[5.0, 3.0], [0.0, 7.0]], requires_grad=True), torch.tensor([0, 2]))
@@ -187,7 +189,7 @@ def test_prototypes_are_means_by_class_over_all_batches():
     assert mean.counts.tolist() == [3, 0, 1] and not mean.means().requires_grad
 
 
-def test_global_prototypes_match_the_reference(cpa):
+def test_global_prototypes_match_the_reference(cpa: dict[str, Tensor]) -> None:
     local, noise = cpa["protos_clients"].double(), cpa["proto_gaussian_noise_seed77"].double()
     present = torch.ones(4, 3)
     torch.testing.assert_close(global_prototypes(local, present, noise, "mean"), cpa["proto_mean"].double(), **CLOSE)
@@ -199,7 +201,7 @@ def test_global_prototypes_match_the_reference(cpa):
 
 
 @pytest.mark.parametrize("spread", ["gaussian", "clamped", "mean"])
-def test_sites_without_a_class_do_not_count_for_it(spread):
+def test_sites_without_a_class_do_not_count_for_it(spread: str) -> None:
     local, noise = normal(3, 2, 4), normal(2, 4, key="noise")
     present = torch.tensor([[1, 0], [1, 0], [0, 0]])
     found = global_prototypes(local, present, noise, spread)
@@ -207,14 +209,14 @@ def test_sites_without_a_class_do_not_count_for_it(spread):
     assert torch.equal(found[1], torch.zeros(4, dtype=torch.float64))
 
 
-def test_one_site_alone_gives_its_own_prototype():
+def test_one_site_alone_gives_its_own_prototype() -> None:
     local, noise = normal(1, 2, 4), normal(2, 4, key="noise")
     for spread in ("gaussian", "mean"):
         torch.testing.assert_close(global_prototypes(local, torch.ones(1, 2), noise, spread), local[0])
     torch.testing.assert_close(global_prototypes(local, torch.ones(1, 2), noise, "clamped"), local[0] + noise)
 
 
-def test_the_most_representative_site_has_the_class_distribution_closest_to_everybodys():
+def test_the_most_representative_site_has_the_class_distribution_closest_to_everybodys() -> None:
     counts = {"b": torch.tensor([[90, 10]]), "a": torch.tensor([[5, 5]]), "c": torch.tensor([[0, 40]])}  # everybody: 95, 55
     assert most_representative(counts) == "a"
     assert most_representative({"b": counts["c"], "a": counts["c"]}) == "a"

@@ -1,16 +1,18 @@
 """Progressive Fourier Aggregation: reference numbers, a transcription of the equations, degenerate cases, whole models."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fixture_types import Golden
 from medflare.core.rng import torch_generator
 from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 VARIANTS = {
     "official_both": {"window": "official"},
     "official_miccai21_amp": {"window": "official", "components": "amplitude"},
@@ -24,7 +26,7 @@ VARIANTS = {
 }
 
 
-def normal(*shape, key="weights", dtype=torch.float64):
+def normal(*shape: int, key: str = "weights", dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch_generator(7, key), dtype=dtype)
 
 
@@ -33,7 +35,7 @@ def normal(*shape, key="weights", dtype=torch.float64):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layer", ["conv_8x3x3x3", "fc_10x12", "last_3x64"])
-def test_fourier_aggregation_matches_the_reference(golden, layer, dtype):
+def test_fourier_aggregation_matches_the_reference(golden: Golden, layer: str, dtype: torch.dtype) -> None:
     reference = golden("pfa")
     keys = [key for key in reference if key.startswith(layer) and key.split("/")[-1] in VARIANTS]
     assert len(keys) == (4 * 3 if layer.startswith("last") else 4 * 9)
@@ -45,7 +47,7 @@ def test_fourier_aggregation_matches_the_reference(golden, layer, dtype):
         np.testing.assert_allclose(found.numpy(), reference[key], **CLOSE, err_msg=key)
 
 
-def transcribed(matrices, r, window, components, phase_mean):
+def transcribed(matrices: Any, r: float, window: str, components: str, phase_mean: str) -> Tensor:
     """Eq. 1-4 word by word for (K, R, C): full complex FFT, centred spectrum, real part of the inverse."""
     spectra = torch.fft.fftshift(torch.fft.fft2(matrices), dim=(-2, -1))
     amplitude, phase = spectra.abs(), spectra.angle()
@@ -65,7 +67,7 @@ def transcribed(matrices, r, window, components, phase_mean):
 @pytest.mark.parametrize("components", ["both", "amplitude", "phase"])
 @pytest.mark.parametrize("window", ["closed", "official"])
 @pytest.mark.parametrize(("sites", "size"), [(2, (7, 6)), (3, (8, 8)), (5, (5, 9)), (3, (1, 4)), (3, (4, 1)), (3, (2, 2)), (3, (1, 1))])
-def test_half_a_spectrum_gives_what_the_whole_one_gives(sites, size, window, components, phase_mean):
+def test_half_a_spectrum_gives_what_the_whole_one_gives(sites: int, size: int, window: str, components: str, phase_mean: str) -> None:
     matrices = normal(sites, *size, key=f"{sites}{size}") + 0.3
     for r in (0.0, 0.2, 0.35, 0.43, 0.5):
         found = fourier_aggregate(matrices, r, window=window, components=components, phase_mean=phase_mean)
@@ -73,7 +75,7 @@ def test_half_a_spectrum_gives_what_the_whole_one_gives(sites, size, window, com
 
 
 @pytest.mark.parametrize("layout", ["in_major", "out_major"])
-def test_layouts_are_the_matrices_they_say(layout):
+def test_layouts_are_the_matrices_they_say(layout: str) -> None:
     weights = normal(3, 4, 5, 3, 2)  # (K, O, I, kh, kw)
     if layout == "in_major":
         matrices = torch.stack([torch.cat([torch.cat([w[:, i, :, x].T for x in range(2)], 1) for i in range(5)]) for w in weights])
@@ -87,7 +89,7 @@ def test_layouts_are_the_matrices_they_say(layout):
         torch.testing.assert_close(found[1, 3, 2], expected[1, 9:12, 4:6])
 
 
-def test_a_classifier_is_aggregated_class_by_class():
+def test_a_classifier_is_aggregated_class_by_class() -> None:
     weights = normal(3, 4, 10)
     whole = fourier_aggregate(weights, 0.4, classifier=True)
     for c in range(4):
@@ -98,14 +100,14 @@ def test_a_classifier_is_aggregated_class_by_class():
 
 
 @pytest.mark.parametrize("options", VARIANTS.values())
-def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options):
+def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options: dict[str, Any]) -> None:
     weights = normal(1, 6, 5, 3, 3)
     found = fourier_aggregate(weights.expand(4, -1, -1, -1, -1), 0.4, **options)
     torch.testing.assert_close(found, weights.expand(4, -1, -1, -1, -1))
     assert torch.equal(fourier_aggregate(weights, 0.4, **options), weights)
 
 
-def test_zero_weights_stay_zero():
+def test_zero_weights_stay_zero() -> None:
     for options in VARIANTS.values():
         assert torch.equal(fourier_aggregate(torch.zeros(3, 4, 6), 0.4, **options), torch.zeros(3, 4, 6))
     one_silent = torch.stack([torch.zeros(4, 6), torch.ones(4, 6)])
@@ -113,7 +115,7 @@ def test_zero_weights_stay_zero():
         assert torch.isfinite(fourier_aggregate(one_silent, 0.4, **options)).all()
 
 
-def test_the_band_is_shared_and_the_rest_is_not():
+def test_the_band_is_shared_and_the_rest_is_not() -> None:
     weights = normal(3, 12, 10)
     spectra = torch.fft.fft2(fourier_aggregate(weights, 0.25, phase_mean="circular"))
     own = torch.fft.fft2(weights)
@@ -124,7 +126,7 @@ def test_the_band_is_shared_and_the_rest_is_not():
     assert not torch.allclose(spectra[0, 1:4, 1:3], own[0, 1:4, 1:3])
 
 
-def test_opposite_numbers_average_to_nothing_in_the_circular_mean_and_to_a_right_angle_in_the_arithmetic_one():
+def test_opposite_numbers_average_to_nothing_in_the_circular_mean_and_to_a_right_angle_in_the_arithmetic_one() -> None:
     weights = torch.tensor([1.0, -1.0]).reshape(2, 1, 1)  # one real bin, phases 0 and pi
     assert fourier_aggregate(weights, 0.5, phase_mean="circular").abs().max() == 0
     torch.testing.assert_close(fourier_aggregate(weights, 0.5), torch.zeros(2, 1, 1), rtol=0, atol=1e-7)
@@ -132,7 +134,7 @@ def test_opposite_numbers_average_to_nothing_in_the_circular_mean_and_to_a_right
     torch.testing.assert_close(fourier_aggregate(mostly_positive, 0.5), torch.full((4, 1, 1), 2 / math.sqrt(2)))
 
 
-def test_half_precision_comes_back_as_half_precision():
+def test_half_precision_comes_back_as_half_precision() -> None:
     weights = normal(3, 8, 6, dtype=torch.float32)
     found = fourier_aggregate(weights.half(), 0.4)
     assert found.dtype == torch.float16
@@ -151,13 +153,13 @@ def test_half_precision_comes_back_as_half_precision():
         ({"weights": torch.zeros(3, 8)}, r"\(3, 8\)"),
     ],
 )
-def test_fourier_aggregation_refuses_what_it_cannot_do(change, message):
+def test_fourier_aggregation_refuses_what_it_cannot_do(change: dict[str, Any], message: str) -> None:
     arguments = {"weights": torch.zeros(3, 4, 5), "r": 0.4} | change
     with pytest.raises(ValueError, match=message):
         fourier_aggregate(arguments.pop("weights"), arguments.pop("r"), **arguments)
 
 
-def test_frequency_ratio_follows_both_schedules(golden):
+def test_frequency_ratio_follows_both_schedules(golden: Golden) -> None:
     reference = golden("pfa")
     paper = [frequency_ratio(t, 50) for t in range(50)]
     official = [frequency_ratio(t, 50, r1=0.475) for t in range(50)]
@@ -171,7 +173,7 @@ def test_frequency_ratio_follows_both_schedules(golden):
 class Mixed(nn.Module):
     """Every kind of layer, with names that say the wrong thing."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.bn_conv = nn.Conv2d(3, 4, 3)
         self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
@@ -180,7 +182,7 @@ class Mixed(nn.Module):
         self.head = nn.Linear(6, 2)
 
 
-def test_entries_are_told_apart_by_the_type_of_their_layer():
+def test_entries_are_told_apart_by_the_type_of_their_layer() -> None:
     found = treatments(Mixed())
     assert found.keys() == Mixed().state_dict().keys()
     assert found["bn_conv.weight"] == Treatment("kernel") and found["bn_conv.bias"] == Treatment("mean")
@@ -193,7 +195,7 @@ def test_entries_are_told_apart_by_the_type_of_their_layer():
     assert found["head.weight"] == Treatment("classifier")
 
 
-def models(count):
+def models(count: int) -> Any:
     found = {}
     for k in range(count):
         torch.manual_seed(0)
@@ -203,7 +205,7 @@ def models(count):
     return found
 
 
-def test_every_site_gets_its_own_model():
+def test_every_site_gets_its_own_model() -> None:
     states, plan = models(3), treatments(Mixed())
     aggregated = aggregate_models(states, plan, 0.4)
     assert aggregated.keys() == states.keys()
@@ -220,7 +222,7 @@ def test_every_site_gets_its_own_model():
     assert not torch.equal(aggregated["site-0"]["head.weight"], aggregated["site-1"]["head.weight"])
 
 
-def test_without_fourier_everybody_gets_the_mean():
+def test_without_fourier_everybody_gets_the_mean() -> None:
     states = models(3)
     aggregated = aggregate_models(states, treatments(Mixed()), 0.4, fourier=False)
     for name in states["site-0"]:
@@ -229,7 +231,7 @@ def test_without_fourier_everybody_gets_the_mean():
             torch.testing.assert_close(aggregated[site][name], mean)
 
 
-def test_equal_models_are_a_fixed_point():
+def test_equal_models_are_a_fixed_point() -> None:
     state = models(1)["site-0"]
     for found in aggregate_models({"a": state, "b": state, "c": state}, treatments(Mixed()), 0.4).values():
         torch.testing.assert_close(found, state)

@@ -2,6 +2,8 @@
 
 import math
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
+from medflare.tasks.config import TaskConfig
 from methods import squares
 from methods.squares import (
     BINARY_CLASSIFICATION,
@@ -31,18 +34,18 @@ from methods.squares import (
     site,
 )
 
-FEDBN = {"pfa": False, "det": False, "cpa": "off"}
+FEDBN: dict[str, Any] = {"pfa": False, "det": False, "cpa": "off"}
 federation = partial(squares.federation, PRRSite, PRRServer)
 
 
-def server_of(halves, rounds=2, **hyper):
+def server_of(halves: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
     return squares.server(PRRServer, rounds=rounds, outside=(), halves=halves, **hyper)
 
 
 # ---- what leaves a site ---------------------------------------------------------------------------------------------------------
 
 
-def test_batch_normalisation_and_the_personal_model_never_leave_the_site():
+def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> None:
     log, server, halves = federation()
     local = batch_norm_entries(halves["A"].site.network())
     assert local and {step.phase for step, _, _ in log} == {"train", "validate"}
@@ -54,7 +57,7 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site():
     assert server.models() == {}  # no whole model is known to the server
 
 
-def test_replies_are_what_the_manifest_says():
+def test_replies_are_what_the_manifest_says() -> None:
     half = squares.halves(PRRSite)["A"]
     server = server_of({"A": half})
     reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
@@ -66,7 +69,7 @@ def test_replies_are_what_the_manifest_says():
 # ---- aggregation --------------------------------------------------------------------------------------------------------------
 
 
-def test_without_its_parts_and_batch_normalisation_it_is_fedavg():
+def test_without_its_parts_and_batch_normalisation_it_is_fedavg() -> None:
     halves = squares.halves(PRRSite, WITHOUT_BATCH_NORM, **FEDBN)
     _, server, _ = play(server_of(halves, **FEDBN), halves)
     plain = squares.halves(FedAvgSite, WITHOUT_BATCH_NORM)
@@ -75,7 +78,7 @@ def test_without_its_parts_and_batch_normalisation_it_is_fedavg():
     assert equal(server.aggregated["B"], fedavg.model)
 
 
-def test_fedbn_is_the_plain_mean_with_local_batch_normalisation():
+def test_fedbn_is_the_plain_mean_with_local_batch_normalisation() -> None:
     log, _, halves = federation(**FEDBN)
     local = batch_norm_entries(halves["A"].site.network())
     first_replies, second_outgoing = log[0][2], log[1][1]
@@ -87,7 +90,7 @@ def test_fedbn_is_the_plain_mean_with_local_batch_normalisation():
     assert local <= models["personal"].states["model"].keys()
 
 
-def test_every_site_gets_a_model_of_its_own_and_the_band_grows():
+def test_every_site_gets_a_model_of_its_own_and_the_band_grows() -> None:
     log, server, _ = federation(rounds=3)
     sent = [outgoing["A"].states["model"] for _, outgoing, _ in log]
     assert not equal(server.aggregated["A"], server.aggregated["B"])
@@ -101,13 +104,13 @@ def test_every_site_gets_a_model_of_its_own_and_the_band_grows():
 
 
 @pytest.mark.parametrize("cls_task", [SEGMENTATION, CLASSIFICATION])
-def test_one_site_alone_gets_its_own_deputy_back(cls_task):
+def test_one_site_alone_gets_its_own_deputy_back(cls_task: TaskConfig) -> None:
     log, server, _ = federation(cls_task, sites=("A",))
     assert equal(server.aggregated["A"], log[1][2]["A"].states["model"])
 
 
-def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_from_the_mean():
-    def absent(step, name):
+def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_from_the_mean() -> None:
+    def absent(step: Step, name: str) -> bool:
         return step.phase == "train" and ((name == "B" and step.round == 1) or (name == "C" and step.round < 2))
 
     log, server, halves = federation(rounds=3, absent=absent)
@@ -122,7 +125,7 @@ def test_a_site_that_misses_a_round_keeps_its_last_model_and_a_late_one_starts_f
 
 
 @pytest.mark.parametrize("task", [MULTILABEL, MULTICLASS, VGG, BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM])
-def test_it_trains_on_every_kind_of_task(task):
+def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
     log, server, halves = federation(task, outside=("O",))
     losses = [replies["A"].facts["loss"] for step, _, replies in log if step.phase == "train"]
     assert all(math.isfinite(loss) for loss in losses)
@@ -132,7 +135,7 @@ def test_it_trains_on_every_kind_of_task(task):
     assert bool(server.context.events.of("warning")) == (task in (BINARY_CLASSIFICATION, WITHOUT_BATCH_NORM))
 
 
-def test_a_class_that_no_site_has_is_named_and_does_no_harm():
+def test_a_class_that_no_site_has_is_named_and_does_no_harm() -> None:
     halves = squares.halves(PRRSite, CLASSIFICATION, missing=1)
     log, server, _ = play(server_of(halves), halves)
     warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
@@ -142,7 +145,7 @@ def test_a_class_that_no_site_has_is_named_and_does_no_harm():
     assert all(math.isfinite(replies["A"].facts["loss"]) for step, _, replies in log if step.phase == "train")
 
 
-def test_a_class_that_one_site_lacks_is_aligned_with_the_others():
+def test_a_class_that_one_site_lacks_is_aligned_with_the_others() -> None:
     halves = squares.halves(PRRSite, CLASSIFICATION)
     halves["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), halves["B"].plan)
     log, server, _ = play(server_of(halves, rounds=2, prototypes="mean"), halves)
@@ -150,7 +153,7 @@ def test_a_class_that_one_site_lacks_is_aligned_with_the_others():
     torch.testing.assert_close(server.prototypes["prototypes"][2], (sent[0][2] + sent[2][2]) / 2)
 
 
-def test_a_site_with_one_image():
+def test_a_site_with_one_image() -> None:
     halves = squares.halves(PRRSite)
     halves["C"] = PRRSite(site("C", counts=(1, 1, 1)), halves["C"].plan)
     log, _, _ = play(server_of(halves), halves)
@@ -160,7 +163,7 @@ def test_a_site_with_one_image():
 # ---- delivery -----------------------------------------------------------------------------------------------------------------
 
 
-def test_inside_a_site_uses_its_personal_model_of_its_best_round():
+def test_inside_a_site_uses_its_personal_model_of_its_best_round() -> None:
     log, server, halves = federation(rounds=3, selection="best")
     models = halves["A"].deliver(server.configure_delivery("A"))
     assert models["deployed"] is models["personal"]
@@ -172,18 +175,18 @@ def test_inside_a_site_uses_its_personal_model_of_its_best_round():
         assert measured == pytest.approx(validations[best - 1][role])
 
 
-def test_the_last_round_is_delivered_on_request():
+def test_the_last_round_is_delivered_on_request() -> None:
     _, server, halves = federation(rounds=3, selection="last")
     models = halves["A"].deliver(server.configure_delivery("A"))
     assert equal(models["personal"].states["model"], halves["A"].personal)
     assert equal(models["global"].states["model"], {**halves["A"].normalisation, **server.aggregated["A"]})
 
 
-def outsider():
+def outsider() -> PRRSite:
     return PRRSite(site("O"), plan_of(PRRSite, PRRServer))
 
 
-def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation():
+def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation() -> None:
     log, server, halves = federation(outside=("O",))
     assert [step.phase for step, _, _ in log] == ["train", "train", "validate", "share_normalisation"]
     models = outsider().deliver(server.configure_delivery("O"))
@@ -195,7 +198,7 @@ def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation(
     assert equal(server.models()["global"].states["model"], models["global"].states["model"])
 
 
-def test_an_outside_site_may_get_the_most_representative_personal_model():
+def test_an_outside_site_may_get_the_most_representative_personal_model() -> None:
     options = {"counts": (8, 4, 5), "outside_model": "personal", "selection": "last"}
     halves = {
         name: squares.half(PRRSite, name, CLASSIFICATION, missing=missing, **options)
@@ -207,7 +210,7 @@ def test_an_outside_site_may_get_the_most_representative_personal_model():
     assert equal(server.configure_delivery("O").states["model"], halves["C"].personal)
 
 
-def test_a_member_that_never_trained_is_treated_as_an_outsider():
+def test_a_member_that_never_trained_is_treated_as_an_outsider() -> None:
     _, server, halves = federation(absent=lambda step, name: name == "C")
     models = halves["C"].deliver(server.configure_delivery("C"))
     assert models.keys() == {"global", "deployed"}
@@ -217,7 +220,7 @@ def test_a_member_that_never_trained_is_treated_as_an_outsider():
 # ---- memory -------------------------------------------------------------------------------------------------------------------
 
 
-def test_new_processes_change_nothing(tmp_path):
+def test_new_processes_change_nothing(tmp_path: Path) -> None:
     _, server, halves = federation(rounds=3, outside=("O",))
     _, again, rebuilt = federation(rounds=3, outside=("O",), store=tmp_path)
     for name in SITES:
@@ -230,7 +233,7 @@ def test_new_processes_change_nothing(tmp_path):
     assert again.memory.facts["complete"] and server.memory.facts["complete"]
 
 
-def test_it_is_registered_with_its_contract_names():
+def test_it_is_registered_with_its_contract_names() -> None:
     method = get_method("prr")
     assert (method.site_class, method.server_class) == (PRRSite, PRRServer)
     names = ("fourier_aggregate", "frequency_ratio", "next_stage", "conjoint_mask", "prototype_gamma", "cpa_loss")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from medflare.methods.prr.supervision import (
@@ -13,6 +14,8 @@ from medflare.methods.prr.supervision import (
     class_totals,
     prototype_width,
 )
+from medflare.sites.site import Site
+from medflare.tasks.config import TaskConfig
 from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, site
 
 UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
@@ -20,7 +23,7 @@ UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 # ---- tasks as softmax problems ------------------------------------------------------------------------------------------------
 
 
-def test_every_task_is_a_group_of_softmax_problems():
+def test_every_task_is_a_group_of_softmax_problems() -> None:
     logits = torch.arange(2 * 3 * 2 * 2.0).reshape(2, 3, 2, 2)
     grouped = class_logits(logits, MULTICLASS)
     assert grouped.shape == (1, 2, 3, 4) and torch.equal(grouped[0, 1, :, 1], logits[1, :, 0, 1])
@@ -33,7 +36,7 @@ def test_every_task_is_a_group_of_softmax_problems():
     assert class_targets(torch.zeros(4, dtype=torch.long), BINARY_CLASSIFICATION).shape == (1, 4, 1)
 
 
-def test_class_totals_count_negatives_where_only_positives_are_counted():
+def test_class_totals_count_negatives_where_only_positives_are_counted() -> None:
     sites = {name: site(name, MULTILABEL) for name in SITES}
     totals = class_totals(MULTILABEL, {name: enrolled(data) for name, data in sites.items()})
     targets = torch.cat([data.data.train.targets for data in sites.values()])
@@ -44,13 +47,13 @@ def test_class_totals_count_negatives_where_only_positives_are_counted():
     assert everything.tolist() == [[9, 9, 6]]
 
 
-def supervision(data, kind, global_=None, totals=None, mix="paper"):
+def supervision(data: Site, kind: str, global_: Tensor | None = None, totals: Tensor | None = None, mix: str = "paper") -> Supervision:
     totals = class_totals(data.task, {"A": enrolled(data)}) if totals is None else totals
     return Supervision(data, kind, beta=0.8, tau=3.0, totals=totals, global_=global_, mix=mix)
 
 
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, MULTICLASS, CLASSIFICATION, BINARY_CLASSIFICATION])
-def test_supervision_without_imbalance_is_cross_entropy_and_dice(task):
+def test_supervision_without_imbalance_is_cross_entropy_and_dice(task: TaskConfig) -> None:
     data = site("A", task)
     images, targets, _ = next(iter(data.ordered("train")))
     logits = data.network()(images)
@@ -71,7 +74,7 @@ def test_supervision_without_imbalance_is_cross_entropy_and_dice(task):
     assert supervision(data, "global", totals=skewed)(logits, targets) < found  # less competition for the common class
 
 
-def test_official_mix_is_half_cpa_half_cross_entropy():
+def test_official_mix_is_half_cpa_half_cross_entropy() -> None:
     data = site("A")
     images, targets, _ = next(iter(data.ordered("train")))
     logits = data.network()(images)
@@ -80,7 +83,7 @@ def test_official_mix_is_half_cpa_half_cross_entropy():
     torch.testing.assert_close(supervision(data, "global", mix="official")(logits, targets), sum(parts) / 2 + dice)
 
 
-def test_comparison_losses():
+def test_comparison_losses() -> None:
     data = site("A", CLASSIFICATION, UNEVEN)
     images, targets, _ = next(iter(data.ordered("train")))
     logits = data.network()(images)
@@ -91,7 +94,7 @@ def test_comparison_losses():
     torch.testing.assert_close(supervision(data, "focal")(logits, targets), (-(1 - p).square() * p.log()).mean())
 
 
-def test_refinement_weighs_the_classes_that_are_far_from_the_others():
+def test_refinement_weighs_the_classes_that_are_far_from_the_others() -> None:
     data = site("A", CLASSIFICATION)
     images, targets, _ = next(iter(data.ordered("train")))
     logits, local = data.network()(images), torch.eye(3)
@@ -109,7 +112,7 @@ def test_refinement_weighs_the_classes_that_are_far_from_the_others():
 
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, CLASSIFICATION])
 @pytest.mark.parametrize("embedding", ["features", "logits"])
-def test_prototypes_are_masked_means_of_the_embeddings(task, embedding):
+def test_prototypes_are_masked_means_of_the_embeddings(task: TaskConfig, embedding: str) -> None:
     data = site("A", task)
     network = data.network().eval()
     gathered = SitePrototypes(task, prototype_width(task, embedding), embedding, "cpu")
@@ -126,7 +129,7 @@ def test_prototypes_are_masked_means_of_the_embeddings(task, embedding):
     assert gathered.state()["counts"].sum() == targets.numel()
 
 
-def test_a_smaller_feature_map_sees_the_nearest_labels():
+def test_a_smaller_feature_map_sees_the_nearest_labels() -> None:
     gathered = SitePrototypes(SEGMENTATION, 1, "features", "cpu")
     targets = torch.zeros(1, 16, 16, dtype=torch.long)
     targets[0, :8, :8] = 1

@@ -1,11 +1,14 @@
 """Deputy-Enhanced Transfer at a site: stages, who teaches whom; every option of PRR has its effect."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from medflare.core.errors import ConfigError
+from medflare.core.states import StateDict
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.prr.server import PRRServer
@@ -17,19 +20,19 @@ from methods.squares import equal
 federation = partial(squares.federation, PRRSite, PRRServer)
 
 
-def server_of(halves, rounds=2, **hyper):
+def server_of(halves: dict[str, Any], rounds: int = 2, **hyper: Any) -> Any:
     return squares.server(PRRServer, rounds=rounds, outside=(), halves=halves, **hyper)
 
 
 # ---- DET ----------------------------------------------------------------------------------------------------------------------
 
 
-def stages_of(epochs, **hyper):
+def stages_of(epochs: int, **hyper: Any) -> list[list[int]]:
     log, _, _ = federation(squares.task(local_epochs=epochs), sites=("A",), rounds=2, **hyper)
     return [replies["A"].facts["stages"] for step, _, replies in log if step.phase == "train"]
 
 
-def test_stages_of_a_round():
+def test_stages_of_a_round() -> None:
     assert stages_of(1) == [[2], [2]]  # nothing but mutual learning fits in one epoch
     assert stages_of(3, lam1=0.0, lam2=0.0) == [[1, 2, 3], [1, 2, 3]]
     assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="RE") == [[1, 2, 2], [1, 2, 2]]
@@ -40,14 +43,14 @@ def test_stages_of_a_round():
     assert stages_of(2, det=False) == [[], []]
 
 
-def after_one_round(**hyper):
+def after_one_round(**hyper: Any) -> tuple[StateDict, StateDict]:
     half = squares.halves(PRRSite, squares.task(local_epochs=2), cpa="global", **hyper)["A"]
     server = server_of({"A": half}, **hyper)
     reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
     return half.personal, {**half.normalisation, **reply.states["model"]}
 
 
-def test_teachers_are_not_touched_by_their_students():
+def test_teachers_are_not_touched_by_their_students() -> None:
     alone, _ = after_one_round(det=False)
     personal, deputy = after_one_round(lam1=9.0, lam2=9.0)  # Recover only: P_k learns from labels alone
     assert equal(personal, alone)
@@ -57,7 +60,7 @@ def test_teachers_are_not_touched_by_their_students():
     assert not equal(personal, alone)
 
 
-def test_the_personal_model_is_never_overwritten():
+def test_the_personal_model_is_never_overwritten() -> None:
     halves = squares.halves(PRRSite)
     server = server_of(halves, rounds=3)
     for step in server.steps()[:3]:
@@ -72,13 +75,13 @@ def test_the_personal_model_is_never_overwritten():
         server.aggregate(step, {name: half.perform("train", step.round, server.configure(step, name)) for name, half in halves.items()})
 
 
-def test_the_learning_rate_halves():
+def test_the_learning_rate_halves() -> None:
     rates = []
     for round in range(4):
         half = squares.halves(PRRSite, halve_every=2)["A"]
         optimizer = half.site.optimizer
 
-        def spy(parameters, optimizer=optimizer, **override):
+        def spy(parameters: Any, optimizer: Any = optimizer, **override: Any) -> torch.optim.Optimizer:
             rates.append(override["lr"])
             return optimizer(parameters, **override)
 
@@ -89,7 +92,7 @@ def test_the_learning_rate_halves():
 
 # ---- options ------------------------------------------------------------------------------------------------------------------
 
-CHANGES = [
+CHANGES: list[dict[str, Any]] = [
     {"pfa": False},
     {"r0": 0.1},
     {"r1": 0.5},
@@ -124,14 +127,14 @@ CHANGES = [
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def outcomes() -> Callable[..., StateDict]:
     """What two rounds of three epochs leave behind, by setting: site A's personal model and the one it would be sent next."""
     known = {}
 
-    def outcome(**hyper):
+    def outcome(**hyper: Any) -> StateDict:
         key = tuple(sorted(hyper.items()))
         if key not in known:
-            settings = {"lam1": 0.0, "lam2": 0.0, **hyper}
+            settings: dict[str, Any] = {"lam1": 0.0, "lam2": 0.0, **hyper}
             _, server, halves = federation(squares.task(local_epochs=3), sites=("A", "B"), rounds=2, **settings)
             known[key] = halves["A"].personal | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
         return known[key]
@@ -140,13 +143,13 @@ def outcomes():
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_every_option_changes_the_result(outcomes, change):
+def test_every_option_changes_the_result(outcomes: Callable[..., StateDict], change: dict[str, Any]) -> None:
     found = outcomes(**change)
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
     assert not equal(found, outcomes())
 
 
-def test_training_images_may_be_the_ones_that_decide(monkeypatch):
+def test_training_images_may_be_the_ones_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     score = Site.score
     monkeypatch.setattr(
@@ -169,6 +172,6 @@ def test_training_images_may_be_the_ones_that_decide(monkeypatch):
         ({"components": "amp"}, "components"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(change, message):
+def test_impossible_settings_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         get_method("prr").check(change)

@@ -19,7 +19,13 @@ _COLOURS = ((0, 255, 80), (60, 130, 255), (255, 60, 200), (255, 220, 0))  # outl
 
 
 def write_contact_sheet(path: Path, data: Mapping[str, SiteData], task: TaskConfig) -> Path:
-    """Writes a PNG with one row of training images per site; intensities are scaled alike at all sites, so shift shows."""
+    """Writes a PNG with one row of training images per site; intensities are scaled alike at all sites, so shift shows.
+
+    Args:
+        path: of the PNG file.
+        data: site -> its splits; the test split stands in where a site has no training images.
+        task: decides how masks are drawn.
+    """
     splits = {name: site.train if len(site.train) else site.test for name, site in data.items()}
     sample = np.concatenate([split.images[:: max(1, len(split) // 50)].numpy().ravel() for split in splits.values()])
     low, high = np.percentile(sample, [0.5, 99.5])

@@ -47,6 +47,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
+        """Whether every site can join."""
         return not any(report.problems for report in self.sites.values())
 
     def render(self) -> str:

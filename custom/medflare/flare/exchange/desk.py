@@ -26,13 +26,25 @@ class Desk:
         engine.register_aux_message_handler(WORK, self.work)
 
     def alive(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """A sign of life."""
+        """A sign of life.
+
+        Args:
+            topic: not read.
+            request: not read.
+            fl_ctx: names the site.
+        """
         if self.exchange is not None:
             self.exchange.watch.sign_of_life(_sender(fl_ctx))
         return make_reply(ReturnCode.OK)
 
     def work(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Holds a site's question for work until there is some: its poll then finds it."""
+        """Holds a site's question for work until there is some: its poll then finds it.
+
+        Args:
+            topic: not read.
+            request: not read; asking is a sign of life too.
+            fl_ctx: names the site.
+        """
         reply = self.alive(topic, request, fl_ctx)
         if self.exchange is not None:
             self.exchange.wait_for_task(_sender(fl_ctx), PATIENCE)

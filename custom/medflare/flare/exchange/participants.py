@@ -64,6 +64,7 @@ class ParticipantSpec:
 
     @property
     def state_folder(self) -> Path:
+        """Where the site's memory lies between two tasks."""
         return Path(self.folder) / _MEMBER
 
     def served_before(self) -> bool:
@@ -131,15 +132,14 @@ def authorize(methods: Iterable[str], fl_ctx: FLContext) -> None:
 
     Args:
         methods: names; medflare's own need nothing beyond medflare's components.
+        fl_ctx: names this party and finds its policy.
 
     Raises:
         ConfigError: no such method, or this party's class_allow_list does not cover it.
     """
-    from medflare.methods.catalogue import module_of
-
     for name in dict.fromkeys(methods):
-        module = module_of(name)
-        if module.split(".")[0] == "medflare":
+        module = foreign_module(name)
+        if not module:
             continue
         try:
             ComponentPathAuthorizer().authorize_component_config({"path": f"{module}.METHOD"}, fl_ctx=fl_ctx)
@@ -150,9 +150,25 @@ def authorize(methods: Iterable[str], fl_ctx: FLContext) -> None:
             ) from error
 
 
+def foreign_module(method: str) -> str:
+    """The module of a method that another distribution brings, which is not imported; empty for one of medflare's own.
+
+    Raises:
+        ConfigError: no such method.
+    """
+    from medflare.methods.catalogue import module_of
+
+    module = module_of(method)
+    return "" if module.split(".")[0] == "medflare" else module
+
+
 @contextmanager
 def rebuild_hint() -> Iterator[None]:
-    """What a job's settings are refused for also says how to write the job anew: an older medflare may have written it."""
+    """What a job's settings are refused for also says how to write the job anew: an older medflare may have written it.
+
+    Raises:
+        ConfigError: the one of the block, with the hint.
+    """
     try:
         yield
     except ConfigError as error:
@@ -165,6 +181,12 @@ def load_site_half(method: str) -> None:
 
     with suppress(MedflareError):
         _ = get_method(method).site_class
+
+
+def load_ahead(method: str) -> None:
+    """The same before the party was asked, see `authorize`: of another distribution's method what it stands on, and nothing of its own."""
+    with suppress(MedflareError):
+        load_site_half("fedavg" if foreign_module(method) else method)
 
 
 def interrupted(job: str) -> str:

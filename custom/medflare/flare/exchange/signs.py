@@ -65,6 +65,7 @@ def expect_answers(fl_ctx: FLContext, result_bytes: int = 0) -> None:
     """Set how long FLARE waits for the server's answer to the poll or the result that is sent next.
 
     Args:
+        fl_ctx: finds the site's communicator.
         result_bytes: size of the result; 0 for a poll.
     """
     communicator = fl_ctx.get_engine().client.communicator

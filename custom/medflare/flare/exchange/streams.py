@@ -25,6 +25,7 @@ class DelayedCall:
         self.function: Callable[[], None] | None = function
 
     def cancel(self) -> None:
+        """Nothing happens when the call is due."""
         self.function = None  # the heap forgets it when it is due
 
 
@@ -38,6 +39,7 @@ class DelayedCalls:
         self._thread: threading.Thread | None = None
 
     def after(self, seconds: float, function: Callable[[], None]) -> DelayedCall:
+        """Call `function` in so many seconds, unless what is returned is cancelled."""
         call = DelayedCall(time.monotonic() + seconds, function)
         with self._changed:
             heapq.heappush(self._heap, (call.due, next(self._order), call))

@@ -44,6 +44,7 @@ class Watch:
     lost: set[str] = field(default_factory=set)
 
     def sign_of_life(self, site: str) -> None:
+        """The site was heard of just now, and is not given up any more."""
         self.heard[site] = time.monotonic()
         self.lost.discard(site)
 
@@ -57,9 +58,11 @@ class TaskExchange:
 
     Args:
         controller: schedules the tasks.
+        fl_ctx: of the run.
+        abort_signal: of the job.
         members: names of the sites that FLARE has in this job at the moment.
-        stop_reason: why the job is being stopped, asked for when the abort signal is set.
         outside: names of sites that never train, as the job has them.
+        stop_reason: why the job is being stopped, asked for when the abort signal is set.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
             lives. Enrolment and delivery always do: reading the data may take long, and so may the last evaluation.
         silence: seconds without a sign of life after which a site counts as gone.

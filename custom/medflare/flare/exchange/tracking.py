@@ -24,6 +24,8 @@ class Tracking:
 
     Args:
         component: fires the events.
+        fl_ctx: of the run.
+        rounds: of the federation.
     """
 
     def __init__(self, component: FLComponent, fl_ctx: FLContext, rounds: int):
@@ -55,7 +57,15 @@ class Tracking:
 
 
 def numbers_of(facts: Mapping[str, Any]) -> dict[str, float]:
-    """The curves in a reply's facts: loss and, by role, the validation metric; what is undefined is left out."""
+    """The curves in a reply's facts: loss and, by role, the validation metric; what is undefined is left out.
+
+    Args:
+        facts: of a reply.
+
+    Examples:
+        >>> numbers_of({"loss": 0.5, "validation": {"global": 0.75, "personal": None}})
+        {'loss': 0.5, 'validation_global': 0.75}
+    """
     found = {"loss": facts.get("loss"), **{f"validation_{role}": value for role, value in (facts.get("validation") or {}).items()}}
     return _finite(found)
 
@@ -70,7 +80,16 @@ def _finite(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def weighted_means(numbers: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]) -> dict[str, float]:
-    """Mean of every tag over the sites that have it, weighted by their samples."""
+    """Mean of every tag over the sites that have it, weighted by their samples.
+
+    Args:
+        numbers: site -> tag -> value.
+        weights: site -> samples.
+
+    Examples:
+        >>> weighted_means({"A": {"loss": 1.0}, "B": {"loss": 5.0, "other": 2.0}}, {"A": 3, "B": 1})
+        {'loss': 2.0, 'other': 2.0}
+    """
     means = {}
     for tag in sorted({tag for found in numbers.values() for tag in found}):
         sites = [site for site, found in numbers.items() if tag in found]

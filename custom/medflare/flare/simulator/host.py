@@ -56,6 +56,13 @@ class WarmHost:
     def answer(self, spec: ParticipantSpec, phase: str, round: int, incoming: "Message", aborted: Callable[[], bool]) -> "Message":
         """What the site's participant answers, computed in a fork of the host.
 
+        Args:
+            spec: what the fork needs to act for the site.
+            phase: of the step.
+            round: 0-based.
+            incoming: the server's message.
+            aborted: whether the run was asked to stop; asked again and again.
+
         Raises:
             MedflareError: what the participant raised.
             Aborted: `aborted` became true; the fork notices before its next batch.

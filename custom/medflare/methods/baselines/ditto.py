@@ -57,6 +57,7 @@ class DittoSite(FedAvgSite[DittoHyper]):
         self.best = Best(self.memory, "personal")
 
     def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training, and after it that of the personal model towards the incoming global one."""
         before = self._measured(round)
         reply = super().train(round, incoming)
         measured = reply.facts["validation"]
@@ -65,6 +66,7 @@ class DittoSite(FedAvgSite[DittoHyper]):
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming global and of the personal model."""
         reply = super().validate(round, incoming)
         reply.facts["validation"]["personal"] = self._measured(round)
         return reply

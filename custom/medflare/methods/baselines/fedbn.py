@@ -32,11 +32,16 @@ class FedBNSite(PartialSite[FedAvgSiteHyper]):
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
+        """Every layer of batch normalisation."""
         return LocalPart.of_batch_norm(network)
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
-        """Refused without batch normalisation: a table with FedAvg's numbers under FedBN's name would mislead."""
+        """Refused without batch normalisation: a table with FedAvg's numbers under FedBN's name would mislead.
+
+        Raises:
+            ConfigError: the network has no batch normalisation.
+        """
         super().check(task, hyper, server_hyper)
         if not cls.local_part(meta_network(task)).names:
             raise ConfigError(

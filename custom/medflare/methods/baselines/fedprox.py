@@ -42,5 +42,6 @@ class FedProxSite(FedAvgSite[FedProxHyper]):
     Hyper: ClassVar[type] = FedProxHyper
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
+        """Epochs of the task's loss, every gradient with μ (w - w_g) added; returns the mean task loss."""
         correct = pull(model, model.state_dict(), self.hyper.mu)
         return train_epochs(model, optimizer, self.site, round, "model", correct=correct)

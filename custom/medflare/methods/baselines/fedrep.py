@@ -62,6 +62,7 @@ class FedRepSite(PartialSite[FedRepHyper]):
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
+        """The network's head."""
         return LocalPart.of_paths(network, ["head"])
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:

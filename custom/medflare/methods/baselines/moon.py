@@ -41,9 +41,20 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
     log 2, without a gradient, where the global and the previous model agree.
 
     Args:
-        z, z_global, z_previous: features (N, ...) of the same images under the local, the global and the previous local model;
-            feature maps count as one long vector.
+        z: features (N, ...) under the local model; feature maps count as one long vector.
+        z_global: features of the same images under the global model.
+        z_previous: features of the same images under the site's model of the round before.
         temperature: tau.
+
+    Returns:
+        The scalar mean over the images.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0]])
+        >>> contrastive_loss(z, z, z)
+        tensor(0.6931)
+        >>> contrastive_loss(z, z, -z, temperature=0.01)
+        tensor(0.)
     """
     own = z.flatten(1)
     cosines = [F.cosine_similarity(own, other.flatten(1), dim=1) for other in (z_global, z_previous)]
@@ -76,17 +87,24 @@ class MoonSite(LocalModelSite[MoonSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: MoonSiteHyper, server_hyper: Any) -> None:
+        """Refuse differential privacy beside what would go around it.
+
+        Raises:
+            ConfigError: `dp_noise` with `two_step` or `probe`.
+        """
         super().check(task, hyper, server_hyper)
         if is_private(hyper) and (hyper.two_step or hyper.probe):
             reason = "meta-train follows a gradient without noise" if hyper.two_step else "the A-distance is measured on training images"
             raise ConfigError(f"dp_noise: {reason}; set two_step=false probe=false")
 
     def train(self, round: int, incoming: Message) -> Message:
+        """Training as in `LocalModelSite`; the trained model is kept as the next round's previous one."""
         reply = super().train(round, incoming)
         self.previous = reply.states[MODEL]
         return reply
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
+        """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round; returns the mean loss."""
         penalty = None if self.previous is None else self._contrast(model, self.previous)
         if self.hyper.two_step:
             return train_two_steps(model, optimizer, self.site, round, penalty)

@@ -58,6 +58,11 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
 
     Raises:
         ValueError: no states, or nothing is left after trimming.
+
+    Examples:
+        >>> states = {site: {"w": torch.tensor(value)} for site, value in [("A", 1.0), ("B", 2.0), ("C", 900.0)]}
+        >>> robust_mean(states, "median"), robust_mean(states, "trimmed", trim=0.4)
+        ({'w': tensor(2.)}, {'w': tensor(2.)})
     """
     if not states:
         raise ValueError("robust_mean needs at least one state")
@@ -81,6 +86,7 @@ class RobustAggregation(Aggregation[RobustHyper]):
     """The chosen robust mean, for everybody."""
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        """The robust mean by `rule` and `trim`, samples not considered."""
         return robust_mean(states_of(models), self.hyper.rule, self.hyper.trim)
 
 

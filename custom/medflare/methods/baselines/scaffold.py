@@ -20,7 +20,6 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
@@ -85,10 +84,15 @@ def corrected_gradients(gradients: Sequence[Tensor], own: Sequence[Tensor], shar
 
     Args:
         gradients: g_k(y).
-        own, shared: c_k and c.
+        own: c_k.
+        shared: c.
 
-    >>> corrected_gradients([torch.tensor([1.0])], [torch.tensor([0.5])], [torch.tensor([0.25])])
-    [tensor([0.7500])]
+    Returns:
+        The corrected gradients, in the same order; the plain ones where c_k = c.
+
+    Examples:
+        >>> corrected_gradients([torch.tensor([1.0])], [torch.tensor([0.5])], [torch.tensor([0.25])])
+        [tensor([0.7500])]
     """
     return [g - c_k + c for g, c_k, c in zip(gradients, own, shared, strict=True)]
 
@@ -98,7 +102,8 @@ class Correction:
 
     Args:
         network: the network that trains.
-        own, shared: c_k and c.
+        own: c_k, by parameter name.
+        shared: c, by parameter name.
     """
 
     def __init__(self, network: nn.Module, own: StateDict, shared: StateDict):
@@ -132,6 +137,7 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
     """
 
     Hyper: ClassVar[type] = ScaffoldSiteHyper
+    server_hyper: ClassVar[type] = ScaffoldServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", sends=(GLOBAL, CONTROL), tells=(COUNTED,), answers=(MODEL, UPDATE), reports=MEASURED),
         VALIDATE,
@@ -139,13 +145,8 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
     unprotected = "its control variates are means of gradients without noise"
     control, update = Kept("control"), Kept("update")
 
-    @classmethod
-    def check(cls, task: TaskConfig, hyper: ScaffoldSiteHyper, server_hyper: Any) -> None:
-        super().check(task, hyper, server_hyper)
-        if not isinstance(server_hyper, ScaffoldServerHyper):
-            raise ConfigError("scaffold's site half needs control variates, which only scaffold's server half sends; use both")
-
     def train(self, round: int, incoming: Message) -> Message:
+        """Training along corrected gradients (Alg. 1, lines 9-13); the reply holds the model and c_k⁺ - c_k."""
         own, shared = self._settled(incoming), incoming.states[CONTROL]
         model = self.network("model", incoming.states[GLOBAL])
         validation = self.validation(model)
@@ -191,10 +192,12 @@ class SteppedMean(WeightedMean):
         self._learnt: frozenset[str] | None = None  # all floating entries, where no task says which
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
+        """Learn which entries have a gradient."""
         super().prepare(task, rounds)
         self._learnt = frozenset(_learnt(meta_network(task)))
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        """The mean, and from `previous` only η_g of the way to it for what is learnt."""
         mean = super().shared(models, round, previous)
         if previous is None:
             return mean
@@ -210,13 +213,12 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
     """
 
     Hyper: ClassVar[type] = ScaffoldServerHyper
+    site_hyper: ClassVar[type] = ScaffoldSiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = SteppedMean
     controls = Kept("controls")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        if context.phases and context.answer("train", UPDATE) is None:
-            raise ConfigError("scaffold's server half needs the control updates that only scaffold's site half sends; use both")
         self.controls = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in _learnt(context.plan.network()).items()}
         self.memory.facts |= {"samples": {}, "counted": {}}
 
@@ -235,6 +237,7 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
         return {name: tensor / total for name, tensor in self.controls.items()}
 
     def configure(self, step: Step, site: str) -> Message:
+        """FedAvg's message; for training also c, and which of the site's updates has been counted."""
         message = super().configure(step, site)
         if step.phase == "train":
             message.states[CONTROL] = self.control
@@ -242,6 +245,7 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """FedAvg's aggregation; after training c moves by the mean of the sites' updates (Alg. 1, line 17)."""
         super().aggregate(step, replies)
         if step.phase != "train":
             return

@@ -45,23 +45,40 @@ class PartialSite(FedAvgSite[F]):
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
-        """The entries of a network that stay at home."""
+        """The entries of a network that stay at home.
+
+        Raises:
+            NotImplementedError: a subclass does not say.
+        """
         raise NotImplementedError
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
+        """Refuse a network of which nothing would be shared.
+
+        Raises:
+            ConfigError: every entry would stay at home.
+        """
         super().check(task, hyper, server_hyper)
         network = Plan(task, (), hyper, server_hyper).network()
         if not cls.local_part(network).shared(network.state_dict()):
             raise ConfigError(f"task {task.name}: all of network {task.network['name']} would stay at home, nothing is left to share")
 
     def joined(self, shared: StateDict) -> StateDict:
-        """The site's model: the shared part with its own, which is that of the common initial model before the first training."""
+        """The site's model: the shared part with its own, which is that of the common initial model before the first training.
+
+        Args:
+            shared: the entries that came from the server.
+
+        Returns:
+            All entries of the network.
+        """
         if self.own is None:
             self.own = self.part.kept(copy_state(self.site.network().state_dict()))
         return {**shared, **self.own}
 
     def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training of both parts together; the reply holds the shared one."""
         start = self.joined(incoming.states[GLOBAL])
         reply = super().train(round, Message({GLOBAL: start}, incoming.facts))
         self.best.offer(reply.facts["validation"]["global"], round, start)
@@ -70,6 +87,7 @@ class PartialSite(FedAvgSite[F]):
         return Message({MODEL: self.part.shared(trained)}, reply.facts)
 
     def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metric of the site's whole model, a candidate for delivery."""
         model = self.joined(incoming.states[GLOBAL])
         reply = super().validate(round, Message({GLOBAL: model}, incoming.facts))
         self.best.offer(reply.facts["validation"]["global"], round, model)

@@ -58,13 +58,16 @@ class FedAvgServer(ServerHalf[G]):
         return len(self._sent) < len(self.model)
 
     def steps(self) -> list[Step]:
+        """The usual schedule, and after it the exchange of the parts that stayed at home, where outside sites need them."""
         share = [Step("share", self.context.rounds, everyone=True)] if self.partial and self.context.outside else []
         return [*super().steps(), *share]
 
     def configure(self, step: Step, site: str) -> Message:
+        """The global model, or what of it the sites share; nothing for the phase "share"."""
         return Message() if step.phase == "share" else Message({GLOBAL: {name: self.model[name] for name in self._sent}})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Offer the model that the round began with for delivery, then make the next one; "share" brings what sites kept at home."""
         if step.phase == "share":
             self.model = {**self.model, **self.aggregation.shared(site_models(replies, OWN), step.round)}
             self.memory.facts["whole"] = True
@@ -74,7 +77,15 @@ class FedAvgServer(ServerHalf[G]):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
     def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:
-        """What the sites' models become, by this half's formula; its weights are left in the record where they say something."""
+        """What the sites' models become, by this half's formula; its weights are left in the record where they say something.
+
+        Args:
+            round: 0-based.
+            replies: site -> reply with its trained model.
+
+        Returns:
+            The entries that the sites sent, aggregated.
+        """
         model = self.aggregation.shared(site_models(replies, MODEL), round, self.model)
         self.context.note(weight=self.aggregation.weights)
         return model
@@ -86,9 +97,11 @@ class FedAvgServer(ServerHalf[G]):
         return (self.model, self.context.rounds) if best is None else (best, self.best.round or self.context.rounds)
 
     def configure_delivery(self, site: str) -> Message:
+        """The selected global model and its round."""
         model, round = self.selected
         return Message({GLOBAL: model}, {SELECTED_ROUND: round})
 
     def models(self) -> dict[str, Message]:
+        """The selected global model as "global", where the server has all of it."""
         whole = not self.partial or "whole" in self.memory.facts
         return {"global": plain_message(self.selected[0])} if whole else {}

@@ -63,10 +63,12 @@ class FedAvgSite(SiteHalf[F]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
+        """With differential privacy, refuse networks and losses that mix the images of a batch; see `privacy.check_private`."""
         if is_private(hyper):
             check_private(task)
 
     def train(self, round: int, incoming: Message) -> Message:
+        """Measure the incoming global model, train it (`fit`) and send it back."""
         model = self.network("model", incoming.states[GLOBAL])
         validation = self.validation(model)
         loss = self.optimized(model, "model", lambda optimizer: self.fit(model, optimizer, round))
@@ -75,14 +77,24 @@ class FedAvgSite(SiteHalf[F]):
         return Message({MODEL: copy_state(model.state_dict())}, self.facts(loss=loss, validation={"global": validation}, **more))
 
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
-        """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss."""
+        """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss.
+
+        Args:
+            model: whose trainable parameters are optimized.
+            purpose: names the optimizer's moments in the half's memory.
+            train: optimizer -> whatever training returns, as a rule its mean loss.
+        """
         optimizer = self.site.optimizer(trainable(model))
         with self.continued({purpose: optimizer}):
             return train(optimizer)
 
     @contextmanager
     def continued(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[None]:
-        """Training with optimizers, by purpose, that go on with the last round's moments; afresh where `reset_optimizer` says so."""
+        """Training with optimizers, by purpose, that go on with the last round's moments; afresh where `reset_optimizer` says so.
+
+        Args:
+            optimizers: purpose -> optimizer; their moments are taken up on entry and kept on leaving.
+        """
         kept = {} if self.hyper.reset_optimizer else optimizers
         for purpose, optimizer in kept.items():
             self.optimizers.recall(purpose, optimizer)
@@ -91,20 +103,41 @@ class FedAvgSite(SiteHalf[F]):
             self.optimizers.keep(purpose, optimizer)
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
-        """One round of local training; the one thing that most local variants change."""
+        """One round of local training; the one thing that most local variants change.
+
+        Args:
+            model: holds the incoming weights; trained in place.
+            optimizer: of its trainable parameters.
+            round: 0-based, a key of batches and dropout.
+
+        Returns:
+            The mean training loss over all images; None where it stays untold.
+        """
         return self.descend(model, optimizer, round)
 
     def descend(self, model: nn.Module, optimizer: torch.optim.Optimizer, round: int, loss: Loss | None = None) -> float | None:
-        """Epochs of the task's loss or of another that is a mean over images; with DP-SGD where asked for, whose loss stays untold."""
+        """Epochs of the task's loss or of another that is a mean over images; with DP-SGD where asked for, whose loss stays untold.
+
+        Args:
+            model: trained in place.
+            optimizer: of its trainable parameters.
+            round: 0-based, a key of batches and dropout.
+            loss: (model, images, targets) -> the mean of the images' losses; None: the task's loss of the model's output.
+
+        Returns:
+            The mean loss over all images; None with DP-SGD.
+        """
         if is_private(self.hyper):
             train_privately(model, optimizer, self.site, self.account, self.hyper, loss)
             return None
         return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
 
     def privacy(self) -> dict[str, Any] | None:
+        """What DP-SGD has cost so far in this run; None without it."""
         return privacy_cost(self.site, self.account, self.hyper) if is_private(self.hyper) else None
 
     def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metric of the incoming global model."""
         return Message({}, self.facts(validation={"global": self.validation(self.network("model", incoming.states[GLOBAL]))}))
 
     def deliver(self, incoming: Message) -> dict[str, Message]:

@@ -17,7 +17,18 @@ from medflare.core.states import StateDict, weighted_mean
 
 
 def instance_discrepancy(f: Tensor, f_hat: Tensor) -> Tensor:
-    """1/2 ||f/||f|| - f^/||f^||||^2 = 1 - cos(f, f^) of every pair of rows: (N, D), (N, D) -> (N,), between 0 and 2."""
+    """1/2 ||f/||f|| - f^/||f^||||^2 = 1 - cos(f, f^) of every pair of rows: (N, D), (N, D) -> (N,), between 0 and 2.
+
+    Args:
+        f: features of the original images (N, D).
+        f_hat: features of the generated images (N, D).
+
+    Examples:
+        >>> instance_discrepancy(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]))
+        tensor([0.])
+        >>> instance_discrepancy(torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.0]]))
+        tensor([2.])
+    """
     return (F.normalize(f, dim=1) - F.normalize(f_hat, dim=1)).square().sum(dim=1) / 2
 
 
@@ -36,6 +47,14 @@ def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> 
 
     Returns:
         A scalar between 0 and min(m, 2).
+
+    Raises:
+        ValueError: an unknown level.
+
+    Examples:
+        >>> f, f_hat = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+        >>> discrepancy(f, f_hat, m=0.5), discrepancy(f, f_hat, m=0.5, level="batch")
+        (tensor(0.2500), tensor(0.5000))
     """
     each = instance_discrepancy(f, f_hat)
     if level == "instance":
@@ -46,7 +65,16 @@ def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> 
 
 
 def similarity_loss(f: Tensor, f_hat: Tensor) -> Tensor:
-    """L_sim (Eq. 4): the discrepancy without a cap, which the student minimises; (N, D), (N, D) -> scalar."""
+    """L_sim (Eq. 4): the discrepancy without a cap, which the student minimises; (N, D), (N, D) -> scalar.
+
+    Args:
+        f: features of the original images (N, D).
+        f_hat: features of the generated images (N, D).
+
+    Examples:
+        >>> similarity_loss(torch.eye(2), torch.eye(2)), similarity_loss(torch.eye(2), torch.eye(2).flip(0))
+        (tensor(0.), tensor(1.))
+    """
     return instance_discrepancy(f, f_hat).mean()
 
 
@@ -55,6 +83,17 @@ def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], dec
     """teacher <- decay * teacher + (1 - decay) * student, in place (Sec. III-B3, after Tarvainen and Valpola, 2017).
 
     Buffers such as BatchNorm's running statistics follow in the same way; integer entries are copied.
+
+    Args:
+        teacher: name -> tensor, changed in place.
+        student: name -> tensor; every name of the teacher.
+        decay: 1 leaves the teacher alone, 0 makes it the student.
+
+    Examples:
+        >>> teacher = {"w": torch.tensor(0.0)}
+        >>> ema_update(teacher, {"w": torch.tensor(4.0)}, decay=0.75)
+        >>> teacher
+        {'w': tensor(1.)}
     """
     for name, tensor in teacher.items():
         if tensor.is_floating_point():
@@ -64,7 +103,17 @@ def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], dec
 
 
 def ema_decay(step: int, decay: float, ramp: bool = False) -> float:
-    """The decay of EMA step `step` (0-based); with `ramp` it grows as 1 - 1/(step + 1) until it reaches `decay`."""
+    """The decay of EMA step `step` (0-based); with `ramp` it grows as 1 - 1/(step + 1) until it reaches `decay`.
+
+    Args:
+        step: 0-based.
+        decay: the constant, or what the ramp ends at.
+        ramp: begin with the student itself (decay 0).
+
+    Examples:
+        >>> [ema_decay(step, 0.7, ramp=True) for step in (0, 1, 9)]
+        [0.0, 0.5, 0.7]
+    """
     return min(1 - 1 / (step + 1), decay) if ramp else decay
 
 
@@ -83,6 +132,10 @@ def sharpness_perturbation(gradients: Mapping[str, Tensor] | Sequence[Tensor] | 
 
     Returns:
         epsilon in the form of `gradients`; zeros where all gradients vanish, for then no direction is the steepest.
+
+    Examples:
+        >>> sharpness_perturbation({"w": torch.tensor([3.0, 4.0])}, rho=0.5), sharpness_perturbation(torch.zeros(1), rho=0.5)
+        ({'w': tensor([0.3000, 0.4000])}, tensor([0.]))
     """
     if isinstance(gradients, Tensor):
         return sharpness_perturbation([gradients], rho)[0]
@@ -104,6 +157,10 @@ def generalization_scores(metrics: Tensor, n_validation: Tensor | None = None) -
 
     Returns:
         (K,) float64; NaN for a model that nobody could score (a federation of one site, for example).
+
+    Examples:
+        >>> generalization_scores(torch.tensor([[0.9, 0.5], [0.75, 0.9]]))
+        tensor([0.5000, 0.7500], dtype=torch.float64)
     """
     metrics = metrics.to(torch.float64)
     weights = torch.ones(len(metrics), dtype=torch.float64) if n_validation is None else n_validation.to(torch.float64)
@@ -127,6 +184,10 @@ def soft_balancing_weights(scores: Tensor | Sequence[float] | np.ndarray, beta: 
 
     Raises:
         ValueError: no score, or a negative or infinite one.
+
+    Examples:
+        >>> soft_balancing_weights([0.5, 0.5]), soft_balancing_weights([1.0, 3.0]), soft_balancing_weights([1.0, 3.0], beta=0)
+        (tensor([0.5000, 0.5000]), tensor([0.2500, 0.7500]), tensor([0.5000, 0.5000]))
     """
     given = torch.as_tensor(scores)
     defined = _defined_scores(given)
@@ -134,7 +195,22 @@ def soft_balancing_weights(scores: Tensor | Sequence[float] | np.ndarray, beta: 
 
 
 def softmax_weights(scores: Tensor | Sequence[float] | np.ndarray, temperature: float) -> Tensor:
-    """w_i = exp(s_i / T) / sum_j exp(s_j / T): another reading of Eq. 6; arguments and errors as `soft_balancing_weights`."""
+    """w_i = exp(s_i / T) / sum_j exp(s_j / T): another reading of Eq. 6.
+
+    Args:
+        scores: as for `soft_balancing_weights`.
+        temperature: T > 0; large ones give equal weights.
+
+    Returns:
+        (K,) weights that sum to 1, in the dtype of `scores`.
+
+    Raises:
+        ValueError: a temperature that is not positive, or as `soft_balancing_weights`.
+
+    Examples:
+        >>> softmax_weights([0.5, 0.5], temperature=0.1)
+        tensor([0.5000, 0.5000])
+    """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     given = torch.as_tensor(scores)
@@ -173,6 +249,11 @@ def within_client_average(
 
     Raises:
         ValueError: no state, lists of different length, a negative kappa, an unknown window.
+
+    Examples:
+        >>> states = [{"w": torch.tensor(value)} for value in (8.0, 4.0, 2.0)]
+        >>> within_client_average(states, [0.5, 1.0, 0.75], kappa=2)
+        ({'w': tensor(3.)}, 0.875)
     """
     if not states or len(states) != len(scores):
         raise ValueError(f"states and scores must be as many, and at least one, got {len(states)} and {len(scores)}")
@@ -198,6 +279,10 @@ def choose_evaluators(sites: Sequence[str], number: int, generator: np.random.Ge
 
     Returns:
         site -> the sites that score its model, sorted, never itself.
+
+    Examples:
+        >>> choose_evaluators(["A", "B", "C"], 0, np.random.default_rng(0))
+        {'A': ['B', 'C'], 'B': ['A', 'C'], 'C': ['A', 'B']}
     """
     chosen = {}
     for site in sorted(sites):

@@ -19,17 +19,32 @@ from medflare.tasks.config import TaskConfig
 
 
 def build_generator(task: TaskConfig, hyper: FedDAGSiteHyper) -> DomainGenerator:
+    """The generator of these settings with random weights."""
     return DomainGenerator(task.channels, hyper.generator_width, hyper.generator_blocks, hyper.generator_scale)
 
 
 def initial_generator(task: TaskConfig, seed: int, hyper: FedDAGSiteHyper) -> DomainGenerator:
-    """The generator that every participant starts from."""
+    """The generator that every participant starts from.
+
+    Args:
+        task: gives the channels.
+        seed: of the run.
+        hyper: gives width, blocks and scale.
+    """
     with seeded(seed, "initial", "generator"):
         return build_generator(task, hyper)
 
 
 class AdversarialGeneration:
-    """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch; the teacher follows."""
+    """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch; the teacher follows.
+
+    Args:
+        site: gives loss, optimizers and device.
+        hyper: the site half's hyper-parameters.
+        student: the network that learns from generated images.
+        teacher: follows the student by EMA; kept in evaluation mode.
+        generator: images (N, C, H, W) -> perturbations of the same shape.
+    """
 
     def __init__(self, site: Site, hyper: FedDAGSiteHyper, student: FeatureNetwork, teacher: FeatureNetwork, generator: nn.Module):
         self.site, self.hyper = site, hyper
@@ -52,12 +67,23 @@ class AdversarialGeneration:
 
     @torch.no_grad()
     def reference(self, images: Tensor) -> Tensor:
-        """f = T(x): features (N, D) of the originals, the same for both stages."""
+        """f = T(x): features (N, D) of the originals, the same for both stages.
+
+        Args:
+            images: (N, C, H, W).
+        """
         return pooled(self.teacher.features_and_output(images)[0])
 
     @torch.no_grad()
     def student_images(self, images: Tensor) -> Tensor:
-        """x^ of the student's stage: fixed images of the generator as it is now."""
+        """x^ of the student's stage: fixed images of the generator as it is now.
+
+        Args:
+            images: (N, C, H, W).
+
+        Returns:
+            (N, C, H, W) without a graph; α G(x) alone where `train_on` is "perturbation".
+        """
         perturbation = self.generator(images)
         if self.hyper.train_on == "perturbation":
             return self.hyper.alpha * perturbation
@@ -94,7 +120,18 @@ class AdversarialGeneration:
     def student_losses(
         self, model: FeatureNetwork, images: Tensor, x_hat: Tensor | None, targets: Tensor, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """L_S = L_sim + L_task and its parts; L_task alone, on the originals, without generated images."""
+        """L_S = L_sim + L_task and its parts; L_task alone, on the originals, without generated images.
+
+        Args:
+            model: the student, or a model in its place.
+            images: the originals (N, C, H, W).
+            x_hat: the generated images (N, C, H, W); None without.
+            targets: as in `data.splits.Split`.
+            reference: f, features of the originals (N, D); None without generated images.
+
+        Returns:
+            The scalars "task", "student" (what is minimised) and, with generated images, "similarity".
+        """
         if x_hat is None or reference is None:
             task = self.site.loss(model(images), targets)
             return {"task": task, "student": task}
@@ -107,7 +144,14 @@ class AdversarialGeneration:
 
 
 def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], rho: float) -> None:
-    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε as in SHA."""
+    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε as in SHA.
+
+    Args:
+        model: changed in place.
+        optimizer: of its trainable parameters.
+        loss: computes the batch's loss anew at the weights of the moment.
+        rho: length of ε; 0 for a plain step.
+    """
     optimizer.zero_grad(set_to_none=True)
     loss().backward()
     if rho > 0:

@@ -53,7 +53,11 @@ class DomainGenerator(nn.Module):
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, C, H, W) -> perturbations (N, C, H, W) in [-1, 1]; H and W at least 2 after shrinking."""
+        """Images (N, C, H, W) -> perturbations (N, C, H, W) in [-1, 1]; H and W at least 2 after shrinking.
+
+        Args:
+            x: images, normalised as for the network.
+        """
         size = x.shape[-2:]
         if self.scale > 1:
             x = F.interpolate(x, size=[max(2, side // self.scale) for side in size], mode="area")
@@ -71,6 +75,11 @@ def generated(images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[
         perturbation: G(x), of the same shape, in [-1, 1].
         alpha: strength of the perturbation, in [0, 1].
         limits: range to clamp the result to; None leaves it as it is.
+
+    Examples:
+        >>> x = torch.tensor([0.5, 0.75])
+        >>> generated(x, torch.ones(2), alpha=0.0), generated(x, torch.ones(2), alpha=0.5, limits=(0.0, 1.0))
+        (tensor([0.5000, 0.7500]), tensor([1., 1.]))
     """
     if alpha == 0:
         return images
@@ -82,8 +91,9 @@ def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int
     """A PNG with a column for each image: the original, G(x) and the generated image below each other (as in the paper's Fig. 4).
 
     Args:
-        images, perturbations, x_hat: (N, C, H, W) with 1 or 3 channels. Originals and generated images share one intensity range, the
-            perturbations use all of [-1, 1].
+        images: the originals (N, C, H, W) with 1 or 3 channels; they share one intensity range with the generated images.
+        perturbations: G(x) of the same shape, shown with all of [-1, 1].
+        x_hat: the generated images, of the same shape.
         side: width of a column in pixels.
     """
     from PIL import Image

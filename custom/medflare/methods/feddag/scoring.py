@@ -49,6 +49,11 @@ class ScoredSite(SiteHalf[Any]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:
+        """Refuse a score that the task does not have, and differential privacy where θ^ leaves the site.
+
+        Raises:
+            ConfigError: one of both.
+        """
         super().check(task, hyper, server_hyper)
         if not isinstance(server_hyper, SHAHyper):  # FedDAG's site with another server
             return
@@ -59,6 +64,7 @@ class ScoredSite(SiteHalf[Any]):
             raise ConfigError(no_such("score_metric", server_hyper.score_metric, known, f"a {task.kind} task"))
 
     def train(self, round: int, incoming: Message) -> Message:
+        """The other half's training; the perturbed model is added to its reply."""
         reply: Message = super().train(round, incoming)  # type: ignore[misc]
         self.add_perturbed(round, reply)
         return reply
@@ -110,5 +116,18 @@ def _perturbs(server_hyper: Any) -> bool:
 
 
 def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
-    """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); what has no gradient (buffers, frozen weights) stays as it is."""
+    """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); what has no gradient (buffers, frozen weights) stays as it is.
+
+    Args:
+        state: θ with buffers.
+        gradients: g by parameter name.
+        rho: ρ, length of the perturbation.
+
+    Returns:
+        A state with all entries of `state`.
+
+    Examples:
+        >>> perturbed({"w": torch.tensor([1.0, 1.0]), "n": torch.tensor(3)}, {"w": torch.tensor([3.0, 4.0])}, rho=5.0)
+        {'w': tensor([4., 5.]), 'n': tensor(3)}
+    """
     return {**state, **moved({name: state[name] for name in gradients}, sharpness_perturbation(gradients, rho))}

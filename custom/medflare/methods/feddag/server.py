@@ -15,6 +15,7 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
     """SHA with a warm-up of FedAvg rounds; the generator (and the global student of type 2) are averaged along with the model."""
 
     Hyper: ClassVar[type] = FedDAGServerHyper
+    site_hyper: ClassVar[type] = FedDAGSiteHyper
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
@@ -30,15 +31,18 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
             self.memory.states[COMPANION.of(STUDENT)] = self.model
 
     def steps(self) -> list[Step]:
+        """FedAvg rounds for the warm-up, SHA's schedule after them."""
         warm_up = [Step("warm_up", round) for round in range(self.warmup)]
         return [*warm_up, *(step for step in super().steps() if step.round >= self.warmup)]
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """SHA's aggregation; after the warm-up the global student begins as the global model."""
         super().aggregate(step, replies)
         if step.phase == "warm_up" and STUDENT in self.companions:
             self.memory.states[COMPANION.of(STUDENT)] = self.model
 
     def configure_delivery(self, site: str) -> Message:
+        """FedAvg's message; for pictures also the generator."""
         message = super().configure_delivery(site)
         if self.sites_hyper.pictures and GENERATOR in self.companions and site in self.context.sites:
             message.states[GENERATOR] = self.companions[GENERATOR]

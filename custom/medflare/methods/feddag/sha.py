@@ -53,6 +53,7 @@ class HierarchicalAggregation(WeightedMean):
         self.scores: dict[str, float] = {}
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        """Averages within each site (`within_client_average`), then across sites with weights by score (Eq. 6)."""
         averaged: dict[str, StateDict] = {}
         self.scores = {}
         for site in sorted(models):
@@ -66,7 +67,11 @@ class HierarchicalAggregation(WeightedMean):
         return weighted_mean(averaged, self.weights)
 
     def mean(self, models: Mapping[str, SiteModel]) -> StateDict:
-        """FedAvg's mean, for rounds without scores."""
+        """FedAvg's mean, for rounds without scores.
+
+        Args:
+            models: site -> its part in the aggregation.
+        """
         return super().shared(models, 0)
 
     def _balanced(self, scores: list[float]) -> list[float]:
@@ -82,6 +87,7 @@ class HierarchicalAggregation(WeightedMean):
         message.facts["history"] = {site: [finite_or_none(score) for _, score in past] for site, past in self.history.items()}
 
     def unpack(self, message: Message) -> None:
+        """Take up the history that `pack` stored."""
         self.history = {
             site: [(message.states.pop(f"history/{site}/{place}"), math.nan if s is None else s) for place, s in enumerate(scores)]
             for site, scores in message.facts.pop("history", {}).items()
@@ -92,6 +98,9 @@ class SHAServer(FedAvgServer[K]):
     """Lets sites score each other's perturbed models, then averages within and across sites (Alg. 2).
 
     `companions` are states that travel and are averaged with the model, with the same weights (FedDAG's generator).
+
+    Raises:
+        ConfigError: the site half keeps a part of its model at home.
     """
 
     Hyper: ClassVar[type] = SHAHyper
@@ -126,12 +135,14 @@ class SHAServer(FedAvgServer[K]):
             self.memory.states |= {CANDIDATE.of(f"{site}/{entry}"): state for entry, state in entries.items()}
 
     def steps(self) -> list[Step]:
+        """A training and a scoring step per round, and a look at the last models; FedAvg's schedule without SHA."""
         if not self.hyper.sha:
             return super().steps()
         rounds = [Step(phase, round) for round in range(self.context.rounds) for phase in ("train", "score")]
         return [*rounds, Step("validate", self.context.rounds, everyone=True)]
 
     def configure(self, step: Step, site: str) -> Message:
+        """The global model and its companions to train; to score, the perturbed models of the sites that this one evaluates."""
         if step.phase != "score":
             return Message({GLOBAL: self.model, **(self.companions if step.phase == "train" else {})})
         candidates = self.candidates
@@ -143,6 +154,7 @@ class SHAServer(FedAvgServer[K]):
         return choose_evaluators(sorted(self.candidates), self.hyper.evaluators, generator)
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """After training keep the models until they are scored; after scoring make the next global one of them (Alg. 2)."""
         if step.phase == "score":
             candidates = self.candidates
             scores = self._scores(step.round, sorted(candidates), replies)

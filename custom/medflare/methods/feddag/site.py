@@ -65,6 +65,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @cached_property
     def generator(self) -> DomainGenerator:
+        """The site's generator network; its weights come with every round."""
         return initial_generator(self.site.task, self.site.seed, self.hyper).to(self.site.device)
 
     def warm_up(self, round: int, incoming: Message) -> Message:
@@ -72,6 +73,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return FedAvgSite.train(self, round, incoming)
 
     def train(self, round: int, incoming: Message) -> Message:
+        """A round of NDAG (Alg. 1); the reply holds what the distribution type shares, and the perturbed model."""
         validation = self.validation(self.network("model", incoming.states[GLOBAL]))
         generation = self._begin(incoming)
         losses = self._epochs(generation, round)
@@ -118,9 +120,11 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             return run_epochs(self.site, round, "model", step)
 
     def last_batch(self, round: int) -> Batch:
+        """The batch that the round's training ended with."""
         return cast(Batch, self._last_batch)  # `train` has just set it
 
     def perturbation_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The task's loss, or all of the student's (L_S) where the settings say so."""
         if self.hyper.perturbation_loss == "task" or not self.hyper.ndag:
             return super().perturbation_loss(model, batch)
         generation = cast(AdversarialGeneration, self._generation)  # `train` has just made it

@@ -38,6 +38,7 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
     """Trains the selector alone once the other models are finished."""
 
     Hyper: ClassVar[type] = FedSMExtraSiteHyper
+    server_hyper: ClassVar[type] = FedSMExtraServerHyper
     kind = "super_extra"
     selector_outputs = staticmethod(one_score_more)
     phases: ClassVar[tuple[Phase, ...]] = (
@@ -53,6 +54,7 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
     )
 
     def train_selector(self, round: int, incoming: Message) -> Message:
+        """A round of the selector alone; the finished models come with its first message and are kept."""
         if GLOBAL in incoming.states:
             models = {entry: state for entry, state in incoming.states.items() if not entry.startswith("selector_")}
             self.memory.states |= {_FROZEN.of(entry): state for entry, state in models.items()}
@@ -90,9 +92,11 @@ class FedSMExtraServer(PersonalServer[FedSMExtraServerHyper]):
     """After the federation's rounds come those of the selector; a site is sent the finished models once."""
 
     Hyper: ClassVar[type] = FedSMExtraServerHyper
+    site_hyper: ClassVar[type] = FedSMExtraSiteHyper
     site_class: ClassVar[type[PersonalSite[Any]]] = FedSMExtraSite
 
     def steps(self) -> list[Step]:
+        """FedSM's rounds without a selector, then `selector_rounds` of the selector alone."""
         extra = [Step("train_selector", self.context.rounds + i, everyone=True) for i in range(self.hyper.selector_rounds)]
         return [*super().steps(), *extra]
 
@@ -102,12 +106,14 @@ class FedSMExtraServer(PersonalServer[FedSMExtraServerHyper]):
         return self.memory.facts.get("given", [])
 
     def configure(self, step: Step, site: str) -> Message:
+        """As the base says; for the selector its state, and the finished models where the site does not have them yet."""
         if step.phase != "train_selector":
             return super().configure(step, site)
         models = Message() if site in self._given else self.configure_delivery(site)
         return Message({**models.states, **self.selector.sent}, {**models.facts, UPDATE: 0})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The selector's next version after its rounds, else as the base says."""
         if step.phase == "train_selector":
             self.memory.facts["given"] = sorted({*self._given, *replies})
             self.aggregate_selector(replies)
@@ -115,22 +121,33 @@ class FedSMExtraServer(PersonalServer[FedSMExtraServerHyper]):
             super().aggregate(step, replies)
 
     def configure_delivery(self, site: str) -> Message:
+        """The whole super model, and how it combines its members."""
         message = super().configure_delivery(site)
         message.facts[_COMBINE] = self.context.plan.site_hyper.combine
         return message
 
 
 class ExtraSuperModel(SuperModel):
-    """The most probable of K + 1 models answers each image (extra), or all of them by their scores (ensemble)."""
+    """The most probable of K + 1 models answers each image (extra), or all of them by their scores (ensemble).
+
+    Args:
+        task: gives the probabilities.
+        networks: the global network and the personal ones, K + 1.
+        selector: images (N, C, H, W) -> logits (N, K + 1).
+        names: "global" and the sites, in the order of the networks.
+        combine: "extra" or "ensemble".
+    """
 
     def __init__(self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], combine: str = "extra"):
         super().__init__(task, networks, selector, names, gamma=0.0)
         self.combine = combine
 
     def choose(self, scores: Tensor) -> Tensor:
+        """(N, K + 1) scores -> (N,) the most probable model."""
         return scores.argmax(dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to the probabilities of the chosen model, or of all models by their scores."""
         if self.combine == "extra":
             return super().forward(images)
         scores = self.scores(images)
@@ -138,6 +155,7 @@ class ExtraSuperModel(SuperModel):
         return self.combined(self.every_answer(images), scores)
 
     def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
+        """The chosen answer, or the mean of all (N, K + 1, ...) with the scores (N, K + 1) as weights."""
         return ensemble_output(answers, scores) if self.combine == "ensemble" else super().combined(answers, scores)
 
 

@@ -25,6 +25,16 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
     Args:
         states: site -> personal model; all with the same names and shapes.
         lam: λ in [0, 1].
+
+    Returns:
+        Site -> its model after the pull.
+
+    Examples:
+        >>> states = {"A": {"w": torch.tensor(0.0)}, "B": {"w": torch.tensor(4.0)}}
+        >>> soft_pull(states, lam=0.5)  # λ = 1/K: the mean
+        {'A': {'w': tensor(2.)}, 'B': {'w': tensor(2.)}}
+        >>> soft_pull(states, lam=1.0) == states, soft_pull(states, lam=0.75)
+        (True, {'A': {'w': tensor(1.)}, 'B': {'w': tensor(3.)}})
     """
     sites = sorted(states)
     count = len(sites)
@@ -53,9 +63,15 @@ def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
 
     Args:
         probabilities: (N, K) selector scores, rows sum to 1.
+        gamma: γ in [0, 1].
 
     Returns:
         (N,) long tensor in 0..K.
+
+    Examples:
+        >>> scores = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.2, 0.8]])
+        >>> choose_model(scores, 0.6), choose_model(scores, 1.0)
+        (tensor([1, 0, 2]), tensor([0, 0, 0]))
     """
     top, site = probabilities.max(dim=1)
     return torch.where(top > gamma, site + 1, torch.zeros_like(site))
@@ -66,6 +82,10 @@ def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
 
     Args:
         facts: site -> {"gammas": {"0.5": metric or None, ...}, "n_validation": count}.
+
+    Examples:
+        >>> tuned_gamma({"A": {"gammas": {f"{gamma:g}": 0.8 if gamma == 0.9 else 0.7 for gamma in GAMMAS}, "n_validation": 5}})
+        0.9
     """
     totals: dict[float, float] = {}
     for gamma in GAMMAS:
@@ -77,7 +97,16 @@ def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
 
 
 def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:
-    """h = Σ_k ŷ_k h_k (Sec. 3.1.1): outputs (N, K+1, ...) weighted by scores (N, K+1), giving (N, ...)."""
+    """h = Σ_k ŷ_k h_k (Sec. 3.1.1): outputs (N, K+1, ...) weighted by scores (N, K+1), giving (N, ...).
+
+    Args:
+        outputs: what every model gives for every image.
+        scores: the selector's, rows sum to 1.
+
+    Examples:
+        >>> ensemble_output(torch.tensor([[[0.0], [1.0]]]), torch.tensor([[0.25, 0.75]]))
+        tensor([[0.7500]])
+    """
     return (outputs * scores.reshape(*scores.shape, *[1] * (outputs.ndim - 2))).sum(dim=1)
 
 
@@ -85,6 +114,13 @@ def extra_labels(losses: Tensor) -> Tensor:
     """FedSM-extra's label of each image, argmin_k L(h_k, y) over the K + 1 models (Eq. 1): losses (N, K+1) -> (N,).
 
     Eq. 1 prints L(h, h_k), which cannot be meant: the super model's output h does not exist before its selector does.
+
+    Args:
+        losses: of every model on every image.
+
+    Examples:
+        >>> extra_labels(torch.tensor([[0.3, 0.1, 0.2], [0.0, 0.5, 0.5]]))
+        tensor([1, 0])
     """
     return losses.argmin(dim=1)
 
@@ -93,6 +129,15 @@ def apfl_mixture(personal: StateDict, global_: StateDict, share: float) -> State
     """APFL's model v̄ = α v + (1 - α) w for floating entries; integer entries of v.
 
     α = 1 gives the local model, α = 0 the global one. Source: Deng et al. 2020, Sec. 3.
+
+    Args:
+        personal: v.
+        global_: w, with every floating entry of v.
+        share: α in [0, 1].
+
+    Examples:
+        >>> apfl_mixture({"w": torch.tensor(4.0)}, {"w": torch.tensor(0.0)}, share=0.25)
+        {'w': tensor(1.)}
     """
     return {
         name: share * tensor + (1 - share) * global_[name] if tensor.is_floating_point() else tensor.clone()
@@ -101,7 +146,18 @@ def apfl_mixture(personal: StateDict, global_: StateDict, share: float) -> State
 
 
 def pfedme_outer(weights: Sequence[Tensor], personal: Sequence[Tensor], rate: float, strength: float) -> list[Tensor]:
-    """w <- w - η λ (w - θ), pFedMe's step of a site's copy of the shared model (Dinh et al. 2020, Alg. 1, line 8)."""
+    """w <- w - η λ (w - θ), pFedMe's step of a site's copy of the shared model (Dinh et al. 2020, Alg. 1, line 8).
+
+    Args:
+        weights: w.
+        personal: θ, in the same order.
+        rate: η.
+        strength: λ.
+
+    Examples:
+        >>> pfedme_outer([torch.tensor(2.0)], [torch.tensor(0.0)], rate=0.1, strength=10.0)  # ηλ = 1: w becomes θ
+        [tensor(0.)]
+    """
     return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
 
 
@@ -112,6 +168,21 @@ def adam_step(
 
     At the server, with the mean of the sites' gradients, this is full-batch Adam over the images of all sites: the one gradient
     that no site, which sees a single label, could follow alone. Entries without a gradient (buffers) stay as they are.
+
+    Args:
+        weights: w by name, buffers included.
+        gradient: g by name of what is learnt.
+        moments: "exp_avg" and "exp_avg_sq" -> name -> tensor.
+        step: number of this step, from 1.
+        rate: η.
+
+    Returns:
+        (w after the step, the new moments).
+
+    Examples:
+        >>> zeros = {"exp_avg": {"w": torch.tensor(0.0)}, "exp_avg_sq": {"w": torch.tensor(0.0)}}
+        >>> adam_step({"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}, zeros, step=1, rate=0.5)[0]  # the first step is η long
+        {'w': tensor(0.5000)}
     """
     beta1, beta2, epsilon = 0.9, 0.999, 1e-8  # torch's defaults
     first = {name: torch.lerp(moments["exp_avg"][name], g, 1 - beta1) for name, g in gradient.items()}

@@ -21,7 +21,16 @@ from medflare.sites.site import Site
 
 
 def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float) -> tuple[StateDict, StateDict]:
-    """One round of APFL: v learns through the mixture; returns (v, mixture v̄). `model` is a workspace."""
+    """One round of APFL: v learns through the mixture; returns (v, mixture v̄). `model` is a workspace.
+
+    Args:
+        model: a network of the task; what it holds is overwritten.
+        local: v.
+        global_: w.
+        site: gives batches, loss and optimizer.
+        round: 0-based, a key of batches and dropout.
+        share: α in [0, 1].
+    """
     model.load_state_dict(local)
     anchor = {name: global_[name].to(site.device) for name, _ in model.named_parameters()}
 
@@ -39,6 +48,13 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: float, oute
 
     Consecutive mini-batches play B1 and B2; a last batch without a partner is left out, unless it is the only one, which then
     plays both.
+
+    Args:
+        model: θ, trained in place.
+        site: gives batches and loss.
+        round: 0-based, a key of batches and dropout.
+        rate: α of the inner step.
+        outer_rate: β of the outer step.
     """
     weights = trainable(model)
     model.train()
@@ -54,7 +70,15 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: float, oute
 
 
 def adapt(model: nn.Module, site: Site, round: int, rate: float, steps: int) -> None:
-    """A few gradient steps in place on the site's training images: how Per-FedAvg's shared model becomes personal."""
+    """A few gradient steps in place on the site's training images: how Per-FedAvg's shared model becomes personal.
+
+    Args:
+        model: changed in place.
+        site: gives batches and loss.
+        round: 0-based, a key of batches and dropout.
+        rate: α.
+        steps: how many, each on one batch; the batches begin again where they end.
+    """
     model.train()
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
         for batch in islice(cycle(list(site.batches("train", round, "adapt", 0))), steps):
@@ -64,7 +88,18 @@ def adapt(model: nn.Module, site: Site, round: int, rate: float, steps: int) -> 
 def train_pfedme(
     shared: nn.Module, personal: nn.Module, site: Site, round: int, *, rate: float, strength: float, inner_steps: int, outer_rate: float
 ) -> None:
-    """One round of pFedMe in place: θ approximates the proximal point of w on each batch, then w moves towards θ."""
+    """One round of pFedMe in place: θ approximates the proximal point of w on each batch, then w moves towards θ.
+
+    Args:
+        shared: w, moved in place.
+        personal: θ, trained in place; it goes on from the weights that it holds.
+        site: gives batches and loss.
+        round: 0-based, a key of batches and dropout.
+        rate: of the gradient steps in θ.
+        strength: λ of the proximal term.
+        inner_steps: gradient steps in θ per batch.
+        outer_rate: η of the step in w.
+    """
     weights, thetas = trainable(shared), trainable(personal)
     personal.train()
     for batches in epochs(site, round, "personal"):
@@ -84,6 +119,13 @@ def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyp
     """One round of Per-FedAvg or pFedMe in place: the site's copy of the shared model, and the personal model that comes from it.
 
     Per-FedAvg's personal model is an adaptation of the copy that this round has just trained.
+
+    Args:
+        meta: the site's copy of the shared model, trained in place.
+        personal: overwritten; becomes the personal model.
+        site: gives batches and loss.
+        round: 0-based, a key of batches and dropout.
+        hyper: which of both, and its rates.
     """
     personal.load_state_dict(meta.state_dict())
     if hyper.personalization == "perfedavg":

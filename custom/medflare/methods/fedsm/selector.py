@@ -77,6 +77,7 @@ class SiteSelector:
     """The selector's training at one site; its moments, where the server does not average them, lie in the half's memory.
 
     Args:
+        half: the site half that it belongs to.
         outputs: one score for every site, or for the global model too.
     """
 
@@ -86,17 +87,31 @@ class SiteSelector:
         self.hyper = self.plan.site_hyper
 
     def network(self, state: StateDict) -> nn.Module:
-        """The selector with these weights."""
+        """The selector with these weights.
+
+        Args:
+            state: its weights.
+        """
         return self.half.network("selector", state, selector_spec(self.plan), self.outputs)
 
     @torch.no_grad()
     def scores(self, state: StateDict, split: str) -> Tensor:
-        """Softmax scores (N, outputs) of the split's images, on the CPU."""
+        """Softmax scores (N, outputs) of the split's images, on the CPU.
+
+        Args:
+            state: the selector's weights.
+            split: "train", "validation" or "test".
+        """
         selector = self.network(state).eval()
         return torch.cat([selector(batch.images).softmax(dim=1).cpu() for batch in self.half.site.ordered(split)])
 
     def round(self, round: int, incoming: Message, loss: SelectorLoss) -> tuple[dict[str, StateDict], float]:
         """One update of the selector: its gradient for the server, or local steps with the server's (else the site's) moments.
+
+        Args:
+            round: 0-based.
+            incoming: holds the selector and, where they are averaged, its moments.
+            loss: (selector logits, batch) -> mean loss of the batch.
 
         Returns:
             The entries to answer with, and the mean loss.
@@ -126,6 +141,9 @@ def train_selector(
     """One round of the selector's training at a site; returns its mean loss.
 
     Args:
+        model: the selector, trained in place.
+        optimizer: of its parameters.
+        site: gives batches.
         keys: what sets this pass apart, see `Site.batches`.
         loss: (selector logits, batch) -> mean loss of the batch.
         steps: "minibatch": a step per batch (as Algorithm 1); "fullbatch": one step per epoch with the gradient of the mean over
@@ -147,7 +165,14 @@ def train_selector(
 
 
 def accumulate_gradient(model: nn.Module, site: Site, keys: tuple[Key, ...], loss: SelectorLoss) -> float:
-    """Leave the gradient of the mean loss over all training images in the model's parameters; returns that loss."""
+    """Leave the gradient of the mean loss over all training images in the model's parameters; returns that loss.
+
+    Args:
+        model: the selector; earlier gradients are dropped.
+        site: gives batches.
+        keys: what sets this pass apart, see `Site.batches`.
+        loss: (selector logits, batch) -> mean loss of the batch.
+    """
     total = 0.0
     model.train()
     model.zero_grad(set_to_none=True)
@@ -170,7 +195,14 @@ def gradient_of(model: nn.Module) -> StateDict:
 
 
 def adam_with_moments(model: nn.Module, rate: float, moments: Mapping[str, StateDict], step: int) -> torch.optim.Adam:
-    """Adam whose first and second moments are the given ones (the server's averages) after `step` steps."""
+    """Adam whose first and second moments are the given ones (the server's averages) after `step` steps.
+
+    Args:
+        model: the selector.
+        rate: of Adam.
+        moments: "exp_avg" and "exp_avg_sq" -> parameter name -> tensor; not read at step 0.
+        step: steps that were done before.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     if step > 0:
         slots = {
@@ -193,7 +225,13 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Adam) -> tuple[dict[str,
 
 
 class ServerSelector:
-    """The selector at the server, in the half's memory: what is sent of it, and its next version from the sites' answers."""
+    """The selector at the server, in the half's memory: what is sent of it, and its next version from the sites' answers.
+
+    Args:
+        context: gives plan, seed and initial weights.
+        memory: of the server half; takes the selector, its moments and its step count.
+        outputs: one score for every site, or for the global model too.
+    """
 
     def __init__(self, context: ServerContext, memory: Message, outputs: int):
         self.plan: SelectorPlan = context.plan
@@ -220,7 +258,12 @@ class ServerSelector:
         return {entry: self.memory.states[entry] for entry in entries}
 
     def aggregate(self, replies: Mapping[str, Message], weights: Mapping[str, float]) -> None:
-        """The selector (and its moments) averaged with the weights of the global model, or one step along the mean gradient."""
+        """The selector (and its moments) averaged with the weights of the global model, or one step along the mean gradient.
+
+        Args:
+            replies: site -> reply with its selector, or with its gradient.
+            weights: site -> weight; only the ratios matter.
+        """
         states = self.memory.states
         if not self.steps_here:
             for entry in self.sent:

@@ -10,7 +10,7 @@ from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, s
 from medflare.methods.base import ServerContext, Step, site_models
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedsm.formulas import soft_pull, tuned_gamma
-from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, SuperServerHyper
+from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
 from medflare.methods.fedsm.selector import ServerSelector, selector_spec
 from medflare.methods.fedsm.site import GLOBAL, META, PERSONAL, PERSONAL_OF, SELECTOR, UPDATE, FedSMSite, PersonalSite
 from medflare.methods.parts.selection import Best, mean_validation
@@ -22,6 +22,7 @@ class SoftPull(WeightedMean):
     """The weighted mean for everybody, and SoftPull (Eq. 11) for each site's own model."""
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+        """Site -> its personal model, pulled towards those of the others (Eq. 11)."""
         return soft_pull(states_of(models), self.hyper.lam)
 
 
@@ -50,12 +51,14 @@ class PersonalServer(FedAvgServer[W]):
         return {site: self.memory.states[PERSONAL_OF.of(site)] for site in self.context.sites}
 
     def configure(self, step: Step, site: str) -> Message:
+        """The global model and the site's personal one; for Per-FedAvg and pFedMe also the shared model that it comes from."""
         message = Message({GLOBAL: self.model, PERSONAL: self.personal[site]})
         if self.personalization in SHARED_META:
             message.states[META] = self.memory.states[META]
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """FedAvg's aggregation and, after training, the personal models' next versions."""
         personal = self.personal
         for site, reply in replies.items():
             self.best_personal[site].offer(reply.facts["validation"].get("personal"), step.round, personal[site])
@@ -74,7 +77,11 @@ class PersonalServer(FedAvgServer[W]):
             self.memory.states[META] = blend(known, mean, self.hyper.pfedme_beta) if self.personalization == "pfedme" else mean
 
     def aggregate_selector(self, replies: Mapping[str, Message]) -> None:
-        """The selector's next version, with the weights of the global model."""
+        """The selector's next version, with the weights of the global model.
+
+        Args:
+            replies: site -> reply with its selector, or with its gradient.
+        """
         samples = {site: SiteModel({}, float(reply.facts["n_samples"])) for site, reply in replies.items()}
         self.selector.aggregate(replies, self.aggregation.shares(samples))
 
@@ -95,6 +102,7 @@ class PersonalServer(FedAvgServer[W]):
         return self.selector.state
 
     def models(self) -> dict[str, Message]:
+        """The global model, every site's personal one, and the super model as "deployed"."""
         whole = self.configure_delivery(self.context.sites[0])
         personal = {PERSONAL_OF.of(site): plain_message(whole.states[PERSONAL_OF.of(site)]) for site in self.context.sites}
         return {**super().models(), **personal, "deployed": Message(whole.states, {**whole.facts, "kind": self.site_class.kind})}
@@ -104,6 +112,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
     """The selector learns in every round; γ is tuned on the sites' validation images at the end."""
 
     Hyper: ClassVar[type] = FedSMServerHyper
+    site_hyper: ClassVar[type] = FedSMSiteHyper
     site_class: ClassVar[type[PersonalSite[Any]]] = FedSMSite
 
     def __init__(self, context: ServerContext):
@@ -113,9 +122,11 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
 
     @property
     def gamma(self) -> float:
+        """γ in [0, 1], as set or as tuned."""
         return self.memory.facts["gamma"]
 
     def steps(self) -> list[Step]:
+        """FedAvg's schedule with `selector_updates` of the selector per round, and the tuning of γ at the end."""
         steps = []
         for step in super().steps():
             further = self.hyper.selector_updates - 1 if step.phase == "train" else 0
@@ -124,6 +135,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return [*steps, *tune]
 
     def configure(self, step: Step, site: str) -> Message:
+        """As the base says, with the selector; to tune γ, the whole super model."""
         if step.phase == "tune":
             return self.configure_delivery(site)
         if step.phase == "train_selector":
@@ -133,6 +145,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """As the base says, with the selector's next version; after "tune" the best γ (`tuned_gamma`)."""
         if step.phase == "tune":
             self.memory.facts["gamma"] = tuned_gamma({site: reply.facts for site, reply in replies.items()})
             return
@@ -148,6 +161,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return (self.hyper.selection == "best" and self.best_selector.state) or self.selector.state
 
     def configure_delivery(self, site: str) -> Message:
+        """The whole super model with its γ."""
         message = super().configure_delivery(site)
         message.facts["gamma"] = self.gamma
         return message

@@ -17,7 +17,7 @@ from medflare.data.splits import Batch
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite
-from medflare.methods.fedsm.hyper import SHARED_META, FedSMSiteHyper
+from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import train_apfl, train_meta
 from medflare.methods.fedsm.selector import SENT, SiteSelector, selector_entries
 from medflare.methods.fedsm.super_model import metric_by_gamma, super_model
@@ -56,10 +56,15 @@ class PersonalSite(FedAvgSite[H]):
 
     @staticmethod
     def selector_outputs(plan: Plan[Any, Any]) -> int:
-        """How many scores the selector gives."""
+        """How many scores the selector gives.
+
+        Raises:
+            NotImplementedError: a subclass does not say.
+        """
         raise NotImplementedError
 
     def train(self, round: int, incoming: Message) -> Message:
+        """Measure the incoming models, then train the global and the personal one on the same images."""
         validation = self.validations(incoming)
         model = self.network("model", incoming.states[GLOBAL])
         losses = {"global": self._fit(model, round, "model")}
@@ -67,6 +72,7 @@ class PersonalSite(FedAvgSite[H]):
         return Message(states, self.facts(loss=losses["global"], validation=validation, losses=losses))
 
     def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming models."""
         return Message({}, self.facts(validation=self.validations(incoming)))
 
     def validations(self, incoming: Message) -> dict[str, float | None]:
@@ -113,6 +119,7 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
     """Trains the selector in every round beside the global and the personal model."""
 
     Hyper: ClassVar[type] = FedSMSiteHyper
+    server_hyper: ClassVar[type] = FedSMServerHyper
     kind = "super"
     selector_outputs = staticmethod(one_score_a_site)
     phases: ClassVar[tuple[Phase, ...]] = (
@@ -128,6 +135,7 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
     )
 
     def train(self, round: int, incoming: Message) -> Message:
+        """Global and personal model, then an update of the selector."""
         reply = super().train(round, incoming)
         selector, loss = self.selector.round(round, incoming, self._own_label_loss)
         reply.facts[LOSSES]["selector"] = loss

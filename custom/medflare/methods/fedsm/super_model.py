@@ -19,6 +19,13 @@ from medflare.tasks.metrics import score
 class SuperModel(nn.Module):
     """Images (N, C, H, W) to probabilities; each image is answered by one of K + 1 networks.
 
+    Args:
+        task: gives the probabilities.
+        networks: the global network and the personal ones, K + 1; images (N, C, H, W) -> logits.
+        selector: images (N, C, H, W) -> logits (N, K).
+        names: "global" and the sites, in the order of the networks.
+        gamma: γ of `choose_model`.
+
     Attributes:
         names: "global" and the sites, in the order of the networks.
         chosen: how often each network has answered since the module was built.
@@ -36,14 +43,27 @@ class SuperModel(nn.Module):
         self.answered: list[str] = []
 
     def scores(self, images: Tensor) -> Tensor:
-        """Softmax scores of the selector, (N, K)."""
+        """Softmax scores of the selector, (N, K).
+
+        Args:
+            images: (N, C, H, W).
+        """
         return self.selector(images).softmax(dim=1)
 
     def choose(self, scores: Tensor) -> Tensor:
+        """Which network answers each image, (N,) in 0..K, by the selector's scores (N, K); see `choose_model`."""
         return choose_model(scores, self.gamma)
 
     def answer(self, images: Tensor, choice: Tensor) -> Tensor:
-        """Probabilities of the chosen network for each image; a network runs once on all images that chose it."""
+        """Probabilities of the chosen network for each image; a network runs once on all images that chose it.
+
+        Args:
+            images: (N, C, H, W).
+            choice: (N,) places of networks.
+
+        Returns:
+            (N, outputs, ...).
+        """
         output: Tensor | None = None
         for place in choice.unique().tolist():
             rows = choice == place
@@ -55,26 +75,41 @@ class SuperModel(nn.Module):
         return output
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to the probabilities (N, outputs, ...) of the network that was chosen for each."""
         choice = self.choose(self.scores(images))
         self.note(choice)
         return self.answer(images, choice)
 
     def note(self, choice: Tensor) -> None:
-        """Remember who answers a batch, choice (N,) in 0..K."""
+        """Remember who answers a batch.
+
+        Args:
+            choice: (N,) in 0..K.
+        """
         self.answered = [self.names[place] for place in choice.tolist()]
         self.chosen.update(self.answered)
 
     def every_answer(self, images: Tensor) -> Tensor:
-        """Probabilities of all networks, (N, K+1, ...)."""
+        """Probabilities of all networks, (N, K+1, ...).
+
+        Args:
+            images: (N, C, H, W).
+        """
         return torch.stack([self.task.probabilities(network(images)) for network in self.networks], dim=1)
 
     def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
-        """What `forward` answers, (N, ...), from the probabilities of all networks (N, K+1, ...) and the selector's scores."""
+        """What `forward` answers, (N, ...), from the probabilities of all networks (N, K+1, ...) and the selector's scores.
+
+        Args:
+            answers: probabilities of all networks.
+            scores: of the selector, (N, K).
+        """
         choice = self.choose(scores)
         place = choice.reshape(-1, *[1] * (answers.ndim - 1)).expand(-1, 1, *answers.shape[2:])
         return answers.gather(1, place).squeeze(1)
 
     def unbranched(self) -> "UnbranchedSuperModel":
+        """The same answers by one computation for all images."""
         return UnbranchedSuperModel(self)
 
     def report(self) -> dict[str, int]:
@@ -90,6 +125,7 @@ class UnbranchedSuperModel(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to the probabilities that the super model gives; every network computes."""
         return self.model.combined(self.model.every_answer(images), self.model.scores(images))
 
 
@@ -101,6 +137,11 @@ def super_model(task: TaskConfig, message: Message) -> SuperModel:
 
 def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple[list[nn.Module], nn.Module, list[str]]:
     """(networks, selector, names) of a delivered super model, in evaluation mode.
+
+    Args:
+        task: what the networks were trained for.
+        message: the delivered super model.
+        outputs: scores that its selector gives.
 
     Raises:
         StateError: an entry is missing or does not fit.

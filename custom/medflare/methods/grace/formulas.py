@@ -54,6 +54,12 @@ def consistency_weights(
     Raises:
         UpdateError: an update that is not finite, by its row.
         ValueError: shapes or options that do not fit.
+
+    Examples:
+        >>> consistency_weights(torch.ones(2, 3), torch.tensor([0.25, 0.75]))  # equal updates: nothing to correct
+        tensor([0.2500, 0.7500], dtype=torch.float64)
+        >>> consistency_weights(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]), torch.ones(3))  # the third agrees with nobody
+        tensor([0.4000, 0.4000, 0.2000], dtype=torch.float64)
     """
     deltas, p = torch.as_tensor(deltas, dtype=torch.float64), torch.as_tensor(p, dtype=torch.float64)
     if deltas.ndim != 2 or p.shape != deltas.shape[:1]:
@@ -65,11 +71,19 @@ def consistency_weights(
 
 
 def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
-    """Sigma = cos(Delta_i, Delta_j) from the Gram matrices of the model's tensors, shallow to deep: (L, M, M) -> (M, M).
+    """Sigma = cos(Delta_i, Delta_j): (L, M, M) -> (M, M); the cosine with a zero update is 0, its own included.
 
-    The cosine with a zero update is 0, its own included. Granularities (the published code's `gm_type`): "total" takes the
-    model as one vector (the paper), "split" averages the cosines of the single tensors, "reweight" does so with weights that
-    fall linearly from the first tensor to 0 at the last and average to 1.
+    Args:
+        grams: Gram matrices of the M sites' updates of the model's L tensors, shallow to deep.
+        granularity: "total" takes the model as one vector (the paper), "split" averages the cosines of the single tensors, "reweight" does
+            so with weights that fall linearly from the first tensor to 0 at the last and average to 1 (the published code's `gm_type`).
+
+    Raises:
+        ValueError: an unknown granularity.
+
+    Examples:
+        >>> similarity(torch.tensor([[[1.0, 2.0], [2.0, 4.0]]])).tolist(), similarity(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])).tolist()
+        ([[1.0, 1.0], [1.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]])
     """
     if granularity == "total":
         return _cosines(grams.sum(dim=0))
@@ -91,6 +105,11 @@ def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
     """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites: (M, M) -> (M,).
 
     A site without others has only itself to agree with.
+
+    Examples:
+        >>> sigma = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+        >>> average_consistency(sigma), average_consistency(sigma, include_self=False)
+        (tensor([0.7500, 0.7500]), tensor([0.5000, 0.5000]))
     """
     if include_self or len(sigma) == 1:
         return sigma.mean(dim=1)
@@ -98,17 +117,23 @@ def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
 
 
 def reweighted(c: Tensor, p: Tensor, negative: str = "shift") -> Tensor:
-    """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also where consistencies are not positive.
+    """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also where consistencies are not positive: (M,) with sum 1.
 
-    Where all consistencies are equal there is nothing to correct and p' = p: one site, identical sites, no update at all, two
-    opposite sites. Otherwise, where the smallest is <= 0: "shift" raises all by the same amount until it is 0.001 (the
-    published code does so below 0 only and divides by zero at 0), "clip" raises those below 0.001, "none" keeps the paper's
-    letter and, because its weights would leave (0, 1), falls back to p.
+    Equal consistencies leave nothing to correct, p' = p: one site, identical sites, no update at all, two opposite sites.
 
     Args:
         c: consistencies (M,).
         p: FedAvg's weights (M,), >= 0.
-        negative: "shift", "clip" or "none".
+        negative: what happens where the smallest c is <= 0. "shift" raises all by the same amount until it is 0.001 (the published code
+            does so below 0 only and divides by zero at 0), "clip" raises those below 0.001, "none" keeps the paper's letter and, because
+            its weights would leave (0, 1), falls back to p.
+
+    Raises:
+        ValueError: an unknown rule, or weights p that are negative, not finite or all zero.
+
+    Examples:
+        >>> reweighted(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 3.0])), reweighted(torch.tensor([0.9, 0.1]), torch.tensor([1.0, 1.0]))
+        (tensor([0.2500, 0.7500]), tensor([0.9000, 0.1000]))
     """
     if negative not in get_args(NegativeRule):
         raise ValueError(f"negative must be one of {', '.join(get_args(NegativeRule))}, got {negative!r}")
@@ -138,7 +163,7 @@ def consistent_aggregate(
     """The next global model theta_g + eta_g sum_m p'_m Delta_m (Eq. 3 and the line after it, with the sign that leads to the sites).
 
     Buffers such as BatchNorm's running statistics become their mean with the weights p', whatever the server rate; integer
-    buffers take the largest value.
+    buffers take the largest value. The other options are those of `consistency_weights`.
 
     Args:
         model: the global model that the sites started from.
@@ -149,6 +174,14 @@ def consistent_aggregate(
 
     Returns:
         (the next global model, site -> p'_m).
+
+    Raises:
+        UpdateError: an update that is not finite, by its site.
+
+    Examples:
+        >>> states = {"A": {"w": torch.tensor([2.0])}, "B": {"w": torch.tensor([4.0])}}
+        >>> consistent_aggregate({"w": torch.tensor([0.0])}, states, {"A": 1.0, "B": 1.0}, ["w"], server_rate=0.5)
+        ({'w': tensor([1.5000])}, {'A': 0.5, 'B': 0.5})
     """
     sites = sorted(states)
     grams = torch.stack([_gram([states[site][name] for site in sites], model[name]) for name in parameters])
@@ -171,10 +204,21 @@ def _gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
 
 
 def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
-    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016): (N, D), (M, D) -> scalar.
+    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar; 0 where a set has fewer than two rows.
 
-    C is the unbiased covariance. "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2), whose size does not depend on
-    D; "deep_coral": ||C_x - C_y||_F^2 / (4 D^2), without the means. 0 where a set has fewer than two rows: no covariance.
+    Args:
+        x: features (N, D).
+        y: features (M, D).
+        form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2), whose size does not depend on D;
+            "deep_coral": ||C_x - C_y||_F^2 / (4 D^2), without the means.
+
+    Raises:
+        ValueError: an unknown form.
+
+    Examples:
+        >>> x = torch.tensor([[0.0], [2.0]])
+        >>> coral(x, x), coral(x, x + 3), coral(x, x + 3, form="deep_coral")
+        (tensor(0.), tensor(9.), tensor(0.))
     """
     if form not in get_args(CoralForm):
         raise ValueError(f"form must be one of {', '.join(get_args(CoralForm))}, got {form!r}")
@@ -192,10 +236,21 @@ def _covariance(features: Tensor) -> Tensor:
 
 
 def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
-    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included: (N, D), (M, D) -> scalar.
+    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included, a scalar.
 
-    "mixture": sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018).
-    "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
+    Args:
+        x: features (N, D).
+        y: features (M, D).
+        kernel: "mixture": sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018);
+            "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
+
+    Raises:
+        ValueError: an unknown kernel.
+
+    Examples:
+        >>> x = torch.tensor([[0.0]])
+        >>> mmd(x, x), mmd(x, x + 1e4)  # seven kernels, 1 for equal rows and 0 for distant ones
+        (tensor(0.), tensor(14.))
     """
     joined = torch.cat([x, y])
     squared = (joined.unsqueeze(1) - joined.unsqueeze(0)).square().sum(dim=-1)
@@ -229,7 +284,12 @@ def reverse_gradient(features: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def reversal_ramp(progress: float) -> float:
-    """alpha = 2 / (1 + exp(-10 progress)) - 1 (Ganin et al., JMLR 2016), progress from 0 to 1 over the federation."""
+    """alpha = 2 / (1 + exp(-10 progress)) - 1 (Ganin et al., JMLR 2016), progress from 0 to 1 over the federation.
+
+    Examples:
+        >>> reversal_ramp(0.0), round(reversal_ramp(1.0), 4)
+        (0.0, 0.9999)
+    """
     return 2 / (1 + math.exp(-10 * progress)) - 1
 
 
@@ -255,7 +315,13 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1
 def gradients_of(
     parameters: Mapping[str, Tensor], loss: Callable[[Mapping[str, Tensor]], Tensor], create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of a loss of named parameters; zero for a parameter that it does not use."""
+    """Gradients of a loss of named parameters; zero for a parameter that it does not use.
+
+    Args:
+        parameters: by name; leaves that require gradients.
+        loss: parameters -> scalar.
+        create_graph: whether the gradients can be differentiated.
+    """
     values = list(parameters.values())
     found = torch.autograd.grad(loss(parameters), values, create_graph=create_graph, allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
@@ -267,7 +333,7 @@ def meta_trained(
     rate: float,
     second_order: bool = False,
 ) -> dict[str, Tensor]:
-    """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient), as a function of theta.
+    """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient), by name, as a function of theta.
 
     Differentiating L_meta(theta') with respect to theta then gives the meta-update's gradient: that at theta' where the inner
     gradient counts as a constant (first order, what the published code does), the exact one where it does not.
@@ -277,6 +343,11 @@ def meta_trained(
         task_loss: parameters -> loss on the meta-train half of the batch.
         rate: eta.
         second_order: differentiate through the inner step.
+
+    Examples:
+        >>> theta = {"w": torch.tensor(3.0, requires_grad=True)}
+        >>> meta_trained(theta, lambda parameters: parameters["w"] ** 2, rate=0.5)["w"].item()
+        0.0
     """
     gradients = gradients_of(parameters, task_loss, create_graph=second_order)
     return {name: value - rate * gradients[name] for name, value in parameters.items()}
@@ -293,12 +364,16 @@ def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int 
     test images, and models that agree would come out below 0.
 
     Args:
-        global_features, local_features: (N, D), row i of both from the same image.
+        global_features: (N, D) under the global model.
+        local_features: (N, D) under the local model, row i of the same image.
         repeats: number of random splits.
         seed: of the splits.
 
     Returns:
         About 0 for features that cannot be told apart, 2 for those that always can; NaN for fewer than two images.
+
+    Raises:
+        ValueError: features of different shapes.
     """
     require("sklearn", "the proxy A-distance")
     from sklearn.linear_model import LogisticRegression

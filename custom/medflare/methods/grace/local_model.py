@@ -49,11 +49,13 @@ class LocalModelSite(FedAvgSite[H]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: H, server_hyper: Any) -> None:
+        """As FedAvg's; test-time adaptation needs a network that can be adapted."""
         super().check(task, hyper, server_hyper)
         if hyper.tta != "none":
             check_adaptable(task)
 
     def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training; the local model is measured, offered as the personal one and, where asked for, probed (A-distance)."""
         start = {**incoming.states[GLOBAL], **(self.batch_norm or {})}
         reply = super().train(round, Message({GLOBAL: start}, incoming.facts))
         state = reply.states[MODEL]

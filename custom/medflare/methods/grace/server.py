@@ -23,10 +23,12 @@ class ConsistencyAggregation(WeightedMean):
         self.parameters: list[str] | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
+        """Learn which entries are trainable."""
         super().prepare(task, rounds)
         self.parameters = trainable_names(task)
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        """The step along the re-weighted updates (`consistent_aggregate`), or the weighted mean where it is switched off."""
         self.weights = {}
         if previous is None or not self.hyper.consistency:
             return super().shared(models, round, previous)

@@ -36,11 +36,17 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: GraceSiteHyper, server_hyper: Any) -> None:
+        """Refuse a second-order update with the published code's pair of steps.
+
+        Raises:
+            ConfigError: `adam_plus_sgd` with `second_order`.
+        """
         super().check(task, hyper, server_hyper)
         if hyper.adam_plus_sgd and hyper.second_order:
             raise ConfigError("adam_plus_sgd knows a first-order update only; set second_order=false or adam_plus_sgd=false")
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
+        """Two-step training with the alignment that `client` names, without it during the warm-up; "erm" is FedAvg's training."""
         hyper = self.hyper
         if hyper.client == "erm":
             return super().fit(model, optimizer, round)
@@ -61,7 +67,16 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
         return train_two_steps(model, optimizer, self.site, round, penalty, rate=hyper.inner_rate, **options)
 
     def aligned(self, shared: FeatureNetwork, distance: Penalty, round: int) -> Penalty:
-        """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2; nothing for a single row, which has no distribution to align."""
+        """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2; nothing for a single row, which has no distribution to align.
+
+        Args:
+            shared: the frozen global model.
+            distance: (global features (n, D), local features (n, D)) -> scalar.
+            round: 0-based, a key of the draw of pixels.
+
+        Returns:
+            (images, local features) -> weighted alignment loss.
+        """
         generator = torch_generator(self.site.seed, self.site.name, round, "pixels")
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
@@ -108,7 +123,14 @@ def build_discriminator(width: int, kind: str) -> nn.Module:
 
 
 def feature_rows(x: Tensor, y: Tensor, pixels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Samples (n, D) of two models' features of the same images: a row per image, or the same random `pixels` of both maps."""
+    """Samples (n, D) of two models' features of the same images: a row per image, or the same random `pixels` of both maps.
+
+    Args:
+        x: features (N, D) or (N, D, H, W) under one model.
+        y: features of the same images under the other model.
+        pixels: how many are drawn; 0: a row per image.
+        generator: source of the draw.
+    """
     if not pixels or x.ndim == 2:
         return pooled(x), pooled(y)
     rows = [features.movedim(1, -1).flatten(0, -2) for features in (x, y)]

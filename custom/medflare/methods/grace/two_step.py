@@ -32,7 +32,10 @@ def train_two_steps(
     """One round of local training in place; returns the mean meta-loss (Eq. 2).
 
     Args:
+        model: trained in place.
         optimizer: takes the meta-update's gradient.
+        site: gives batches and the task's loss.
+        round: 0-based, a key of batches and dropout.
         penalty: weighted alignment loss of the second half's features; None for none.
         rate: eta of the meta-train step, a plain gradient step; None: the optimizer's learning rate.
         second_order: differentiate through the meta-train step.
@@ -90,12 +93,26 @@ class _WithFeatures(nn.Module):
 
 
 def halves(count: int) -> tuple[slice, slice]:
-    """The meta-train and the meta-test part of a batch, by position; a batch of fewer than four images is both."""
+    """The meta-train and the meta-test part of a batch, by position; a batch of fewer than four images is both.
+
+    Examples:
+        >>> halves(8), halves(3)
+        ((slice(None, 4, None), slice(4, None, None)), (slice(None, None, None), slice(None, None, None)))
+    """
     return (slice(count // 2), slice(count // 2, None)) if count >= _SMALLEST_CUT else (slice(None), slice(None))
 
 
 def stepped(parameters: Parameters, task_loss: Callable[[Parameters], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """theta' by a step of the optimizer itself, which keeps its trace in the moments, as a function of theta (first order)."""
+    """theta' by a step of the optimizer itself, which keeps its trace in the moments, as a function of theta (first order).
+
+    Args:
+        parameters: theta by name; leaves that the optimizer steps, left as they were.
+        task_loss: parameters -> loss on the meta-train half of the batch.
+        optimizer: of these parameters.
+
+    Returns:
+        theta' by name.
+    """
     origin = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for name, gradient in gradients_of(parameters, task_loss).items():
         parameters[name].grad = gradient

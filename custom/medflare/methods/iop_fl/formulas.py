@@ -28,6 +28,10 @@ def local_adapted(previous: Mapping[str, Tensor], local: Mapping[str, Tensor], t
 
     Returns:
         P_k^{t+1}; integer entries (batch counters) are those of `local`.
+
+    Examples:
+        >>> local_adapted({"w": torch.tensor(0.0)}, {"w": torch.tensor(2.0)}, tau=0.75)
+        {'w': tensor(1.5000)}
     """
     return blend(previous, local, tau)
 
@@ -38,8 +42,18 @@ def local_adapted_explicit(
     """P <- (1 - tau) P + tau (w_g^{t+1} - eta_l grad_L): Eq. 4 with this round's global step taken before the local one.
 
     Args:
+        previous: P_k^t, a state dict.
         global_: w_g^{t+1}, which carries -eta_g grad_G of the same round.
         step: -eta_l grad_L = w_k - w_g^t, the site's own way of that round (see `states.difference`).
+        tau: accumulation rate in [0, 1].
+
+    Returns:
+        P_k^{t+1}.
+
+    Examples:
+        >>> P, w_g, step = ({"w": torch.tensor(value)} for value in (0.0, 2.0, -1.0))
+        >>> local_adapted_explicit(P, w_g, step, tau=1.0), local_adapted_explicit(P, w_g, step, tau=0.5)
+        ({'w': tensor(1.)}, {'w': tensor(0.5000)})
     """
     return blend(previous, moved(global_, step), tau)
 
@@ -50,14 +64,37 @@ def local_adapted_incremental(
     """P <- P - tau (eta_l grad_L + eta_g grad_G): Eq. 4 as a pure gradient step without averaging.
 
     Args:
+        previous: P_k^t, a state dict.
         local_step: -eta_l grad_L = w_k - w_g.
         global_step: -eta_g grad_G, the way between two global models.
+        tau: accumulation rate in [0, 1]; 0 leaves P alone.
+
+    Returns:
+        P_k^{t+1}.
+
+    Examples:
+        >>> P, local_step, global_step = ({"w": torch.tensor(value)} for value in (1.0, -1.0, 3.0))
+        >>> local_adapted_incremental(P, local_step, global_step, tau=0.5)
+        {'w': tensor(2.)}
     """
     return moved(moved(previous, global_step, tau), local_step, tau)
 
 
 def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
-    """Eq. 7: squared distance of the predictions for an image and its noisy copy; sum over classes, mean over pixels and images."""
+    """Eq. 7: squared distance of the predictions for an image and its noisy copy; sum over classes, mean over pixels and images.
+
+    Args:
+        p: probabilities of the images.
+        p_noisy: probabilities of their noisy copies.
+
+    Returns:
+        A scalar: 0 for equal predictions, 2 for opposite certain ones.
+
+    Examples:
+        >>> certain = torch.tensor([[1.0, 0.0]])
+        >>> consistency_loss(certain, certain), consistency_loss(certain, 1 - certain)
+        (tensor(0.), tensor(2.))
+    """
     return (p - p_noisy).square().sum(dim=1).mean()
 
 
@@ -73,6 +110,11 @@ def neighbourhood_range(p: Tensor, d: int) -> Tensor:
 
     Returns:
         (N, C, H, W), all zero for d = 0 and where the prediction is constant.
+
+    Examples:
+        >>> p = torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]])
+        >>> neighbourhood_range(p, 1), neighbourhood_range(p, 0)
+        (tensor([[[[0., 0., 1., 1.]]]]), tensor([[[[0., 0., 0., 0.]]]]))
     """
     return _window_maximum(p, d) + _window_maximum(-p, d)
 
@@ -86,17 +128,51 @@ def shape_loss(p: Tensor, d: int) -> Tensor:
     """Eq. 8-9: the neighbourhood range, summed over the classes of `p` and averaged over pixels and images.
 
     Eq. 9 sums over pixels; beside the pixel mean of Eq. 7 that would make this term H*W times larger, so it is averaged too.
+
+    Args:
+        p: (N, C, H, W).
+        d: radius of the window in pixels.
+
+    Returns:
+        A scalar: 0 for a constant prediction.
+
+    Examples:
+        >>> shape_loss(torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]]), 1)
+        tensor(0.5000)
     """
     return neighbourhood_range(p, d).sum(dim=1).mean()
 
 
 def shape_loss_official(p_foreground: Tensor, d: int) -> Tensor:
-    """The published code's shape term: L2 norm over all pixels of 1e-6 times the range, foreground classes only."""
+    """The published code's shape term: L2 norm over all pixels of 1e-6 times the range, foreground classes only.
+
+    Args:
+        p_foreground: (N, C, H, W) of the foreground classes.
+        d: radius of the window in pixels.
+
+    Returns:
+        A scalar, which grows with the root of the number of pixels.
+
+    Examples:
+        >>> shape_loss_official(torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]]), 1)  # 1e-6 times the root of 2
+        tensor(1.4142e-06)
+    """
     return (neighbourhood_range(p_foreground, d) * 1e-6).norm()
 
 
 def entropy_loss(p: Tensor) -> Tensor:
-    """Eq. 9: -sum_c p_c log p_c, averaged over pixels and images; 0 log 0 counts as 0."""
+    """Eq. 9: -sum_c p_c log p_c, averaged over pixels and images; 0 log 0 counts as 0.
+
+    Args:
+        p: over all classes.
+
+    Returns:
+        A scalar: 0 for certain predictions, log C for even ones.
+
+    Examples:
+        >>> entropy_loss(torch.tensor([[1.0, 0.0]])), entropy_loss(torch.tensor([[0.5, 0.5]]))
+        (tensor(0.), tensor(0.6931))
+    """
     return _surprise(p).sum(dim=1).mean()
 
 
@@ -104,6 +180,16 @@ def entropy_loss_official(p: Tensor) -> Tensor:
     """The published code's entropy: it sums over the images of the batch instead of the classes, divides by log C, averages the rest.
 
     Equals `entropy_loss` times N / (C log C).
+
+    Args:
+        p: over all classes.
+
+    Returns:
+        A scalar.
+
+    Examples:
+        >>> entropy_loss_official(torch.tensor([[0.5, 0.5]]))
+        tensor(0.5000)
     """
     return _surprise(p).sum(dim=0).mean() / math.log(p.shape[1])
 
@@ -114,7 +200,21 @@ def _surprise(p: Tensor) -> Tensor:
 
 
 def total_loss(consistency: Tensor, shape: Tensor, entropy: Tensor, beta: float) -> Tensor:
-    """Eq. 10: L_t = L_cons + beta (L_s + L_e)."""
+    """Eq. 10: L_t = L_cons + beta (L_s + L_e).
+
+    Args:
+        consistency: L_cons, a scalar.
+        shape: L_s, a scalar.
+        entropy: L_e, a scalar.
+        beta: weight of the two last.
+
+    Returns:
+        A scalar.
+
+    Examples:
+        >>> total_loss(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0), beta=0.5)
+        tensor(3.5000)
+    """
     return consistency + beta * (shape + entropy)
 
 
@@ -122,6 +222,19 @@ def total_loss_official(consistency: Tensor, shape: Tensor, entropy: Tensor, cla
     """The published code's weights, 10 L_e + 0.1 L_cons / C + L_s, for its own shape and entropy terms.
 
     Its consistency is a mean over the C classes where Eq. 7 (`consistency_loss`) sums over them.
+
+    Args:
+        consistency: as of `consistency_loss`.
+        shape: as of `shape_loss_official`.
+        entropy: as of `entropy_loss_official`.
+        classes: C.
+
+    Returns:
+        A scalar.
+
+    Examples:
+        >>> total_loss_official(torch.tensor(4.0), torch.tensor(1.0), torch.tensor(0.5), classes=2)
+        tensor(6.2000)
     """
     return 10 * entropy + 0.1 * consistency / classes + shape
 
@@ -135,22 +248,57 @@ def all_classes(p: Tensor, target: str) -> Tensor:
 
     Returns:
         (N, C, ...); for binary and multilabel the complements come first, the foreground last.
+
+    Examples:
+        >>> all_classes(torch.tensor([[0.25]]), "binary"), all_classes(torch.tensor([[0.25, 0.75]]), "multiclass")
+        (tensor([[0.7500, 0.2500]]), tensor([[0.2500, 0.7500]]))
     """
     return p if target == "multiclass" else torch.cat([1 - p, p], dim=1)
 
 
 def foreground(p: Tensor, target: str) -> Tensor:
-    """The foreground classes of a network's probabilities: all but class 0 for softmax, every channel for sigmoid."""
+    """The foreground classes of a network's probabilities: all but class 0 for softmax, every channel for sigmoid.
+
+    Args:
+        p: (N, outputs, ...) as of `TaskConfig.probabilities`.
+        target: the task's target.
+
+    Examples:
+        >>> foreground(torch.tensor([[0.25, 0.75]]), "multiclass"), foreground(torch.tensor([[0.25]]), "binary")
+        (tensor([[0.7500]]), tensor([[0.2500]]))
+    """
     return p[:, 1:] if target == "multiclass" else p
 
 
 def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
-    """Each image turned by `turns` (N,) quarter turns, then, where `flips` (N,) is set, flipped upside down."""
+    """Each image turned by `turns` (N,) quarter turns, then, where `flips` (N,) is set, flipped upside down.
+
+    Args:
+        images: (N, C, H, W) with H = W where a turn is odd.
+        turns: counter-clockwise quarter turns.
+        flips: true where an image is flipped.
+
+    Examples:
+        >>> turned(torch.tensor([[[[1, 2], [3, 4]]]]), torch.tensor([1]), torch.tensor([False]))
+        tensor([[[[2, 4],
+                  [1, 3]]]])
+    """
     parts = [torch.rot90(image, int(turn), (-2, -1)) for image, turn in zip(images, turns, strict=True)]
     return torch.stack([part.flip(-2) if flip else part for part, flip in zip(parts, flips, strict=True)])
 
 
 def turned_back(maps: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
-    """The inverse of `turned`, for the maps (N, C, H, W) predicted from turned images."""
+    """The inverse of `turned`, for the maps (N, C, H, W) predicted from turned images.
+
+    Args:
+        maps: one for every turned image.
+        turns: as for `turned`.
+        flips: as for `turned`.
+
+    Examples:
+        >>> image, turns, flips = torch.tensor([[[[1, 2], [3, 4]]]]), torch.tensor([3]), torch.tensor([True])
+        >>> torch.equal(turned_back(turned(image, turns, flips), turns, flips), image)
+        True
+    """
     parts = [one.flip(-2) if flip else one for one, flip in zip(maps, flips, strict=True)]
     return torch.stack([torch.rot90(part, -int(turn), (-2, -1)) for part, turn in zip(parts, turns, strict=True)])

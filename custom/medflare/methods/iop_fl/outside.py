@@ -29,6 +29,12 @@ ROUTER = "router"  # the entry of the fitted coefficients
 class RoutedModel(nn.Module):
     """The outside model: images (N, C, H, W) to probabilities by a routed network; `adapt` fits it to unlabelled images.
 
+    Args:
+        task: gives the probabilities.
+        network: routed over every P_k and w_g.
+        hyper: how it is fitted.
+        seed: of noise and dropout.
+
     Attributes:
         adaptation: what `adapt` did: "losses" over all images before the first epoch and after each one, "chosen", the place of
             the state that was kept among them, and "coefficients", R by layer, averaged over the images. Empty before.
@@ -46,6 +52,7 @@ class RoutedModel(nn.Module):
         return torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to probabilities (N, outputs, ...), cut into batches as `adapt` cuts them."""
         return torch.cat([self._predicted(part) for part in self._cut(images)])
 
     def _cut(self, images: Tensor) -> tuple[Tensor, ...]:
@@ -67,6 +74,9 @@ class RoutedModel(nn.Module):
 
         Every epoch ends with one look at all images, without dropout and with the same noise each time, so that the losses of
         two epochs can be compared; the start is a candidate too, so the result is never worse than no adaptation by that measure.
+
+        Args:
+            batches: unlabelled images (N, C, H, W).
         """
         batches = [part for images in batches for part in self._cut(images)]
         self.network.load_adapted_state(self._start)
@@ -88,7 +98,11 @@ class RoutedModel(nn.Module):
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Tensor]) -> float:
-        """Mean test-time loss over all images of these batches, dropout off."""
+        """Mean test-time loss over all images of these batches, dropout off.
+
+        Args:
+            batches: unlabelled images (N, C, H, W); at least one image.
+        """
         self.network.eval()
         values = [float(self.loss(images, "measure", place)) * len(images) for place, images in enumerate(batches)]
         return sum(values) / sum(map(len, batches))
@@ -107,7 +121,15 @@ class RoutedModel(nn.Module):
         self.online_steps += 1
 
     def loss(self, images: Tensor, *key: str | int) -> Tensor:
-        """L_t of Eq. 10 for a batch of unlabelled images; `key` names the noise."""
+        """L_t of Eq. 10 for a batch of unlabelled images; `key` names the noise.
+
+        Args:
+            images: (N, C, H, W).
+            key: with the seed it determines the noise.
+
+        Returns:
+            A scalar.
+        """
         clean = self._probabilities(images)
         noisy = self._noisy_probabilities(images, torch_generator(self.seed, "noise", *key))
         return test_time_loss(clean, noisy, self.task, self.hyper)
@@ -124,6 +146,7 @@ class RoutedModel(nn.Module):
         return formulas.turned_back(p, turns, flips) if self.task.kind == "segmentation" else p
 
     def report(self) -> dict[str, Any]:
+        """What `adapt` did, see `adaptation`."""
         return self.adaptation
 
 
@@ -131,7 +154,13 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
     """Eq. 10 with the terms, classes and weights that `hyper` asks for.
 
     Args:
-        p, p_noisy: the network's probabilities (N, outputs, ...) for the images and their perturbed copies.
+        p: the network's probabilities (N, outputs, ...) for the images.
+        p_noisy: those for their perturbed copies.
+        task: gives kind and target.
+        hyper: the terms, their classes and β.
+
+    Returns:
+        A scalar; 0 where every term is switched off.
     """
     every, every_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
     official, nothing = hyper.objective == "official", p.new_zeros(())
@@ -162,7 +191,13 @@ def _shape_term(p: Tensor, every: Tensor, task: TaskConfig, hyper: OutsideHyper)
 
 
 def routed_message(incoming: Message, hyper: OutsideHyper, seed: int) -> Message:
-    """A model of kind "routed", not yet fitted, from a delivery that holds w_g and every P_k."""
+    """A model of kind "routed", not yet fitted, from a delivery that holds w_g and every P_k.
+
+    Args:
+        incoming: the delivery to an outside site.
+        hyper: of the server or site half; the fields of `OutsideHyper` are taken.
+        seed: of noise, dropout and routers.
+    """
     settings = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(OutsideHyper)}
     return Message(dict(incoming.states), {**incoming.facts, "kind": "routed", "routing": settings, "seed": seed})
 
@@ -192,6 +227,7 @@ class Ensemble(nn.Module):
         self.networks = nn.ModuleList(networks)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) to the probabilities of the mean logits, (N, outputs, ...)."""
         return self.task.probabilities(torch.stack([network(images) for network in self.networks]).mean(dim=0))
 
 

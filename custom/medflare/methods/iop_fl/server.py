@@ -1,12 +1,14 @@
 """IOP-FL's server half: FedAvg's; where outside sites take part, it collects every P_k at the end and hands them on with w_g."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT
 from medflare.methods.iop_fl.site import ADAPTED
 
@@ -14,29 +16,36 @@ from medflare.methods.iop_fl.site import ADAPTED
 class IOPServer(FedAvgServer[FedAvgServerHyper]):
     """Asks for the local adapted models once, after the last round, and only for outside sites."""
 
+    site_hyper: ClassVar[type] = IOPHyper
+
     @property
     def experts(self) -> dict[str, StateDict]:
         """site -> P_k, of those that have submitted theirs."""
         return EXPERT.family(self.memory.states)
 
     def steps(self) -> list[Step]:
+        """FedAvg's schedule and, for outside sites, the submission of every P_k at its end."""
         submit = [Step("submit", self.context.rounds, everyone=True)] if self.context.outside else []
         return [*super().steps(), *submit]
 
     def configure(self, step: Step, site: str) -> Message:
+        """FedAvg's message; an empty one for "submit"."""
         return Message() if step.phase == "submit" else super().configure(step, site)
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Keep the submitted P_k as they are, else as FedAvg."""
         if step.phase == "submit":
             self.memory.states |= {EXPERT.of(site): reply.states[ADAPTED] for site, reply in replies.items()}
         else:
             super().aggregate(step, replies)
 
     def configure_delivery(self, site: str) -> Message:
+        """FedAvg's message; an outside site gets every P_k beside it."""
         message = super().configure_delivery(site)
         if site in self.context.outside:
             message.states |= {EXPERT.of(name): state for name, state in self.experts.items()}
         return message
 
     def models(self) -> dict[str, Message]:
+        """The selected global model and every P_k that was submitted."""
         return {**super().models(), **{f"personal/{site}": plain_message(state) for site, state in self.experts.items()}}

@@ -34,6 +34,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
         self.best = Best(self.memory, "adapted")
 
     def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training; its local model goes into P_k (Eq. 4), whose metric is measured before."""
         global_ = incoming.states[GLOBAL]
         personal = self._look(round, global_)
         reply = super().train(round, incoming)
@@ -44,6 +45,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming global model and of P_k."""
         personal = self._look(round, incoming.states[GLOBAL])
         reply = super().validate(round, incoming)
         reply.facts["validation"]["personal"] = personal
@@ -77,10 +79,15 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     @property
     def selected(self) -> StateDict | None:
+        """P_k of the best round, or of the last one; None before the first."""
         return self.best.state if self.plan.server_hyper.selection == "best" and self.best.state is not None else self.adapted
 
     def submit(self, round: int, incoming: Message) -> Message:
-        """P_k leaves the site once, at the end, and only where an outside site takes part."""
+        """P_k leaves the site once, at the end, and only where an outside site takes part.
+
+        Raises:
+            StateError: the site has trained in no round.
+        """
         if self.selected is None:
             raise StateError(f"site {self.site.name} took part in no round and has no local adapted model to submit")
         return Message({ADAPTED: self.selected}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: self.best.round})

@@ -42,9 +42,17 @@ class LocalPart:
         return cls(frozenset(name for name in network.state_dict() if any(name.startswith(f"{path}.") for path in chosen)))
 
     def kept(self, state: Mapping[str, Tensor]) -> StateDict:
-        """The part that stays."""
+        """The part that stays.
+
+        Args:
+            state: all entries of the network.
+        """
         return split_state(state, self.names)[0]
 
     def shared(self, state: Mapping[str, Tensor]) -> StateDict:
-        """The part that is shared."""
+        """The part that is shared.
+
+        Args:
+            state: all entries of the network.
+        """
         return split_state(state, self.names)[1]

@@ -14,8 +14,15 @@ def proximal_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], a
     Source: pFedMe's inner problem (Dinh et al. 2020, Eq. 3, λ); FedProx is the same step with strength μ (Li et al. 2020, Eq. 2), Ditto
     with λ for the personal model (Li et al. 2021, Alg. 1).
 
-    >>> proximal_gradients([torch.tensor([1.0])], [torch.tensor([3.0])], [torch.tensor([2.0])], 0.5)
-    [tensor([1.5000])]
+    Args:
+        gradients: g, one for each parameter.
+        weights: θ, in the same order.
+        anchor: w, in the same order.
+        strength: λ or μ; 0 leaves the gradients as they are.
+
+    Examples:
+        >>> proximal_gradients([torch.tensor([1.0])], [torch.tensor([3.0])], [torch.tensor([2.0])], 0.5)
+        [tensor([1.5000])]
     """
     return [g + strength * (t - a) for g, t, a in zip(gradients, weights, anchor, strict=True)]
 
@@ -24,8 +31,19 @@ def pull(model: nn.Module, anchor: StateDict, strength: float) -> Callable[[], N
     """What `train_epochs` calls between gradient and step to draw `model` towards an anchor.
 
     Args:
+        model: whose gradients are changed.
         anchor: a state of the same network; only its trainable entries pull.
         strength: λ or μ; 0 leaves the gradients as they are.
+
+    Returns:
+        Adds λ (θ - w) to every gradient that there is, in place.
+
+    Examples:
+        >>> model = nn.PReLU(init=2.0)
+        >>> correct, model.weight.grad = pull(model, {"weight": torch.zeros(1)}, strength=0.5), torch.zeros(1)
+        >>> correct()
+        >>> model.weight.grad
+        tensor([1.])
     """
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     origins = {name: anchor[name].detach().to(weight.device, copy=True) for name, weight in weights.items()}

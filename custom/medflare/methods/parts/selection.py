@@ -23,6 +23,7 @@ class Best:
 
     @property
     def state(self) -> StateDict | None:
+        """The best state, None before the first offer."""
         return self._memory.states.get(self._name)
 
     @property
@@ -40,7 +41,13 @@ class Best:
         return self._memory.facts.get(self._name, {})
 
     def offer(self, value: float | None, round: int, state: StateDict) -> None:
-        """`state` is the model that entered round `round`; the untrained model of round 0 is no candidate."""
+        """Take a candidate, where it is better than what is kept.
+
+        Args:
+            value: its validation metric; None where it is undefined.
+            round: the round that it entered; the untrained model of round 0 is no candidate.
+            state: the candidate, copied where it is kept.
+        """
         if round == 0:
             return
         better = value is not None and (self.value is None or value > self.value)
@@ -53,6 +60,10 @@ def mean_validation(replies: Mapping[str, Message], role: str) -> float | None:
     """Mean over sites of the validation metric of the incoming model of `role`, weighted by training samples.
 
     Sites where it is undefined are left out; None where it is undefined everywhere.
+
+    Args:
+        replies: site -> reply with the facts "validation" and "n_samples".
+        role: for example "global".
     """
     pairs = [(_value(reply.facts, role), float(reply.facts.get("n_samples", 1))) for _, reply in sorted(replies.items())]
     known = [(value, weight) for value, weight in pairs if value is not None]

@@ -20,6 +20,7 @@ def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
     """Local epochs, each as its batches of training images; dropout and everything else that draws is keyed.
 
     Args:
+        site: gives the batches.
         keys: what sets this training apart, by habit round and purpose: two models of one round see other orders and augmentations.
         count: how many; None: the task's number.
     """
@@ -34,8 +35,11 @@ def run_epochs(
     """Local epochs, `step` on every batch; returns the mean over all images of each loss it returned.
 
     Args:
-        purpose, count: see `epochs`.
+        site: gives the batches.
+        round: 0-based, see `epochs`.
+        purpose: see `epochs`.
         step: trains on a batch and returns its losses by name.
+        count: see `epochs`.
     """
     totals: dict[str, float] = {}
     seen = 0
@@ -61,6 +65,11 @@ def train_epochs(
     """Local epochs of `model` in place, see `run_epochs`; returns the mean loss over all images, NaN without any.
 
     Args:
+        model: trained in place.
+        optimizer: of its trainable parameters.
+        site: gives batches and the task's loss.
+        round: 0-based, see `epochs`.
+        purpose: see `epochs`.
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
         correct: called between gradient and step, to change the gradients in place (a proximal term, control variates).
         count: how many epochs; None: the task's number.
@@ -96,7 +105,12 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
-    """Give the optimizer the tensors that `pack_optimizer` took; its learning rate and other settings stay its own."""
+    """Give the optimizer the tensors that `pack_optimizer` took; its learning rate and other settings stay its own.
+
+    Args:
+        optimizer: of as many parameters, in the same order.
+        packed: what `pack_optimizer` gave.
+    """
     slots: dict[int, dict[str, Tensor]] = {}
     for key, value in packed.items():
         place, slot = key.split(".", 1)
@@ -128,5 +142,10 @@ class OptimizerMemory:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """JSON has no NaN: an undefined number travels as None."""
+    """JSON has no NaN: an undefined number travels as None.
+
+    Examples:
+        >>> finite_or_none(0.5), finite_or_none(math.nan), finite_or_none(None)
+        (0.5, None, None)
+    """
     return value if value is not None and math.isfinite(value) else None

@@ -2,7 +2,7 @@
 
 Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward Imbalanced Medical Data", IEEE TMI 41(12),
 2022. "Official" is the authors' published code where it differs from the printed equations. The server's formulas stand in
-`prr_fourier.py`.
+`fourier.py`.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,23 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
 
     Args:
         stage: of the epoch before; 0 at the start of a round.
-        deputy, personal: validation metric of the two models, phi(D) and phi(P), higher is better.
-        lam1, lam2: thresholds of phi(D) / phi(P) for Exchange and for Sublimate.
+        deputy: validation metric of the deputy, phi(D), higher is better.
+        personal: validation metric of the personal model, phi(P).
+        lam1: threshold of phi(D) / phi(P) for Exchange.
+        lam2: threshold of phi(D) / phi(P) for Sublimate.
         rule: "official" or "threshold".
 
     Returns:
         1 Recover, 2 Exchange or 3 Sublimate.
+
+    Raises:
+        ValueError: an unknown rule or stage.
+
+    Examples:
+        >>> next_stage(0, 1.0, 1.0), next_stage(1, 1.0, 1.0), next_stage(2, 1.0, 1.0), next_stage(3, 0.5, 1.0)
+        (1, 2, 3, 1)
+        >>> next_stage(0, 1.0, 1.0, rule="threshold")
+        3
     """
     check_choice("rule", rule, ("official", "threshold"))
     if stage not in (0, RECOVER, EXCHANGE, SUBLIMATE):
@@ -48,6 +59,22 @@ def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Ten
 
     "kl": KL(teacher || student), Eq. 5-6. "mse10": ten times the squared difference of the probabilities, as in the official
     segmentation code. The teacher receives no gradient.
+
+    Args:
+        student: logits that learn.
+        teacher: logits of the same shape.
+        form: "kl" or "mse10".
+
+    Returns:
+        A scalar; 0 for equal probabilities.
+
+    Raises:
+        ValueError: an unknown form.
+
+    Examples:
+        >>> even, certain = torch.tensor([[0.0, 0.0]]), torch.tensor([[200.0, 0.0]])
+        >>> distillation_loss(even, even), distillation_loss(even, certain), distillation_loss(even, certain, form="mse10")
+        (tensor(0.), tensor(0.6931), tensor(2.5000))
     """
     check_choice("form", form, ("kl", "mse10"))
     if form == "mse10":
@@ -69,6 +96,12 @@ def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
 
     Returns:
         (C, C) float64, row = true class. A class that no site has adjusts nothing: its row and column are 1.
+
+    Examples:
+        >>> conjoint_mask(torch.tensor([5, 5]), beta=0.5), conjoint_mask(torch.tensor([1, 4]), beta=0.5)
+        (tensor([[1., 1.],
+                [1., 1.]], dtype=torch.float64), tensor([[1.0000, 1.0000],
+                [0.5000, 1.0000]], dtype=torch.float64))
     """
     known = counts > 0
     amount = torch.where(known, counts, 1).to(torch.float64)
@@ -80,11 +113,17 @@ def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
     """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site (PRR, Eq. 11-12).
 
     Args:
-        local, global_: (C, D) prototypes; a zero row stands for a class without a prototype.
+        local: (C, D) prototypes; a zero row stands for a class without a prototype.
+        global_: (C, D) prototypes, likewise.
         tau: smoothing; the denominator is kept above 1e-3, which matters for opposite prototypes and tau <= 1 only.
 
     Returns:
         (C,) gamma, at least 1 up to rounding; 1 for a class without a local or a global prototype.
+
+    Examples:
+        >>> local = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+        >>> prototype_gamma(local, torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), tau=1.0)
+        tensor([1., 2., 1.])
     """
     known = (local != 0).any(dim=1) & (global_ != 0).any(dim=1)
     similarity = functional.cosine_similarity(local, global_, dim=1)
@@ -105,6 +144,13 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
 
     Returns:
         The scalar mean over all samples or pixels.
+
+    Examples:
+        >>> logits, targets = torch.zeros(1, 2), torch.tensor([0])
+        >>> cpa_loss(logits, targets, None, None, beta=1.0), cpa_loss(logits, targets, None, torch.tensor([2.0, 1.0]), beta=1.0)
+        (tensor(0.6931), tensor(1.3863))
+        >>> cpa_loss(logits, targets, torch.tensor([3, 1]), None, beta=1.0)  # -log 1 / (1 + 1/3)
+        tensor(0.2877)
     """
     if counts is not None:
         log_mask = conjoint_mask(counts.to(logits.device), beta).log().to(logits.dtype)
@@ -115,14 +161,32 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
 
 
 class PrototypeMean:
-    """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average pooling over all pixels."""
+    """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average pooling over all pixels.
+
+    Args:
+        classes: C.
+        width: D.
+        device: where the sums are kept.
+
+    Examples:
+        >>> prototypes = PrototypeMean(2, 1)
+        >>> prototypes.add(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]))
+        >>> prototypes.means()
+        tensor([[2.],
+                [0.]])
+    """
 
     def __init__(self, classes: int, width: int, device: torch.device | str = "cpu"):
         self.sums = torch.zeros(classes, width, dtype=torch.float64, device=device)
         self.counts = torch.zeros(classes, dtype=torch.float64, device=device)
 
     def add(self, features: Tensor, targets: Tensor) -> None:
-        """Take in embeddings (N, D) or (N, D, ...) of the classes `targets` (N, ...); no gradient flows through prototypes."""
+        """Take in embeddings of known classes; no gradient flows through prototypes.
+
+        Args:
+            features: (N, D) or (N, D, ...).
+            targets: (N, ...), numbers of classes.
+        """
         rows = features.detach().flatten(2) if features.dim() > 2 else features.detach()[:, :, None]
         classes = torch.arange(len(self.counts), device=targets.device)
         members = (targets.reshape(len(targets), 1, -1) == classes[None, :, None]).to(rows.dtype)
@@ -146,6 +210,14 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
 
     Returns:
         (C, D); zero for a class that no site has.
+
+    Raises:
+        ValueError: an unknown spread.
+
+    Examples:
+        >>> local, noise = torch.tensor([[[1.0]], [[3.0]]]), torch.ones(1, 1)
+        >>> [global_prototypes(local, torch.tensor([[True], [True]]), noise, spread).item() for spread in ("mean", "gaussian")]
+        [2.0, 3.0]
     """
     check_choice("spread", spread, ("gaussian", "clamped", "mean"))
     member = present.to(local.dtype)[:, :, None]
@@ -167,6 +239,10 @@ def most_representative(counts: Mapping[str, Tensor]) -> str:
 
     Args:
         counts: site -> (G, C) training images or pixels of each class.
+
+    Examples:
+        >>> most_representative({"A": torch.tensor([[10, 0]]), "B": torch.tensor([[4, 6]]), "C": torch.tensor([[0, 10]])})
+        'B'
     """
 
     def shares(table: Tensor) -> Tensor:

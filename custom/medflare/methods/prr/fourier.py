@@ -21,6 +21,16 @@ def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0
     """Low-frequency threshold of a round, r_t = r0 + (r1 - r0) t / T (PRR, Sec. III-B), t from 0.
 
     The official schedule is this line with r1 = 0.475 and T = 50.
+
+    Args:
+        round: t.
+        num_rounds: T.
+        r0: the ratio at t = 0.
+        r1: the ratio at t = T.
+
+    Examples:
+        >>> frequency_ratio(0, 50), frequency_ratio(50, 50), frequency_ratio(25, 50, r0=0.25, r1=0.75)
+        (0.35, 0.48, 0.5)
     """
     return r0 + (r1 - r0) * round / num_rounds
 
@@ -56,6 +66,12 @@ def fourier_aggregate(
 
     Raises:
         ValueError: r outside [0, 0.5], an unknown option, or a shape that belongs to no convolution and no linear layer.
+
+    Examples:
+        >>> weights = torch.tensor([[[1.0, 3.0]], [[5.0, 3.0]]])  # two sites, one output, two inputs
+        >>> fourier_aggregate(weights, r=0.0).flatten(1)  # the mean over the inputs is shared, the differences stay
+        tensor([[2., 4.],
+                [4., 2.]])
     """
     check_choice("layout", layout, ("in_major", "out_major"))
     check_choice("window", window, ("closed", "official"))
@@ -163,6 +179,11 @@ def treatments(network: nn.Module) -> dict[str, Treatment]:
     """How each entry of `network`'s state is aggregated, by the type of the layer that it belongs to, never by its name.
 
     The classifier is the last convolution or linear layer in order of registration, the one that gives the logits.
+
+    Examples:
+        >>> found = treatments(nn.Sequential(nn.Linear(2, 2, bias=False), nn.InstanceNorm1d(2, affine=True), nn.Linear(2, 1, bias=False)))
+        >>> {name: treatment.kind for name, treatment in found.items()}
+        {'0.weight': 'kernel', '1.weight': 'mean', '1.bias': 'mean', '2.weight': 'classifier'}
     """
     local = batch_norm_entries(network)
     weighted = {f"{name}.weight".lstrip("."): layer for name, layer in network.named_modules() if isinstance(layer, _WEIGHTED)}
@@ -184,6 +205,14 @@ def aggregate_models(
         r: low-frequency threshold of the round, see `frequency_ratio`.
         fourier: False averages everything plainly, which with local batch normalisation is FedBN.
         options: `layout`, `window`, `components` and `phase_mean` of `fourier_aggregate`.
+
+    Returns:
+        Site -> aggregated state.
+
+    Examples:
+        >>> states = {"A": {"w": torch.tensor([[1.0, 3.0]])}, "B": {"w": torch.tensor([[5.0, 3.0]])}}
+        >>> aggregate_models(states, {"w": Treatment("kernel")}, 0.0, fourier=False)["A"]
+        {'w': tensor([[3., 3.]])}
     """
     sites = sorted(states)
     mean = weighted_mean(states, dict.fromkeys(sites, 1.0))
@@ -201,12 +230,30 @@ def aggregate_models(
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Nothing where `value` is one of the choices.
+
+    Args:
+        name: of the option, for the message.
+        value: as it was given.
+        choices: allowed values.
+
+    Raises:
+        ValueError: it is none of them.
+    """
     if value not in choices:
         raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
 
 
 def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]:
-    """What becomes of each entry, where only states are at hand: two or more axes make a weight, the last of them the classifier."""
+    """What becomes of each entry, where only states are at hand: two or more axes make a weight, the last of them the classifier.
+
+    Args:
+        states: site -> state; all with the same names and shapes.
+
+    Examples:
+        >>> {name: found.kind for name, found in treatments_by_shape({"A": {"w": torch.zeros(2, 2), "b": torch.zeros(2)}}).items()}
+        {'w': 'classifier', 'b': 'mean'}
+    """
     first = next(iter(states.values()))
     weights = [name for name, tensor in first.items() if tensor.ndim >= 2 and tensor.is_floating_point()]
     found = {name: Treatment("kernel" if name in weights else "mean") for name in first}

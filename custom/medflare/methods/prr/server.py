@@ -14,7 +14,7 @@ from medflare.methods.aggregation import Aggregation, SiteModel, states_of
 from medflare.methods.base import Kept, ServerContext, ServerHalf, Step, meta_network, site_models
 from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
-from medflare.methods.prr.hyper import PRRServerHyper
+from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.site import CLASS_TOTALS, DEPUTY, NORMALISATION, PERSONAL, PROTOTYPES, local_part
 from medflare.methods.prr.supervision import class_names, class_totals
 from medflare.tasks.config import TaskConfig
@@ -33,13 +33,16 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
         self.treatments: dict[str, Treatment] | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
+        """Learn how each entry is treated, by the network's layers."""
         super().prepare(task, rounds)
         self.treatments = treatments(meta_network(task))
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        """The plain mean over the sites."""
         return weighted_mean(states_of(models), dict.fromkeys(models, 1.0))
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+        """Site -> its model S_k with the low frequencies that the round shares (Alg. 1, line 7)."""
         states, hyper = states_of(models), self.hyper
         rounds = self.rounds or _ROUNDS
         low_band = frequency_ratio(min(round, rounds), rounds, hyper.r0, hyper.r1)
@@ -57,6 +60,7 @@ class PRRServer(ServerHalf[PRRServerHyper]):
     """
 
     Hyper: ClassVar[type] = PRRServerHyper
+    site_hyper: ClassVar[type] = PRRSiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = FourierAggregation
     mean, outside, prototypes = Kept("mean"), Kept("outside"), Kept("prototypes")
 
@@ -77,6 +81,7 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         return {site: self.memory.states[f"model/{site}"] for site in self.context.sites if f"model/{site}" in self.memory.states}
 
     def steps(self) -> list[Step]:
+        """A training step per round and a look at the last models; where outside sites need it, the exchange that makes their model."""
         personal = self.hyper.outside_model == "personal"
         if not self.context.outside or not (personal or self.normalised):
             return super().steps()
@@ -89,12 +94,14 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         return class_totals(self.context.task, {site: counts[site] for site in self.context.sites if site in counts})
 
     def configure(self, step: Step, site: str) -> Message:
+        """The site's S_k, the class counts of all sites and the global prototypes, where there are any."""
         message = Message({DEPUTY: self.aggregated.get(site, self.mean)}, {CLASS_TOTALS: self.class_totals.tolist()})
         if self.prototypes is not None:
             message.states[PROTOTYPES] = self.prototypes
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Every site's next model and the next prototypes; after the last exchange the model for outside sites."""
         if step.phase == "train":
             self._aggregate(step.round, replies)
         elif step.phase.startswith("share"):
@@ -129,6 +136,7 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         return replies[chosen].states[PERSONAL]
 
     def configure_delivery(self, site: str) -> Message:
+        """The site's last S_k; the outside model for a site that never trained."""
         return Message({DEPUTY: self.outside if site in self.context.outside else self.aggregated.get(site, self.outside)})
 
     def models(self) -> dict[str, Message]:

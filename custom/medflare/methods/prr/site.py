@@ -58,6 +58,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
     """Deputy-Enhanced Transfer under the CPA loss. With DET off there is one model: the incoming one with the site's own normalisation."""
 
     Hyper: ClassVar[type] = PRRSiteHyper
+    server_hyper: ClassVar[type] = PRRServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", answers=(DEPUTY, PROTOTYPES), reports=(*MEASURED, STAGES), **_RECEIVED),
         Phase("validate", reports=MEASURED, **_RECEIVED),
@@ -78,6 +79,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
     # a round
 
     def train(self, round: int, incoming: Message) -> Message:
+        """A round of `Transfer`; the reply holds the deputy without normalisation, and the prototypes where the loss uses them."""
         personal, deputy = self._models(incoming)
         validation = self._measure(round, personal, deputy)
         prototypes = incoming.states.get(PROTOTYPES, {}).get("prototypes")
@@ -102,6 +104,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         return Message(states, self.facts(loss=loss, validation=validation, stages=transfer.stages))
 
     def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the deputy and of the personal model."""
         return Message({}, self.facts(validation=self._measure(round, *self._models(incoming))))
 
     def share_normalisation(self, round: int, incoming: Message) -> Message:

@@ -1,6 +1,6 @@
 """What PRR supervises with: the CPA loss on images or pixels, the prototypes that weigh it, and the losses it is compared with.
 
-A task is seen as `groups` of softmax problems, so that every formula of `prr_math.py` serves every task: one problem over all
+A task is seen as `groups` of softmax problems, so that every formula of `formulas.py` serves every task: one problem over all
 classes (multiclass), one over (negative, positive) with logits (0, z) (binary), or one such pair for each label (multilabel).
 """
 
@@ -30,7 +30,18 @@ def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
 
 
 def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
-    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z."""
+    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z.
+
+    Args:
+        logits: of the task's network.
+        task: gives target and outputs.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> class_logits(torch.tensor([[3.0]]), SimpleNamespace(target="binary", outputs=1))
+        tensor([[[[0.],
+                  [3.]]]])
+    """
     outputs = logits.reshape(len(logits), task.outputs, -1)
     if task.target == "multiclass":
         return outputs[None]
@@ -39,7 +50,12 @@ def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
 
 
 def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
-    """Targets as in `tasks.data.Split` as class indices (G, N, P) beside `class_logits`."""
+    """Targets as in `data.splits.Split` as class indices (G, N, P) beside `class_logits`.
+
+    Args:
+        targets: (N,), (N, H, W), (N, C) or (N, C, H, W).
+        task: gives target and outputs.
+    """
     groups = task.outputs if task.target == "multilabel" else 1
     return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
 
@@ -48,6 +64,7 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
     """N_c of the conjoint objective: training images or pixels of each class over the sites, (G, C) int64.
 
     Args:
+        task: gives classes, size and target.
         enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`}.
     """
     groups, classes = groups_and_classes(task)
@@ -73,8 +90,10 @@ class SitePrototypes:
     """Local prototypes f^(k) of every class, gathered batch by batch from the personal model's embeddings (PRR, Eq. 10).
 
     Args:
+        task: gives groups and classes.
         width: see `prototype_width`.
         embedding: "features" or "logits".
+        device: where embeddings are summed.
     """
 
     def __init__(self, task: TaskConfig, width: int, embedding: str, device: torch.device | str):
@@ -84,7 +103,13 @@ class SitePrototypes:
         self._means = [PrototypeMean(classes, width, device) for _ in range(groups)]
 
     def add(self, features: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """Take in a batch; a map that is smaller than the label map sees it by its nearest pixels."""
+        """Take in a batch; a map that is smaller than the label map sees it by its nearest pixels.
+
+        Args:
+            features: (N, D) or (N, D, h, w).
+            logits: (N, outputs) or (N, outputs, H, W).
+            targets: as in `data.splits.Split`.
+        """
         embeddings = (features if self.embedding == "features" else logits).detach()
         if embeddings.dim() == 4 and embeddings.shape[2:] != targets.shape[-2:]:
             maps = targets.reshape(len(targets), -1, *targets.shape[-2:]).float()
@@ -103,9 +128,11 @@ class Supervision:
     """L_sup of a round at a site: logits and targets to a scalar (PRR, Sec. III-D and IV-A).
 
     Args:
+        site: gives task, loss and class counts.
         kind: the CPA loss: "both", its conjoint objective alone ("global") or its refinement alone ("local"); or what it is
             compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
-        beta, tau: of the CPA loss.
+        beta: exponent of the conjoint mask.
+        tau: smoothing of γ.
         totals: (G, C) class counts over all sites.
         global_: (G C, D) prototypes from the server; None before the first ones and during the warm-up: gamma = 1.
         mix: segmentation: "paper" CPA + Dice, "official" (CPA + CE) / 2 + Dice.
@@ -124,7 +151,11 @@ class Supervision:
         self._focal = build_loss(site.task, {"name": "focal"}) if kind == "focal" else None
 
     def refine(self, local: Tensor | None) -> None:
-        """Weigh the classes by how far the site's prototypes (G C, D) are from the global ones (Eq. 11-12)."""
+        """Weigh the classes by how far the site's prototypes (G C, D) are from the global ones (Eq. 11-12).
+
+        Args:
+            local: the site's prototypes; None before the first ones.
+        """
         if local is not None and self._global is not None:
             gamma = prototype_gamma(local, self._global, self.tau)
             self.gamma = gamma.reshape(groups_and_classes(self.site.task)).to(self.site.device)

@@ -18,7 +18,7 @@ class _Kind(type):
         return isinstance(instance, _datetime)
 
 
-class _Skewed(_datetime, metaclass=_Kind):
+class _Skewed(_datetime, metaclass=_Kind):  # type: ignore[misc, valid-type]
     __slots__ = ()
 
     @classmethod

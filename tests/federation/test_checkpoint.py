@@ -1,0 +1,111 @@
+"""The server half on disk after a step: taken up by the same run only, and copied to a run that goes on with it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medflare.core.errors import StateError
+from medflare.core.message import Message
+from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, stored_plan, take_up
+from medflare.federation.exchange import Reply
+from medflare.federation.schedule import Federation
+from medflare.methods.base import Step
+from medflare.methods.fedavg import FedAvgServer
+from methods import squares
+
+PLAN: dict[str, Any] = {"method": "fedavg", "sites": ("A", "B"), "hyper": {"site": {"clamp": (0, 1)}, "server": {}}, "seed": 1}
+
+
+class Nobody:
+    """An exchange that reaches no site."""
+
+    def present(self, round: int) -> list[str]:
+        return []
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        return {}
+
+
+def federation() -> Federation:
+    """A run that has done nothing yet."""
+    return Federation(squares.server(FedAvgServer), Nobody(), lambda phase: {})
+
+
+def under_way() -> Federation:
+    """A run with something to remember."""
+    run = federation()
+    run.server.model = {name: tensor + 1 for name, tensor in run.server.model.items()}
+    run.server.best.offer(0.5, 2, run.server.model)
+    run.outcome.enrolled |= {"B": {"n": {}}, "A": {"n": {}}}
+    run.outcome.history.append({"step": 0})
+    run.outcome.down_bytes, run.outcome.up_bytes = 30, 20
+    run.events.add("warning", "before")
+    return run
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    checkpoint, before, after = Checkpoint(tmp_path, PLAN), under_way(), federation()
+    checkpoint.save(4, before)
+    after.events.add("warning", "at the new start")
+    assert checkpoint.restore(after) == 4
+    assert squares.equal(after.server.model, before.server.model)
+    assert (after.server.best.round, after.server.best.value) == (2, 0.5)
+    assert after.server.memory.facts == before.server.memory.facts, "nothing of the run stays in the half"
+    assert after.returning == ["A", "B"] and after.outcome.history == [{"step": 0}]
+    assert (after.outcome.down_bytes, after.outcome.up_bytes) == (30, 20)
+    assert [event["message"] for event in after.events] == ["before", "at the new start", "went on after 4 finished steps"]
+
+
+def test_the_last_one_counts_and_nothing_else_is_left(tmp_path: Path) -> None:
+    for finished in (1, 2):
+        Checkpoint(tmp_path, PLAN).save(finished, under_way())
+    assert Checkpoint(tmp_path, PLAN).restore(federation()) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [f"{CHECKPOINT}.safetensors"]
+
+
+def test_a_plan_is_the_same_with_lists_for_tuples(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, PLAN).save(1, federation())
+    Checkpoint(tmp_path, {**PLAN, "sites": ["A", "B"]}).restore(federation())
+    assert stored_plan(tmp_path) == {**PLAN, "sites": ["A", "B"], "hyper": {"site": {"clamp": [0, 1]}, "server": {}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 2), ("sites", ("A",)), ("hyper", {"site": {}, "server": {}}), ("method", "prr"), ("new", 1)]
+)
+def test_another_run_is_refused_by_what_differs_and_left_alone(tmp_path: Path, name: str, value: Any) -> None:
+    Checkpoint(tmp_path, PLAN).save(1, under_way())
+    other = federation()
+    with pytest.raises(StateError, match=rf"has {name} = .*, this run .*; resume with what it began with"):
+        Checkpoint(tmp_path, {**PLAN, name: value}).restore(other)
+    assert squares.equal(other.server.model, federation().server.model) and not other.outcome.history and not other.events.to_list()
+
+
+def test_nothing_to_take_up(tmp_path: Path) -> None:
+    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: stored_plan(tmp_path)):
+        with pytest.raises(StateError, match=rf"no checkpoint in {tmp_path}: the run did not finish its first step; start it afresh"):
+            load()
+    with pytest.raises(StateError, match="that run did not finish its first step, or it came to its end"):
+        take_up(tmp_path, tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
+    interrupted, own = Checkpoint(tmp_path / "interrupted", PLAN), Checkpoint(tmp_path / "own", PLAN)
+    interrupted.save(1, under_way())
+    take_up(interrupted.folder, own.folder)
+    assert own.restore(federation()) == 1
+    own.save(2, under_way())
+    assert interrupted.restore(federation()) == 1
+
+
+def test_a_damaged_one_is_not_taken_for_none(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, PLAN).save(1, under_way())
+    path = tmp_path / f"{CHECKPOINT}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: take_up(tmp_path, tmp_path / "own")):
+        with pytest.raises(StateError, match="checksum"):
+            load()

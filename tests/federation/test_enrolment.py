@@ -1,0 +1,112 @@
+"""Who takes part: what newcomers are told and tell, who is missing, who may not join."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from medflare.core.errors import FederationFailed
+from medflare.core.message import Message
+from medflare.federation.enrolment import Enrolment, listed
+from medflare.federation.exchange import ENROL, Courier, Reply
+from medflare.federation.outcome import Outcome
+from medflare.methods.base import ServerContext, Step
+from medflare.methods.catalogue import get_method
+from methods import squares
+
+
+class Places:
+    """An exchange with sites that are there in some rounds, of which some cannot take part."""
+
+    def __init__(self, present: Mapping[int, str], broken: Mapping[str, Reply] | None = None):
+        self.there, self.broken = present, broken or {}
+        self.told: dict[str, dict[str, Any]] = {}
+
+    def present(self, round: int) -> list[str]:
+        return list(self.there[round])
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        assert step.phase == ENROL and not any(message.states for message in outgoing.values())
+        self.told |= {site: message.facts for site, message in outgoing.items()}
+        events = [{"kind": "warning", "message": "a note"}]
+        answers = {site: Reply(Message({}, {"n": {"train": 7}, "events": list(events)})) for site in outgoing}
+        return {site: self.broken.get(site, answer) for site, answer in answers.items()}
+
+
+def enrolment(places: Places, returning: tuple[str, ...] = (), finished: int = 0) -> Enrolment:
+    plan = get_method("fedavg").plan(squares.SEGMENTATION, squares.SITES, {})
+    context = ServerContext(plan, squares.SEED, 3, squares.OUTSIDE)
+    return Enrolment(context, Courier(places, Outcome()), {"method": "fedavg"}, returning, finished)
+
+
+def said(found: Enrolment, kind: str) -> list[tuple[str | None, int | None]]:
+    return [(event["site"], event["round"]) for event in found.context.events.of(kind)]
+
+
+def test_everybody_is_told_the_federation_and_remembered() -> None:
+    places = Places({0: "OCBA"})
+    found = enrolment(places)
+    found.open(3)
+    assert places.told["A"] == {"method": "fedavg", "sites": ["A", "B", "C"], "role": "inside", "finished": 0}
+    assert places.told["O"]["role"] == "outside"
+    assert list(found.enrolled) == ["A", "B", "C", "O"] and found.inside == ["A", "B", "C"]
+    assert found.enrolled["O"] == {"n": {"train": 7}, "role": "outside"} == found.context.site_counts["O"]
+    assert found.courier.outcome.enrolled is found.enrolled
+    assert said(found, "warning") == [(site, None) for site in "ABCO"], "what sites note becomes events of theirs"
+
+
+def test_strangers_are_not_asked() -> None:
+    places = Places({0: "ABCXO"})
+    enrolment(places).open(1)
+    assert sorted(places.told) == ["A", "B", "C", "O"]
+
+
+def test_who_comes_back_goes_on_and_a_newcomer_starts_afresh() -> None:
+    places = Places({0: "ABC"})
+    enrolment(places, returning=("A", "B"), finished=4).open(2)
+    assert {site: facts["finished"] for site, facts in places.told.items()} == {"A": 4, "B": 4, "C": 0}
+
+
+def test_the_absent_are_noted_at_the_start_and_at_every_step() -> None:
+    found = enrolment(Places({0: "AB", 1: "A"}))
+    found.open(2)
+    assert said(found, "missing") == [("C", 0), ("O", 0)]
+    assert found.members(Step("train", 1)) == ["A"]
+    assert said(found, "missing")[2:] == [("B", 1)], "those who never came are not missed again"
+
+
+def test_a_late_site_joins_by_name_and_is_asked_once() -> None:
+    places = Places({0: "AB", 1: "ABC", 2: "ABC"})
+    found = enrolment(places)
+    found.open(2)
+    places.told.clear()
+    assert [found.members(Step("train", round)) for round in (1, 2)] == [["A", "B", "C"]] * 2
+    assert said(found, "joined") == [("C", 1)] and list(places.told) == ["C"]
+
+
+def test_a_late_site_that_cannot_take_part_stops_nobody() -> None:
+    found = enrolment(Places({0: "AB", 1: "ABC"}, {"C": Reply(problem="no images")}))
+    found.open(2)
+    assert found.members(Step("train", 1)) == ["A", "B"]
+    assert said(found, "failed") == [("C", 1)]
+    assert [event["message"] for event in found.context.events.of("warning", site="C")] == ["wants to join and cannot: no images"]
+
+
+def test_a_site_that_cannot_take_part_ends_the_run_before_it_begins() -> None:
+    found = enrolment(Places({0: "ABC"}, {"B": Reply(problem="no images"), "C": Reply(problem="site C: another task")}))
+    with pytest.raises(FederationFailed, match=r"^B: no images; site C: another task$"):
+        found.open(1)
+
+
+def test_too_few_inside_sites_are_counted_without_the_outside_ones() -> None:
+    with pytest.raises(
+        FederationFailed, match=r"^1 of the sites A, B, C enrolled \(B\), min_sites is 2; start the missing sites or lower min_sites$"
+    ):
+        enrolment(Places({0: "BO"})).open(2)
+    with pytest.raises(FederationFailed, match=r"enrolled \(none\)"):
+        enrolment(Places({0: "O"})).open(1)
+
+
+def test_problems_name_their_site_once() -> None:
+    assert listed({"B": "late", "A": "site A has no images"}) == "site A has no images; B: late"
+    assert listed({}) == ""

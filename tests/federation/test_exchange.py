@@ -1,0 +1,70 @@
+"""The courier: an answer for every site that was asked, bytes counted, and no fact that cannot be written down."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from medflare.core.message import Message
+from medflare.federation.exchange import Courier, Reply, numbered, total_bytes
+from medflare.federation.outcome import Outcome
+from medflare.methods.base import Step
+
+STEP = Step("train", 2)
+
+
+def message(size: int, **facts: object) -> Message:
+    return Message({"model": {"w": torch.zeros(size)}}, facts)
+
+
+class Answering:
+    """An exchange with prepared answers."""
+
+    def __init__(self, **answers: Reply):
+        self.answers, self.calls = answers, 0
+
+    def present(self, round: int) -> list[str]:
+        return sorted(self.answers)
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        self.calls += 1
+        return self.answers
+
+
+def test_every_site_that_was_asked_has_an_answer_in_order() -> None:
+    exchange = Answering(C=Reply(message(1)), A=Reply(message(2)), Z=Reply(message(9)))
+    courier = Courier(exchange, Outcome())
+    replies = courier.ask(STEP, {name: message(4) for name in "CBA"})
+    assert list(replies) == ["A", "B", "C"], "sorted, and nobody who was not asked"
+    assert replies["B"] == Reply(problem="no answer to 'train' of round 2", kind="missing")
+    assert courier.present(2) == ["A", "C", "Z"]
+
+
+def test_what_travels_is_counted_both_ways() -> None:
+    outcome = Outcome()
+    courier = Courier(Answering(A=Reply(message(2)), B=Reply(problem="broken")), outcome)
+    for calls in (1, 2):
+        courier.ask(STEP, {"A": message(10), "B": message(5)})
+        assert (outcome.down_bytes, outcome.up_bytes) == (calls * 15 * 4, calls * 2 * 4)
+    assert total_bytes([]) == 0
+
+
+def test_nobody_is_asked_in_vain() -> None:
+    exchange = Answering()
+    assert Courier(exchange, Outcome()).ask(STEP, {}) == {} and exchange.calls == 0
+
+
+@pytest.mark.parametrize("fact", [torch.zeros(2), object(), {1, 2}, b"x"], ids=lambda fact: type(fact).__name__)
+def test_facts_that_nobody_can_write_down_stay_outside(fact: object) -> None:
+    replies = Courier(Answering(A=Reply(message(1, odd=fact)), B=Reply(message(1, n=3))), Outcome()).ask(
+        STEP, dict.fromkeys("AB", Message())
+    )
+    assert replies["A"].message is None and replies["A"].kind == "rejected"
+    assert replies["A"].problem.startswith("facts hold something that is neither number nor text (")
+    assert replies["B"].message is not None and replies["B"].message.facts == {"n": 3}
+
+
+def test_a_message_is_numbered_without_being_changed() -> None:
+    plain = message(1, n=3)
+    assert numbered(plain, 7).facts == {"n": 3, "step": 7} and plain.facts == {"n": 3}
+    assert numbered(plain, 7).states is plain.states

@@ -1,0 +1,60 @@
+"""Recipes: what they take, and the job that comes of it. That they run is told by e2e/test_recipes.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medflare.core.errors import ConfigError
+from medflare.flare.recipes import RECIPES, FedAvgRecipe, FedSMRecipe, MedflareRecipe
+
+
+def exported(recipe: MedflareRecipe, folder: Path) -> dict[str, Any]:
+    """The arguments of the job's controller, and those of its aggregator."""
+    recipe.export(str(folder))
+    (path,) = folder.rglob("config_fed_server.json")
+    config = json.loads(path.read_text())
+    aggregator = next(part for part in config["components"] if part["id"] == "aggregator")
+    return {"workflow": config["workflows"][0]["args"], **aggregator}
+
+
+@pytest.mark.parametrize(
+    ("counts", "rounds"),
+    [({"rounds": 3}, 3), ({"num_rounds": 3}, 3), ({"rounds": 3, "num_rounds": 3}, 3), ({}, 10), ({"rounds": None, "num_rounds": 4}, 4)],
+)
+def test_rounds_by_both_names(counts: dict[str, Any], rounds: int, tmp_path: Path) -> None:
+    assert exported(FedAvgRecipe(**counts), tmp_path)["workflow"]["rounds"] == rounds
+
+
+def test_two_numbers_of_rounds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rounds = 3 and num_rounds = 4: both mean the same, give one of them"):
+        FedAvgRecipe(rounds=3, num_rounds=4)
+
+
+@pytest.mark.parametrize("counts", [{"rounds": 0}, {"num_rounds": 0}, {"num_rounds": "three"}])
+def test_no_rounds_are_refused(counts: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="rounds must be"):
+        FedAvgRecipe(**counts)
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_every_recipe_writes_its_methods_job(method: str, tmp_path: Path) -> None:
+    part = exported(RECIPES[method](num_rounds=1), tmp_path)
+    assert part["args"].get("method", method) == method
+
+
+def test_hyper_parameters_by_name_and_by_half(tmp_path: Path) -> None:
+    bare = exported(FedSMRecipe(lam=0.3, seed=4, min_sites=2), tmp_path / "bare")
+    halved = exported(FedSMRecipe(server={"lam": 0.3}, seed=4, min_sites=2), tmp_path / "halved")
+    assert bare == halved and bare["args"]["hyper"]["server"]["lam"] == 0.3
+    assert bare["workflow"] == {"rounds": 10, "seed": 4, "min_sites": 2}
+
+
+def test_any_method_by_its_name(tmp_path: Path) -> None:
+    part = exported(MedflareRecipe(method="moon", mu=0.5), tmp_path)
+    assert part["args"]["hyper"]["site"]["mu"] == 0.5
+    with pytest.raises(ConfigError, match="did you mean moon"):
+        MedflareRecipe(method="mon")
+    with pytest.raises(ConfigError, match="no hyper-parameter 'lamb'"):
+        FedSMRecipe(lamb=0.3)

@@ -1,0 +1,125 @@
+"""Ditto: FedAvg's global model, and personal models between training alone (λ = 0) and the global model (λ large)."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.states import StateDict, copy_state
+from medflare.methods.baselines.ditto import METHOD, DittoSite
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import FedAvgSite
+from medflare.methods.parts.training import trainable
+
+SGD = {"name": "sgd", "lr": 0.1}
+
+
+def by_hand(half: Any, start: StateDict, shared: StateDict, round: int, lam: float) -> StateDict:
+    """v <- v - η (∇F_k(v) + λ (v - w_g)) over the round's batches (Alg. 1), written down anew."""
+    network, site = half.site.network(), half.site
+    network.load_state_dict(start)
+    anchor = [shared[name] for name, _ in network.named_parameters()]
+    network.train()
+    for images, targets, _ in site.batches("train", round, "personal", 0):
+        gradients = torch.autograd.grad(site.loss(network(images), targets), trainable(network))
+        with torch.no_grad():
+            for v, g, w in zip(trainable(network), gradients, anchor, strict=True):
+                v -= SGD["lr"] * (g + lam * (v - w))
+    return copy_state(network.state_dict())
+
+
+def test_personal_model_by_hand(squares: ModuleType) -> None:
+    task = squares.task(optimizer=SGD)
+    played = squares.federation(DittoSite, FedAvgServer, task, lam=0.7)
+    expected = squares.start(task)
+    for round in range(2):
+        shared = played.log[round].outgoing["B"].states["model"]
+        expected = by_hand(played.halves["B"], expected, shared, round, 0.7)
+    squares.assert_close(played.halves["B"].personal, expected)
+
+
+def test_the_global_model_is_fedavgs(squares: ModuleType) -> None:
+    ditto, fedavg = (squares.federation(site, FedAvgServer, rounds=3) for site in (DittoSite, FedAvgSite))
+    assert squares.equal(ditto.model, fedavg.model)
+    for ours, theirs in zip(ditto.log, fedavg.log, strict=True):
+        assert all(
+            squares.equal(ours.replies[name].states.get("model", {}), theirs.replies[name].states.get("model", {})) for name in "ABC"
+        )
+
+
+def test_without_lam_nobody_else_matters(squares: ModuleType) -> None:
+    """The personal model of λ = 0 has never seen what others learnt."""
+    alone, among = (squares.federation(DittoSite, FedAvgServer, sites=sites, lam=0.0) for sites in (("A",), ("A", "B", "C")))
+    assert squares.equal(alone.halves["A"].personal, among.halves["A"].personal)
+    drawn = squares.federation(DittoSite, FedAvgServer, lam=1.0)
+    assert not squares.equal(drawn.halves["A"].personal, among.halves["A"].personal)
+
+
+def test_the_stronger_the_pull_the_nearer_to_the_global_model(squares: ModuleType) -> None:
+    task = squares.task(optimizer={"name": "sgd", "lr": 0.05})
+    weights = dict(squares.site("A", task).network().named_parameters())
+
+    def distance(lam: float) -> float:
+        played = squares.federation(DittoSite, FedAvgServer, task, rounds=3, lam=lam)
+        shared = played.log[2].outgoing["A"].states["model"]
+        return sum((played.halves["A"].personal[name] - shared[name]).square().sum().item() for name in weights)
+
+    distances = [distance(lam) for lam in (0.0, 1.0, 10.0)]
+    assert distances == sorted(distances, reverse=True) and distances[2] < 0.5 * distances[0]
+
+
+def test_personal_models_serve_sites_that_no_single_model_can(squares: ModuleType, torn: Any) -> None:
+    """What is bright at A is dark at B. The global model is right at one of them or at neither."""
+    task = squares.BINARY_CLASSIFICATION
+    task = squares.task("classification", target="binary", labels=task.labels, local_epochs=4, optimizer={"name": "adam", "lr": 0.02})
+    single = torn(FedAvgSite, FedAvgServer, task)
+    assert sum(single.values()) <= 1 + 1e-6, "right at A is wrong at B"
+    assert min(torn(DittoSite, FedAvgServer, task, lam=0.1).values()) > 0.9
+
+
+def test_both_models_are_measured_and_the_personal_one_never_leaves(squares: ModuleType) -> None:
+    played = squares.federation(DittoSite, FedAvgServer)
+    for turn in played.log:
+        for reply in turn.replies.values():
+            assert reply.facts["validation"].keys() == {"global", "personal"}
+            assert reply.states.keys() <= {"model"}
+    first = played.log[0].replies["A"].facts["validation"]
+    assert first["personal"] == first["global"], "v begins as w_g"
+    assert METHOD.site_class.phases == FedAvgSite.phases
+
+
+def test_delivery_is_the_best_round_by_the_sites_own_validation(squares: ModuleType) -> None:
+    played = squares.federation(DittoSite, FedAvgServer, rounds=3)
+    half, message = played.halves["A"], played.server.configure_delivery("A")
+    values = [turn.replies["A"].facts["validation"]["personal"] for turn in played.log[1:]]
+    assert half.best.value == max(values) and half.best.round == 1 + values.index(max(values))
+    models = half.deliver(message)
+    assert squares.equal(models["personal"].states["model"], half.best.state)
+    assert models["deployed"] is models["personal"] and squares.equal(models["global"].states["model"], message.states["model"])
+    last = squares.federation(DittoSite, FedAvgServer, rounds=3, selection="last")
+    assert squares.equal(last.halves["A"].deliver(message)["personal"].states["model"], half.personal)
+
+
+@pytest.mark.parametrize("name", ["O", "B"], ids=["outside", "never trained"])
+def test_a_site_without_a_personal_model_uses_the_global_one(squares: ModuleType, name: str) -> None:
+    half = squares.half(DittoSite, name)
+    assert half.deliver(Message({"model": squares.start()})).keys() == {"global", "deployed"}
+    assert half.validate(3, Message({"model": squares.start()})).facts["validation"]["personal"] is None
+
+
+def test_a_new_process_for_every_task_and_a_site_that_misses_a_round(squares: ModuleType, tmp_path: object) -> None:
+    options = {"rounds": 3, "reset_optimizer": False, "absent": lambda step, name: name == "B" and step.round == 1}
+    kept, renewed = (squares.federation(DittoSite, FedAvgServer, store=store, **options) for store in (None, tmp_path))
+    assert squares.equal(kept.model, renewed.model)
+    assert all(squares.equal(kept.halves[name].personal, renewed.halves[name].personal) for name in "ABC")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [({"lam": -0.1}, "lam must be at least 0"), ({"dp_noise": 1.0}, "learns from the same images")]
+)
+def test_what_it_refuses(values: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        METHOD.check(values)

@@ -1,0 +1,108 @@
+"""FedBN: batch normalisation never leaves its site, which undoes what a scanner does to the grey values."""
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.states import batch_norm_entries, copy_state, weighted_mean
+from medflare.data.splits import Split
+from medflare.methods.baselines.fedbn import METHOD, FedBNSite
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import FedAvgSite
+from medflare.methods.prr.server import PRRServer
+from medflare.methods.prr.site import PRRSite
+
+FEDBN_OF_PRR = {"pfa": False, "det": False, "cpa": "off"}
+
+
+def test_what_stays_is_every_entry_of_batch_normalisation(squares: ModuleType) -> None:
+    network = squares.site().network()
+    plan = METHOD.plan(squares.SEGMENTATION, squares.SITES, {})
+    names = {phase.name: METHOD.site_class.manifest(phase.name, plan) for phase in METHOD.site_class.phases}
+    kept = batch_norm_entries(network)
+    assert names["train"]["model"].tensors.keys() == network.state_dict().keys() - kept
+    assert names["share"]["own"].tensors.keys() == kept and any("running_var" in name for name in kept)
+    assert names["validate"] == {}
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_it_is_prr_without_its_three_parts(squares: ModuleType, kind: str) -> None:
+    task = squares.task(
+        kind, **({} if kind == "segmentation" else {"network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}})
+    )
+    outside = ("O",)
+    bn = squares.federation(FedBNSite, FedAvgServer, task, rounds=3, outside=outside, weighting="uniform")
+    prr = squares.federation(PRRSite, PRRServer, task, rounds=3, outside=outside, **FEDBN_OF_PRR)
+    for name in squares.SITES:
+        own, theirs = (played.halves[name].deliver(played.server.configure_delivery(name))["deployed"] for played in (bn, prr))
+        assert squares.equal(own.states["model"], theirs.states["model"])
+    assert squares.equal(bn.server.models()["global"].states["model"], prr.server.models()["global"].states["model"])
+
+
+def test_a_round_by_hand(squares: ModuleType) -> None:
+    """After a round: every site's own normalisation, and the mean of the rest."""
+    played = squares.federation(FedBNSite, FedAvgServer, rounds=1, weighting="uniform")
+    trained = {}
+    for name in squares.SITES:
+        alone = squares.half(FedAvgSite, name)
+        trained[name] = alone.perform("train", 0, Message({"model": squares.start()})).states["model"]
+    mean, own = weighted_mean(trained, dict.fromkeys(trained, 1.0)), batch_norm_entries(squares.site().network())
+    for name, half in played.halves.items():
+        expected = {key: trained[name][key] if key in own else mean[key] for key in mean}
+        used = half.deliver(played.server.configure_delivery(name))["deployed"].states["model"]
+        assert squares.equal(used, {key: expected[key] for key in used})
+
+
+def test_sites_with_other_contrast_are_no_trouble(squares: ModuleType, torn: Any) -> None:
+    """B's scanner multiplies all grey values by eight. Averaged running statistics fit neither site; each one's own fit it."""
+
+    def louder(split: Split) -> Split:
+        return replace(split, images=8 * split.images)
+
+    task = squares.task(local_epochs=3)
+    local, averaged = (torn(site, FedAvgServer, task, 5, louder) for site in (FedBNSite, FedAvgSite))
+    assert min(local.values()) > 0.8
+    assert min(averaged.values()) < min(local.values()) - 0.1
+
+
+def test_sites_outside_get_the_mean_of_all_normalisations(squares: ModuleType) -> None:
+    played = squares.federation(FedBNSite, FedAvgServer, outside=("O",), weighting="uniform")
+    assert [turn.step.phase for turn in played.log] == ["train", "train", "validate", "share"]
+    mean = weighted_mean({name: half.own for name, half in played.halves.items()}, dict.fromkeys(played.halves, 1.0))
+    assert squares.equal({name: played.model[name] for name in mean}, mean)
+    models = squares.half(FedBNSite, "O").deliver(played.server.configure_delivery("O"))
+    assert models.keys() == {"global", "deployed"}
+    assert squares.equal(models["deployed"].states["model"], played.model)
+
+
+def test_without_sites_outside_normalisation_never_leaves(squares: ModuleType) -> None:
+    played = squares.federation(FedBNSite, FedAvgServer)
+    own = batch_norm_entries(squares.site().network())
+    sent = {name for turn in played.log for reply in turn.replies.values() for state in reply.states.values() for name in state}
+    assert sent and not sent & own
+    assert played.server.models() == {}, "the server holds no whole model"
+
+
+def test_a_new_process_for_every_task_and_a_site_that_misses_rounds(squares: ModuleType, tmp_path: object) -> None:
+    absent = {("A", 1), ("B", 0), ("B", 2)}
+    options = {"rounds": 3, "outside": ("O",), "absent": lambda step, name: (name, step.round) in absent}
+    kept, renewed = (squares.federation(FedBNSite, FedAvgServer, store=store, **options) for store in (None, tmp_path))
+    assert squares.equal(kept.model, renewed.model)
+    first = copy_state(kept.log[0].replies["A"].states["model"])
+    assert all(torch.isfinite(tensor).all() for tensor in first.values() if tensor.is_floating_point())
+    assert squares.equal(kept.halves["A"].own, renewed.halves["A"].own)
+
+
+def test_a_network_without_batch_normalisation_is_refused(squares: ModuleType) -> None:
+    with pytest.raises(ConfigError, match=r"unet has no batch normalisation .* so fedbn would be fedavg; set task.network.norm=batch"):
+        METHOD.check({}, squares.WITHOUT_BATCH_NORM)
+
+
+def test_differential_privacy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the part that stays at home is trained on the same images and is not counted"):
+        METHOD.check({"dp_noise": 1.0})

@@ -1,0 +1,119 @@
+"""FedRep: heads stay at home, bodies are averaged, and what rests does not move."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.states import StateDict, copy_state
+from medflare.methods.baselines.fedrep import METHOD, FedRepSite, resting
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import FedAvgSite
+
+SGD = {"name": "sgd", "lr": 0.1}
+
+
+def parts(state: StateDict) -> tuple[StateDict, StateDict]:
+    """(body, head)."""
+    return tuple({name: tensor for name, tensor in state.items() if name.startswith(part)} for part in ("body.", "head."))  # type: ignore[return-value]
+
+
+def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:
+    """The whole model of a site after its first round."""
+    half = squares.half(FedRepSite, task=task or squares.SEGMENTATION, **hyper)
+    reply = half.perform("train", 0, Message({"model": parts(squares.start(half.site.task))[0]}))
+    return {**reply.states["model"], **half.own}
+
+
+def test_what_rests_does_not_move() -> None:
+    part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+    part[0].bias.requires_grad_(False)
+    part.train()
+    before, images = copy_state(part.state_dict()), torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    with resting(part):
+        assert torch.equal(part(images), part(images)) and not part(images).requires_grad
+    assert all(torch.equal(before[name], tensor) for name, tensor in part.state_dict().items())
+    assert part.training and [weight.requires_grad for weight in part.parameters()] == [True, False, True, True]
+
+
+def test_a_round_by_hand(squares: ModuleType) -> None:
+    """Two epochs of the head on the body as sent, then one of the body on that head, by plain gradient descent."""
+    task = squares.task(optimizer=SGD)
+    site, network = squares.site("A", task), squares.site("A", task).network()
+
+    def descend(part: nn.Module, purpose: str, epochs: int) -> None:
+        for epoch in range(epochs):
+            for images, targets, _ in site.batches("train", 0, purpose, epoch):
+                gradients = torch.autograd.grad(site.loss(network(images), targets), list(part.parameters()))
+                with torch.no_grad():
+                    for weight, gradient in zip(part.parameters(), gradients, strict=True):
+                        weight -= SGD["lr"] * gradient
+
+    network.body.eval()
+    descend(network.head, "head", 2)
+    network.body.train()
+    descend(network.body, "model", 1)
+    squares.assert_close(trained(squares, task, head_epochs=2), copy_state(network.state_dict()))
+
+
+def test_each_part_rests_while_the_other_trains(squares: ModuleType) -> None:
+    body, head = parts(squares.start())
+    only_head, only_body = parts(trained(squares, head_epochs=1, body_epochs=0)), parts(trained(squares, head_epochs=0, body_epochs=1))
+    assert squares.equal(only_head[0], body) and not squares.equal(only_head[1], head), "running statistics of the body included"
+    assert squares.equal(only_body[1], head) and not squares.equal(only_body[0], body)
+    nothing = trained(squares, head_epochs=0, body_epochs=0)
+    assert squares.equal(nothing, squares.start())
+
+
+def test_the_body_trains_for_the_tasks_epochs_unless_told_otherwise(squares: ModuleType) -> None:
+    task = squares.task(local_epochs=3)
+    assert squares.equal(trained(squares, task), trained(squares, task, body_epochs=3))
+    assert not squares.equal(trained(squares, task), trained(squares, task, body_epochs=1))
+
+
+def test_the_loss_of_a_round_without_training_is_undefined(squares: ModuleType) -> None:
+    body = Message({"model": parts(squares.start())[0]})
+    assert squares.half(FedRepSite, body_epochs=0).perform("train", 0, body).facts["loss"] > 0
+
+
+def test_heads_never_leave_unless_a_site_outside_needs_one(squares: ModuleType) -> None:
+    plan = METHOD.plan(squares.SEGMENTATION, squares.SITES, {})
+    body, head = parts(squares.start())
+    assert METHOD.site_class.manifest("train", plan)["model"].tensors.keys() == body.keys()
+    assert METHOD.site_class.manifest("share", plan)["own"].tensors.keys() == head.keys()
+    played = squares.federation(FedRepSite, FedAvgServer, head_epochs=1)
+    sent = {name for turn in played.log for reply in turn.replies.values() for state in reply.states.values() for name in state}
+    assert sent == body.keys()
+
+
+def test_sites_outside_get_the_mean_head(squares: ModuleType) -> None:
+    played = squares.federation(FedRepSite, FedAvgServer, outside=("O",), head_epochs=1)
+    heads = torch.stack([half.own["head.weight"] for half in played.halves.values()])
+    torch.testing.assert_close(played.model["head.weight"], heads.mean(dim=0))
+    models = squares.half(FedRepSite, "O").deliver(played.server.configure_delivery("O"))
+    assert models.keys() == {"global", "deployed"} and squares.equal(models["deployed"].states["model"], played.model)
+
+
+def test_heads_serve_sites_that_no_single_model_can(squares: ModuleType, torn: Any) -> None:
+    """What is bright at A is dark at B: one body sees brightness, two heads name it."""
+    task = squares.task("classification", target="binary", labels=["bright"], local_epochs=4, optimizer={"name": "adam", "lr": 0.02})
+    assert sum(torn(FedAvgSite, FedAvgServer, task).values()) <= 1 + 1e-6, "right at A is wrong at B"
+    assert min(torn(FedRepSite, FedAvgServer, task).values()) > 0.9
+
+
+def test_a_new_process_for_every_task_and_a_site_that_misses_a_round(squares: ModuleType, tmp_path: object) -> None:
+    options = {"rounds": 3, "reset_optimizer": False, "outside": ("O",), "head_epochs": 2}
+    options["absent"] = lambda step, name: name == "B" and step.round == 1
+    kept, renewed = (squares.federation(FedRepSite, FedAvgServer, store=store, **options) for store in (None, tmp_path))
+    assert squares.equal(kept.model, renewed.model)
+    assert all(squares.equal(kept.halves[name].own, renewed.halves[name].own) for name in "ABC")
+
+
+@pytest.mark.parametrize("values", [{"head_epochs": -1}, {"body_epochs": -1}, {"dp_noise": 1.0}])
+def test_what_it_refuses(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        METHOD.check(values)

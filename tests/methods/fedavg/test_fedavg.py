@@ -1,0 +1,114 @@
+"""FedAvg's halves on small generated images: the mean of what the sites trained, the best round, what is delivered."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from medflare.core.message import Message
+from medflare.core.states import copy_state, weighted_mean
+from medflare.methods.base import Step
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from methods import squares
+
+
+def test_the_global_model_is_the_mean_of_what_the_sites_trained() -> None:
+    members = {name: squares.half(FedAvgSite, name, counts=(count, 4, 5)) for name, count in zip("ABC", (6, 12, 18), strict=True)}
+    log, server, _ = squares.play(squares.server(FedAvgServer, rounds=2, outside=(), halves=members), members)
+    assert [(turn.step.phase, turn.step.round, turn.step.everyone) for turn in log] == [
+        ("train", 0, False),
+        ("train", 1, False),
+        ("validate", 2, True),
+    ]
+    for before, after in pairwise(log):
+        states = {name: reply.states["model"] for name, reply in before.replies.items()}
+        mean = weighted_mean(states, {"A": 6, "B": 12, "C": 18})
+        assert all(squares.equal(message.states["model"], mean) for message in after.outgoing.values())
+    assert squares.equal(server.model, mean)
+    uniform = squares.federation(FedAvgSite, FedAvgServer, rounds=1, weighting="uniform")
+    states = {name: reply.states["model"] for name, reply in uniform.log[0].replies.items()}
+    assert squares.equal(uniform.model, weighted_mean(states, dict.fromkeys(states, 1.0)))
+
+
+def test_everybody_starts_from_the_same_weights() -> None:
+    log = squares.federation(FedAvgSite, FedAvgServer).log
+    assert all(squares.equal(message.states["model"], squares.start()) for message in log[0].outgoing.values())
+
+
+def test_facts_of_a_round() -> None:
+    half = squares.half(FedAvgSite)
+    start = squares.start()
+    facts = half.perform("train", 0, Message({"model": copy_state(start)})).facts
+    assert facts.keys() == {"n_samples", "loss", "validation"} and facts["n_samples"] == 12 and 0 < facts["loss"] < 2
+    network = half.site.network()
+    network.load_state_dict(start)
+    assert facts["validation"] == {"global": half.validation(network)}, "of the model that came, before training"
+    assert squares.half(FedAvgSite, counts=(12, 0, 5)).perform("validate", 0, Message({"model": start})).facts["validation"] == {
+        "global": None
+    }
+
+
+class TestSelection:
+    @staticmethod
+    def offered(server: FedAvgServer, values: list[float | None]) -> list[object]:
+        """The models that entered the rounds 0, 1, ..., each measured with one of the values."""
+        models: list[object] = []
+        for round, value in enumerate(values):
+            server.model = {"w": torch.tensor([float(round)])}
+            models.append(server.model)
+            replies = {"A": Message({"model": server.model}, {"n_samples": 1, "validation": {"global": value}})}
+            server.aggregate(Step("validate", round), replies)
+        return models
+
+    @pytest.mark.parametrize(
+        ("values", "round"),
+        [
+            ([0.9, 0.2, 0.5, 0.4], 2),  # the untrained model is no candidate
+            ([0.9, 0.5, 0.5, 0.1], 1),  # the first of equals
+            ([0.1, None, 0.3, None], 2),
+            ([None, None, None, None], 3),  # without a metric the last one
+        ],
+    )
+    def test_the_best_round_is_delivered_or_the_last_on_request(self, values: list[float | None], round: int) -> None:
+        best, last = (squares.server(FedAvgServer, selection=selection) for selection in ("best", "last"))
+        for server, expected in ((best, round), (last, 3)):
+            self.offered(server, values)
+            state, rounds = server.selected
+            assert state["w"].item() == expected
+            message = server.configure_delivery("A")
+            assert message.facts == {"selected_round": rounds} and squares.equal(message.states["model"], state)
+            assert squares.equal(server.models()["global"].states["model"], state)
+        assert best.selected[1] == round
+
+    def test_sites_count_by_their_training_images_and_only_where_the_metric_is_defined(self) -> None:
+        server = squares.server(FedAvgServer)
+        found = [("A", 1, 0.9), ("B", 3, 0.1), ("C", 100, None)]
+        replies = {site: Message({}, {"n_samples": n, "validation": {"global": value}}) for site, n, value in found}
+        server.aggregate(Step("validate", 1), replies)
+        assert server.best.value == pytest.approx(0.3)
+
+
+def test_inside_and_outside_use_the_global_model() -> None:
+    _, server, halves = squares.federation(FedAvgSite, FedAvgServer, outside=("O",))
+    for half in (halves["A"], squares.half(FedAvgSite, "O")):
+        models = half.deliver(server.configure_delivery(half.site.name))
+        assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
+        assert squares.equal(models["global"].states["model"], server.selected[0])
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_new_process_for_every_task_changes_nothing(reset: bool, tmp_path: Path) -> None:
+    once, again = (squares.federation(FedAvgSite, FedAvgServer, rounds=3, reset_optimizer=reset, store=store) for store in (None, tmp_path))
+    assert squares.equal(once.model, again.model) and once.server.best.value == again.server.best.value
+    assert bool(again.halves["A"].memory.states) is not reset
+
+
+def test_an_absent_site_is_left_out_of_the_mean() -> None:
+    played = squares.federation(FedAvgSite, FedAvgServer, rounds=1, absent=lambda step, name: name == "B")
+    states = {name: reply.states["model"] for name, reply in played.log[0].replies.items()}
+    assert states.keys() == {"A", "C"} and squares.equal(played.model, weighted_mean(states, {"A": 12, "C": 12}))
+
+
+def test_a_federation_learns() -> None:
+    assert squares.federation(FedAvgSite, FedAvgServer, rounds=12).server.best.value > 0.5

@@ -1,0 +1,145 @@
+"""FedAvg of a part of the model: what stays never leaves while training goes on, and what outside sites get instead."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.manifest import Phase
+from medflare.core.states import weighted_mean
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.fedavg.partial import PartialSite, phases_of
+from medflare.methods.fedavg.site import FedAvgSiteHyper
+from medflare.methods.feddag.sha import SHAServer
+from medflare.methods.parts.partial import LocalPart
+from methods import squares
+from methods.squares import SITES, equal
+
+HEAD = {"head.weight", "head.bias"}
+
+
+class OwnHead(PartialSite[FedAvgSiteHyper]):
+    """Keeps the head of the network to itself."""
+
+    Hyper: ClassVar[type] = FedAvgSiteHyper
+
+    @classmethod
+    def local_part(cls, network: nn.Module) -> LocalPart:
+        return LocalPart.of_paths(network, ["head"])
+
+
+class NothingOwn(OwnHead):
+    @classmethod
+    def local_part(cls, network: nn.Module) -> LocalPart:
+        return LocalPart(frozenset())
+
+
+class AllOwn(OwnHead):
+    @classmethod
+    def local_part(cls, network: nn.Module) -> LocalPart:
+        return LocalPart(frozenset(network.state_dict()))
+
+
+for site_class in (OwnHead, NothingOwn, AllOwn):
+    site_class.phases: tuple[Phase, ...] = phases_of(site_class)  # type: ignore[misc]
+
+
+def federation(site_class: type[PartialSite[Any]] = OwnHead, **options: Any) -> squares.Played:
+    return squares.federation(site_class, FedAvgServer, **options)
+
+
+def whole(half: Any, shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**shared, **half.own}
+
+
+def test_the_part_that_stays_never_travels() -> None:
+    log, server, halves = federation()
+    assert [turn.step.phase for turn in log] == ["train", "train", "validate"]
+    for _, outgoing, replies in log:
+        for message in [*outgoing.values(), *replies.values()]:
+            assert all(state.keys() == squares.start().keys() - HEAD for state in message.states.values())
+    assert halves["A"].own.keys() == HEAD and not equal(halves["A"].own, halves["B"].own)
+    assert server.partial and server.models() == {}, "no whole model is known to the server"
+
+
+def test_the_shared_part_is_the_mean() -> None:
+    log, server, _ = federation()
+    trained = {name: reply.states["model"] for name, reply in log[1].replies.items()}
+    mean = weighted_mean(trained, dict.fromkeys(SITES, 12.0))
+    assert equal({name: server.model[name] for name in mean}, mean)
+    assert equal(log[2].outgoing["A"].states["model"], mean)
+    assert all(torch.equal(server.model[name], squares.start()[name]) for name in HEAD), "of the rest the server knows the beginning"
+
+
+def test_the_first_round_starts_from_the_common_initial_model() -> None:
+    log, _, halves = federation(rounds=1)
+    alone = squares.trained(FedAvgSite)[0]
+    assert equal({**log[0].replies["A"].states["model"], **halves["A"].own}, alone)
+
+
+def test_with_nothing_to_keep_it_is_fedavg() -> None:
+    played = federation(NothingOwn, outside=("O",))
+    assert not played.server.partial and [turn.step.phase for turn in played.log] == ["train", "train", "validate"]
+    assert equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
+
+
+def test_with_nothing_to_share_it_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="task squares: all of network unet would stay at home, nothing is left to share"):
+        federation(AllOwn)
+
+
+def test_inside_a_site_uses_its_own_best_round_both_parts_together() -> None:
+    log, server, halves = federation(rounds=4)
+    for name, half in halves.items():
+        values = [turn.replies[name].facts["validation"]["global"] for turn in log]
+        assert half.best.value == max(values[1:]) and half.best.round == 1 + values[1:].index(max(values[1:]))
+        models = half.deliver(server.configure_delivery(name))
+        assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
+        state = models["personal"].states["model"]
+        assert half.validation(half.network("again", state)) == pytest.approx(half.best.value)
+        sent = next(turn.outgoing[name].states["model"] for turn in log if turn.step.round == half.best.round)
+        assert all(torch.equal(state[entry], tensor) for entry, tensor in sent.items())
+
+
+def test_the_last_round_on_request() -> None:
+    _, server, halves = federation(rounds=3, selection="last")
+    state = halves["A"].deliver(server.configure_delivery("A"))["personal"].states["model"]
+    shared = {name: tensor for name, tensor in server.model.items() if name not in HEAD}
+    assert equal(state, whole(halves["A"], shared))
+
+
+def test_outside_sites_get_the_mean_of_what_stayed_too() -> None:
+    log, server, halves = federation(outside=("O",))
+    assert [turn.step.phase for turn in log] == ["train", "train", "validate", "share"]
+    assert not log[-1].outgoing["A"].states and log[-1].replies["A"].states.keys() == {"own"}
+    mean = weighted_mean({name: half.own for name, half in halves.items()}, dict.fromkeys(SITES, 12.0))
+    models = squares.half(OwnHead, "O").deliver(server.configure_delivery("O"))
+    assert models.keys() == {"global", "deployed"}
+    state = models["deployed"].states["model"]
+    assert equal({name: state[name] for name in HEAD}, mean) and state.keys() == squares.start().keys()
+    assert equal(server.models()["global"].states["model"], state)
+    shared = {name: tensor for name, tensor in state.items() if name not in HEAD}
+    own = squares.federation(OwnHead, FedAvgServer, outside=("O",), selection="last")
+    assert equal(own.halves["A"].deliver(own.server.configure_delivery("A"))["personal"].states["model"], whole(own.halves["A"], shared))
+
+
+def test_a_site_that_never_trained_has_the_common_beginning_of_its_part() -> None:
+    played = federation(outside=("O",), absent=lambda step, name: name == "C" and step.phase == "train")
+    assert equal(played.log[-1].replies["C"].states["own"], {name: squares.start()[name] for name in HEAD})
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_new_process_for_every_task_changes_nothing(reset: bool, tmp_path: Path) -> None:
+    once, again = (federation(rounds=3, outside=("O",), reset_optimizer=reset, store=store) for store in (None, tmp_path))
+    assert equal(once.model, again.model)
+    for name in SITES:
+        assert equal(once.halves[name].own, again.halves[name].own) and equal(once.halves[name].best.state, again.halves[name].best.state)
+    assert again.server.models().keys() == {"global"}
+
+
+def test_a_server_that_needs_whole_models_says_so() -> None:
+    with pytest.raises(ConfigError, match="keeps a part of its model at home"):
+        squares.server(SHAServer, halves=squares.halves(OwnHead))

@@ -1,0 +1,65 @@
+"""The pull towards a shared model: by hand, as the gradient of what it stands for, and in a training loop."""
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.states import copy_state
+from medflare.methods.parts.proximal import proximal_gradients, pull
+from medflare.methods.parts.training import train_epochs, trainable
+from methods import squares
+
+
+def test_by_hand() -> None:
+    found = proximal_gradients([torch.tensor([1.0, -1.0])], [torch.tensor([3.0, 0.0])], [torch.tensor([2.0, 4.0])], 0.5)
+    assert found[0].tolist() == [1.5, -3.0]
+
+
+def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    anchor = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(2)]
+    plain = torch.autograd.grad(sum((w**4).sum() for w in weights), weights)
+    penalised = sum((w**4).sum() + 0.35 * (w - a).square().sum() for w, a in zip(weights, anchor, strict=True))
+    for found, expected in zip(proximal_gradients(plain, weights, anchor, 0.7), torch.autograd.grad(penalised, weights), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_at_the_anchor_and_without_strength_the_gradient_stays() -> None:
+    gradient, weight = [torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 4.0])]
+    assert torch.equal(proximal_gradients(gradient, weight, weight, 9.0)[0], gradient[0])
+    assert torch.equal(proximal_gradients(gradient, weight, [torch.zeros(2)], 0.0)[0], gradient[0])
+
+
+def test_pull_changes_what_has_a_gradient_and_takes_a_gradient() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    anchor = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    correct = pull(model, anchor, 2.0)
+    for tensor in anchor.values():
+        tensor.zero_()  # what becomes of the anchor afterwards does not matter
+    correct()
+    assert all(parameter.grad is None for parameter in model.parameters()), "nothing was trained, so nothing is drawn"
+    for parameter in model[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    correct()
+    for parameter in model[0].parameters():
+        assert parameter.grad is not None and not parameter.grad.requires_grad
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, -2.0))
+    assert all(parameter.grad is None for layer in model[1:] for parameter in layer.parameters())
+
+
+def distance(strength: float) -> float:
+    """How far ten epochs lead away from the start under a pull to it."""
+    site = squares.site("A", squares.task(local_epochs=10, optimizer={"name": "sgd", "lr": 0.1}))
+    model = site.network()
+    start = copy_state(model.state_dict())
+    correct = pull(model, start, strength)
+    train_epochs(model, site.optimizer(trainable(model)), site, 0, "model", correct=correct)
+    squared: list[Tensor] = [(model.state_dict()[name] - start[name]).square().sum() for name, _ in model.named_parameters()]
+    return float(torch.stack(squared).sum().sqrt())
+
+
+def test_a_stronger_pull_keeps_training_nearer() -> None:
+    free, weak, strong = (distance(strength) for strength in (0.0, 0.3, 3.0))
+    assert free > 1.2 * weak > 1.4 * strong > 0

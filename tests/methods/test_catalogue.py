@@ -1,0 +1,373 @@
+"""The whole catalogue by one set of tests, which a method joins by existing; methods of other distributions; halves in pairs."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+
+import medflare
+from foreign.install import METHOD as FOREIGN
+from foreign.install import describe, install
+from medflare.cli import main
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import HALVES, described
+from medflare.core.message import Message
+from medflare.core.store import read_message
+from medflare.evaluation.contract import validate_results
+from medflare.federation.exchange import PHASES_OF_ALL, Reply
+from medflare.federation.local import LocalExchange, resume_local, run_local
+from medflare.federation.settings import RUN_SETTINGS
+from medflare.inference.deployed import load_model, plain_message, save_model
+from medflare.methods import catalogue
+from medflare.methods.base import ServerContext, Step
+from medflare.methods.catalogue import all_methods, build_deployed, get_method, method_names, module_of
+from medflare.tasks.config import load_task
+
+TASK = load_task(
+    {
+        **load_task("phantom_grades").to_dict(),
+        "size": [16, 16],
+        "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True},
+        "batch_size": 32,
+    }
+)
+SITES, OUTSIDE = ("a", "b"), "z"
+SHORTER = {"fedsm_extra": {"selector_rounds": 2}}  # where the paper's number of steps would take a test too long
+SHELF = sorted(path for path in (Path(medflare.__file__).parent / "methods" / "baselines").glob("*.py") if path.stem != "__init__")
+
+
+def run(name: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:
+    """Two rounds of two sites, for the sake of a third."""
+    options = {"rounds": 2, "seed": 1, "outside": [OUTSIDE], "out": folder, **SHORTER.get(name, {}), **more}
+    return run_local(name, TASK, SITES, **options)
+
+
+class Turn(NamedTuple):
+    """A step with what the server sent and what came back, by site."""
+
+    step: Step
+    outgoing: dict[str, Message]
+    replies: dict[str, Message]
+
+
+class Finished(NamedTuple):
+    """A run of a method from beginning to end."""
+
+    name: str
+    folder: Path
+    results: dict[str, Any]
+    turns: list[Turn]
+
+
+def copied(messages: dict[str, Message]) -> dict[str, Message]:
+    """The messages as they are now: both sides add facts to those that they hold."""
+    return {site: Message(dict(message.states), dict(message.facts)) for site, message in messages.items()}
+
+
+@pytest.fixture(scope="module", params=method_names())
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of every method, looked at by several tests."""
+    turns: list[Turn] = []
+    call = LocalExchange.__call__
+
+    def noted(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
+        sent = copied(outgoing)
+        replies = call(exchange, step, outgoing)
+        assert all(reply.message is not None for reply in replies.values()), replies
+        turns.append(Turn(step, sent, copied({site: reply.message for site, reply in replies.items() if reply.message is not None})))
+        return replies
+
+    folder = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalExchange, "__call__", noted)
+        results = run(request.param, folder)
+    return Finished(request.param, folder, results, turns)
+
+
+def weights(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Every delivered model of a run."""
+    return {path.relative_to(folder): load_file(path) for path in sorted(folder.rglob("model.safetensors"))}
+
+
+class Killed(BaseException):
+    """What no handler of errors takes for one of its own."""
+
+
+def dying_at(call: int) -> Callable[[str], None]:
+    """A reporter of progress that ends the run within its n-th step: sites have it behind them, the checkpoint does not hold it."""
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == call:
+            raise Killed
+
+    return say
+
+
+# ---- every method --------------------------------------------------------------------------------------------------------
+
+
+class TestEveryMethod:
+    def test_runs_and_keeps_the_contract_of_the_results(self, finished: Finished) -> None:
+        results = finished.results
+        validate_results(results)
+        assert results["status"] == "COMPLETED", results["reason"]
+        assert {name: site["role"] for name, site in results["sites"].items()} == {"a": "inside", "b": "inside", "z": "outside"}
+        assert all(site["metrics"]["deployed"][TASK.metric] is not None for site in results["sites"].values())
+
+    def test_delivered_models_can_be_built(self, finished: Finished) -> None:
+        cards = sorted(finished.folder.rglob("card.json"))
+        assert {card.parent.relative_to(finished.folder / "sites").parts[0] for card in cards if "sites" in card.parts} == {"a", "b", "z"}
+        for card in cards:
+            load_model(card.parent).build(build_deployed)
+
+    def test_sends_what_it_declares(self, finished: Finished) -> None:
+        method = get_method(finished.name)
+        plan = method.plan(TASK, SITES, SHORTER.get(finished.name, {}))
+        steps = [turn for turn in finished.turns if turn.step.phase not in PHASES_OF_ALL]
+        assert steps
+        for step, outgoing, replies in steps:
+            phase = method.site_class.phase(step.phase)
+            for site, message in outgoing.items():
+                assert message.facts.pop("step") >= 0
+                assert phase.unsent(message) is None, (step, site)
+            for site, reply in replies.items():
+                assert phase.undeclared(reply, plan) is None, (step, site)
+
+    def test_an_entry_that_leaves_a_site_says_what_for(self, finished: Finished) -> None:
+        method = get_method(finished.name)
+        plan = method.plan(TASK, SITES, {})
+        for phase in method.site_class.phases:
+            assert all(spec.purpose for spec in method.site_class.manifest(phase.name, plan).values()), phase.name
+
+    def test_is_taken_up_after_every_step(self, finished: Finished, tmp_path: Path) -> None:
+        """Killed within every step but the first, before which there is nothing to take up: the same weights to the last bit."""
+        killed = 0
+        try:
+            results = run(finished.name, tmp_path, say=dying_at(2))
+        except Killed:
+            killed += 1
+            while True:
+                try:
+                    results = resume_local(tmp_path, say=dying_at(2))  # the step that was lost, and the next one
+                    break
+                except Killed:
+                    killed += 1
+        steps = sum(turn.step.phase not in PHASES_OF_ALL for turn in finished.turns)
+        assert results["status"] == "COMPLETED" and killed == steps - 1
+        whole, pieced = weights(finished.folder), weights(tmp_path)
+        assert whole.keys() == pieced.keys()
+        for path, tensors in whole.items():
+            assert tensors.keys() == pieced[path].keys() and all(tensors[name].equal(pieced[path][name]) for name in tensors), path
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> None:
+    """One that shared its name with an argument of `run_local` would be swallowed by it."""
+    taken = {*RUN_SETTINGS, *inspect.signature(run_local).parameters, *HALVES}
+    for half, owner in get_method(name).hyper_classes.items():
+        assert not taken & described(owner).keys(), half
+        assert [about.name for about in described(owner).values() if not about.text] == []
+    get_method(name).check({})
+
+
+@pytest.mark.parametrize("path", SHELF, ids=lambda path: path.stem)
+def test_a_module_on_the_shelf_holds_the_method_of_its_name(path: Path) -> None:
+    assert importlib.import_module(f"medflare.methods.baselines.{path.stem}").METHOD.name == path.stem
+
+
+def test_every_room_is_light_to_import() -> None:
+    """Names and descriptions of all that has a room come without torch; a shelf's module holds its halves as well."""
+    code = (
+        "import importlib, sys\n"
+        "from medflare.methods.catalogue import method_names, module_of\n"
+        "rooms = [module_of(name) for name in method_names() if '.baselines.' not in module_of(name)]\n"
+        "methods = [importlib.import_module(room).METHOD for room in rooms]\n"
+        "assert len(methods) > 6 and all(method.title and method.paper for method in methods)\n"
+        "assert not {'torch', 'monai', 'nvflare'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=importing())
+
+
+def importing(*folders: Path) -> dict[str, str]:
+    """The environment of a process that finds medflare, and what lies in the folders."""
+    return {"PYTHONPATH": ":".join(map(str, (Path(medflare.__file__).parents[1], *folders))), "PATH": ""}
+
+
+@pytest.mark.parametrize("wrong", ["fedrpox", "FedProx"])
+def test_an_unknown_name_is_answered_with_the_nearest(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown method .*; did you mean fedprox"):
+        get_method(wrong)
+    with pytest.raises(ConfigError, match="unknown method"):
+        get_method("fedavg", server=wrong)
+
+
+# ---- pairs of halves -----------------------------------------------------------------------------------------------------
+
+
+def test_every_pair_of_halves_works_or_is_refused_in_one_line() -> None:
+    """Before anything trains: no pair ends in a missing phase, entry or hyper-parameter. Who pairs changes no setting of either half."""
+    refused: dict[tuple[str, str], str] = {}
+    sites = {method.site: method.name for method in reversed(all_methods())}
+    servers = {method.server: method.name for method in reversed(all_methods())}
+    for of_site, of_server in product(sites.values(), servers.values()):
+        pair = get_method(of_site, server=of_server)
+        try:
+            pair.check({}, TASK)
+            plan = pair.plan(TASK, SITES, {})
+            server = pair.make_server(ServerContext(plan, 1, 2, (OUTSIDE,), phases=pair.site_class.phases))
+        except ConfigError as error:
+            refused[of_site, of_server] = str(error)
+            continue
+        for step in server.steps():
+            pair.site_class.phase(step.phase)
+        first = server.steps()[0]
+        assert pair.site_class.phase(first.phase).unsent(server.configure(first, "a")) is None, (of_site, of_server)
+        assert pair.effective({})["site"] == get_method(of_site).effective({})["site"]
+        assert pair.effective({})["server"] == get_method(of_server).effective({})["server"]
+    assert [message for message in refused.values() if "\n" in message] == []
+    assert not {(name, name) for name in method_names()} & refused.keys()
+    assert {("prr", "sha"), ("fedbn", "sha"), ("fedavg", "iop_fl"), ("fedavg", "scaffold"), ("scaffold", "sha")} <= refused.keys()
+    assert not {("moon", "sha"), ("iop_fl", "sha"), ("grace", "sha"), ("fedrep", "grace"), ("ditto", "robust")} & refused.keys()
+
+
+def test_a_pair_that_cannot_work_ends_before_a_site_is_asked() -> None:
+    with pytest.raises(ConfigError, match="method 'prr\\+sha': the site half of 'prr' goes with no server half but its own; run 'prr'"):
+        run("prr", server_half="sha")
+    results = run("fedbn", server_half="sha")
+    assert results["status"] == "FAILED" and "this site half keeps a part of its model at home" in results["reason"]
+    assert results["traffic"]["up_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", ["moon", "iop_fl"])
+def test_a_server_half_leaves_the_sites_training_alone(squares: ModuleType, name: str) -> None:
+    """SHA's defaults once overwrote MOON's temperature and IOP-FL's beta."""
+    trained = []
+    for method in (get_method(name), get_method(name, server="sha")):
+        half = method.make_site(squares.site("A"), method.plan(squares.SEGMENTATION, squares.SITES, {}))
+        for round in range(2):
+            reply = half.perform("train", round, Message({"model": squares.start()}))
+        trained.append(reply.states["model"])
+    assert squares.equal(*trained)
+
+
+def test_a_name_that_both_halves_have_needs_its_half() -> None:
+    pair = get_method("iop_fl", server="sha")
+    with pytest.raises(
+        ConfigError, match=r"two meanings, site.beta \(weight of shape .*\) and server.beta \(exponent .*; write site.beta or"
+    ):
+        pair.check({"beta": 0.5})
+    given = pair.effective({"site.beta": 0.5, "server": {"beta": 2.0}})
+    assert (given["site"]["beta"], given["server"]["beta"]) == (0.5, 2.0)
+    assert pair.effective({"server.beta": 2.0})["site"] == get_method("iop_fl").effective({})["site"]
+    with pytest.raises(ConfigError, match=r"no hyper-parameter 'site.rho'"):
+        pair.check({"site.rho": 0.1})
+
+
+# ---- what once went wrong without a word ---------------------------------------------------------------------------------
+
+
+def test_a_setting_of_the_run_is_no_hyper_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--set outside=personal` once made eight sites of the letters of a word."""
+    with pytest.raises(ConfigError, match="no hyper-parameter 'outside'; did you mean 'outside_model'"):
+        get_method("prr").check({"outside": "personal"})
+    get_method("prr").check({"outside_model": "personal"})
+    assert main(["run", "prr", "--engine", "local", "--set", "outside=personal"]) != 0
+    assert "outside is a setting of the run, not a hyper-parameter of prr: use --outside" in capsys.readouterr().err
+
+
+def test_a_stored_model_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    """A super model was once built as the plain model that is a part of it."""
+    method = get_method("fedsm")
+    network = method.plan(TASK, SITES, {}).network().to_empty(device="cpu")
+    message = Message(plain_message(network.state_dict()).states, {"kind": "super"})
+    save_model(tmp_path, TASK, message, {})
+    assert read_message(tmp_path / "model.safetensors").facts["kind"] == "super"
+    with pytest.raises(ConfigError, match="no builder for a model of kind 'super'"):
+        load_model(tmp_path).build()
+
+
+# ---- methods of other distributions --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """To be called once distributions lie in `tmp_path`: Python and the catalogue then find them, until the test ends."""
+
+    def forget() -> None:
+        for cached in (catalogue._foreign, catalogue._builder):
+            cached.cache_clear()
+
+    def look() -> None:
+        monkeypatch.syspath_prepend(tmp_path)
+        forget()
+
+    yield look
+    forget()
+    for name in [name for name in sys.modules if name.split(".")[0] == FOREIGN]:
+        del sys.modules[name]
+
+
+class TestOtherDistributions:
+    def test_an_installed_method_is_one_like_ours(self, tmp_path: Path, found: Callable[[], None]) -> None:
+        install(tmp_path)
+        found()
+        assert FOREIGN in method_names() and module_of(FOREIGN) == "damped_fedavg"
+        assert get_method(FOREIGN).effective({})["server"] == {"selection": "best", "step": 0.5, "weighting": "samples"}
+        assert get_method("moon", server=FOREIGN).name == f"moon+{FOREIGN}"
+        damped, undamped, fedavg = (run(*name, tmp_path / str(place), **step) for place, (name, step) in enumerate(RUNS))
+        assert damped["status"] == undamped["status"] == fedavg["status"] == "COMPLETED"
+        assert undamped["sites"] == fedavg["sites"]
+        models = [load_file(tmp_path / str(place) / "models" / "global" / "model.safetensors") for place in range(3)]
+        assert all(models[1][name].equal(models[2][name]) for name in models[1])
+        assert any(not models[0][name].equal(models[2][name]) for name in models[0])
+
+    def test_every_process_finds_it(self, tmp_path: Path) -> None:
+        code = f"from medflare.methods.catalogue import get_method; print(get_method('{FOREIGN}').server_class.__name__)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=importing(install(tmp_path)))
+        assert done.stdout == "DampedServer\n", done.stderr
+
+    def test_a_name_of_ours_is_taken(self, tmp_path: Path, found: Callable[[], None]) -> None:
+        describe(tmp_path, "bold", {"fedavg": "bold:METHOD"})
+        found()
+        with pytest.raises(ConfigError, match="'fedavg' is brought by the distribution bold and exists already; uninstall one of the two"):
+            method_names()
+        assert get_method("fedavg").server.startswith("medflare."), "ours still runs"
+
+    def test_two_of_one_name_are_told_apart_by_nobody(self, tmp_path: Path, found: Callable[[], None]) -> None:
+        describe(tmp_path, "one", {"same": "one:METHOD"})
+        describe(tmp_path, "two", {"same": "two:METHOD"})
+        found()
+        with pytest.raises(ConfigError, match=r"'same' is brought by the distribution (one|two) and exists already"):
+            get_method("same")
+
+    @pytest.mark.parametrize(
+        ("target", "words"),
+        [
+            ("nowhere:METHOD", r"of the distribution hasty cannot be loaded \(ModuleNotFoundError: No module named 'nowhere'\)"),
+            ("json:METHOD", "of the distribution hasty cannot be loaded"),
+            ("json:dumps", "of the distribution hasty must name a Method object with that name"),
+            ("medflare.methods.fedavg:METHOD", "must name a Method object with that name"),
+        ],
+        ids=["no module", "no such name in it", "no method", "another name"],
+    )
+    def test_one_that_cannot_be_loaded_is_named(self, tmp_path: Path, found: Callable[[], None], target: str, words: str) -> None:
+        describe(tmp_path, "hasty", {"hasty": target})
+        found()
+        assert "hasty" in method_names(), "a name needs no import"
+        with pytest.raises(ConfigError, match=words) as caught:
+            get_method("hasty")
+        assert "\n" not in str(caught.value)
+        assert get_method("fedavg").name == "fedavg"
+
+
+RUNS = [((FOREIGN,), {}), ((FOREIGN,), {"step": 1.0}), (("fedavg",), {})]

@@ -1,0 +1,164 @@
+"""A method as one object: its names are checked, its halves loaded when needed, halves of two methods paired."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.methods.base import ServerContext
+from medflare.methods.baselines.moon import MoonSite
+from medflare.methods.catalogue import get_method
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.fedavg.server import FedAvgServerHyper
+from medflare.methods.fedavg.site import FedAvgHyper
+from medflare.methods.feddag.scoring import ScoredSite
+from medflare.methods.feddag.sha import SHAServer
+from medflare.methods.grace.server import GraceServer
+from medflare.methods.method import Method, loaded, paired
+from methods import squares
+
+
+def made(**changes: Any) -> Method:
+    """A method of FedAvg's halves."""
+    return Method(**{"name": "mine", "title": "Mine", "paper": "none", "site": FedAvgSite, "server": FedAvgServer, **changes})
+
+
+class TestCheck:
+    @pytest.mark.parametrize(
+        "values",
+        [{}, {"weighting": "uniform"}, {"server.weighting": "uniform"}, {"server": {"weighting": "uniform"}, "reset_optimizer": "false"}],
+    )
+    def test_either_halfs_names_in_either_spelling(self, values: dict[str, Any]) -> None:
+        made().check(values)
+        made().check(values, squares.SEGMENTATION)
+
+    @pytest.mark.parametrize(
+        ("values", "words"),
+        [
+            ({"weigthing": "uniform"}, "method 'mine' has no hyper-parameter 'weigthing'; did you mean 'weighting'"),
+            ({"site.weighting": "uniform"}, "method 'mine' has no hyper-parameter 'site.weighting'"),
+            ({"server": {"nonsense": 1}}, "method 'mine' has no hyper-parameter 'server.nonsense'"),
+            ({"weighting": "mean"}, "method mine, server half: weighting must be one of samples, uniform, got 'mean'"),
+            ({"reset_optimizer": 3}, "method mine, site half: reset_optimizer must be true or false, got 3"),
+        ],
+    )
+    def test_the_first_that_is_wrong_is_named_with_its_half(self, values: dict[str, Any], words: str) -> None:
+        for ask in (made().check, made().effective, lambda given: made().plan(squares.SEGMENTATION, squares.SITES, given)):
+            with pytest.raises(ConfigError) as caught:
+                ask(values)
+            assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
+
+    def test_a_name_that_both_halves_have_must_say_which(self) -> None:
+        pair = get_method("grace", server="sha")
+        with pytest.raises(ConfigError, match=r"'beta' of method 'grace\+sha' has two meanings, .*; write site\.beta or server\.beta"):
+            pair.check({"beta": 2.0})
+        owned = pair.effective({"site.beta": 2.0, "server": {"beta": 3.0}})
+        assert (owned["site"]["beta"], owned["server"]["beta"]) == (2.0, 3.0)
+
+    def test_a_task_that_the_method_cannot_work_with(self) -> None:
+        grace = get_method("grace")
+        grace.check({"tta": "tent"})
+        grace.check({"tta": "tent"}, squares.SEGMENTATION)
+        with pytest.raises(ConfigError, match="no BatchNorm"):
+            grace.check({"tta": "tent"}, squares.WITHOUT_BATCH_NORM)
+
+    def test_differential_privacy_is_refused_with_the_methods_own_reason(self) -> None:
+        prr = get_method("prr")
+        for values in ({"dp_noise": 1.0}, {"site.dp_clip": 1.0}, {"site": {"dp_delta": 1e-5}}):
+            with pytest.raises(ConfigError, match=r"^dp_\w+: method 'prr' cannot train with differential privacy: class prototypes"):
+                prr.check(values)
+        assert not get_method("fedavg").unprotected
+
+
+class TestEffective:
+    def test_defaults_and_given_values_by_half(self) -> None:
+        assert made().effective({}) == made().effective({"weighting": "samples"})
+        found = made().effective({"weighting": "uniform"})
+        assert found["server"] == {"selection": "best", "weighting": "uniform"}
+        assert found["site"] == {"dp_clip": 1.0, "dp_delta": 1e-5, "dp_noise": 0.0, "reset_optimizer": True}
+
+    def test_what_came_as_text_is_what_it_stands_for_and_can_be_given_again(self) -> None:
+        method = get_method("feddag")
+        found = method.effective({"clamp": "0,1", "ema_ramp": "true", "rho": "0.2", "generator_lr": "none"})
+        assert (found["site"]["clamp"], found["site"]["ema_ramp"], found["site"]["generator_lr"], found["server"]["rho"]) == (
+            [0, 1],
+            True,
+            None,
+            0.2,
+        )
+        assert method.effective(found) == found
+
+
+class TestObjects:
+    def test_a_plan_has_both_halves_hyper_parameters(self) -> None:
+        plan = made().plan(squares.SEGMENTATION, squares.SITES, {"weighting": "uniform", "reset_optimizer": False})
+        assert plan.site_hyper == FedAvgHyper(reset_optimizer=False) and plan.server_hyper == FedAvgServerHyper(weighting="uniform")
+        assert (plan.task, plan.sites) == (squares.SEGMENTATION, squares.SITES)
+
+    def test_halves_are_made_of_it(self) -> None:
+        method = made()
+        plan = method.plan(squares.SEGMENTATION, squares.SITES, {"weighting": "uniform"})
+        half, server = method.make_site(squares.site(), plan), method.make_server(ServerContext(plan, squares.SEED, 2))
+        assert type(half) is FedAvgSite and half.plan is plan and half.hyper is plan.site_hyper
+        assert type(server) is FedAvgServer and server.hyper.weighting == "uniform" and server.aggregation.rounds == 2
+
+    def test_halves_may_be_named_and_are_loaded_when_asked_for(self) -> None:
+        lazy = made(site="medflare.methods.fedavg.site:FedAvgSite", server="nowhere.at.all:Server")
+        assert lazy.name == "mine" and lazy.halves == ("mine", "mine")
+        with pytest.raises(ConfigError, match=r"'nowhere\.at\.all:Server' cannot be loaded \(No module named 'nowhere'\)"):
+            lazy.check({})
+
+
+class TestPaired:
+    def test_a_method_with_itself_is_that_method(self) -> None:
+        method = made()
+        assert paired(method, method) is method
+
+    def test_each_half_keeps_its_own(self) -> None:
+        pair = paired(get_method("moon"), get_method("grace"))
+        assert (pair.name, pair.halves) == ("moon+grace", ("moon", "grace"))
+        assert (pair.site_class, pair.server_class) == (MoonSite, GraceServer)
+        assert pair.hyper_classes == {"site": MoonSite.Hyper, "server": GraceServer.Hyper}
+        assert "Model-contrastive training" in pair.title and "CVPR 2021" in pair.paper and "MICCAI 2023" in pair.paper
+
+    def test_a_pair_of_pairs_goes_back_to_where_the_halves_come_from(self) -> None:
+        first = paired(get_method("moon"), get_method("grace"))
+        assert paired(first, get_method("robust")).halves == ("moon", "robust")
+        assert paired(get_method("fedavg"), first).halves == ("fedavg", "grace")
+
+    @pytest.mark.parametrize(
+        ("site", "server", "words"),
+        [
+            ("prr", "fedavg", r"'prr\+fedavg': the site half of 'prr' goes with no server half but its own; run 'prr'"),
+            ("fedavg", "prr", r"'fedavg\+prr': the server half of 'prr' goes with no site half but its own; run 'prr'"),
+            ("fedavg", "fedsm", "the server half of 'fedsm' goes with no site half but its own"),
+            ("fedavg", "iop_fl", "the server half of 'iop_fl' goes with no site half but its own"),
+        ],
+    )
+    def test_halves_that_need_their_own_other_half_are_refused(self, site: str, server: str, words: str) -> None:
+        pair = paired(get_method(site), get_method(server))
+        for ask in (pair.check, pair.effective, lambda values: pair.plan(squares.SEGMENTATION, squares.SITES, values)):
+            with pytest.raises(ConfigError, match=words):
+                ask({})
+
+    def test_models_of_both_are_built(self) -> None:
+        pair = paired(get_method("iop_fl"), get_method("fedsm"))
+        assert pair.models.keys() == {*get_method("iop_fl").models, *get_method("fedsm").models}
+
+    def test_a_server_brings_what_it_asks_of_any_site(self) -> None:
+        pair = paired(get_method("moon"), get_method("sha"))
+        assert issubclass(pair.site_class, MoonSite) and issubclass(pair.site_class, ScoredSite) and pair.server_class is SHAServer
+        assert pair.site_class is pair.site_class, "the same class every time"
+        assert pair.hyper_classes["site"] is MoonSite.Hyper
+
+
+class TestLoaded:
+    def test_objects_and_names(self) -> None:
+        assert loaded(FedAvgSite) is FedAvgSite
+        assert loaded("torch.nn:Linear") is torch.nn.Linear
+
+    @pytest.mark.parametrize("target", ["torch.nn:Linea", "torch.nnn:Linear", "torch.nn.Linear", "torch:"])
+    def test_names_of_nothing(self, target: str) -> None:
+        with pytest.raises(ConfigError, match=r"cannot be loaded \(.*\); a method names its parts as 'module:name'"):
+            loaded(target)
