@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 LIMITS = {"fedsm": 2.2, "prr": 2.2, "grace": 2.5, "iop_fl": 1.1, "feddag": 4.0}  # beside FedAvg; FedSM's without its selector
-HYPER = {"feddag": {"warmup": 0}}  # a warm-up round is one of FedAvg
+HYPER: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}}  # a warm-up round is one of FedAvg
 
 
 def measure(method: str, task: str, sites: int, rounds: int) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import os
 import threading
 
+from nvflare.apis.fl_context import FLContext
+
 from medflare.core.message import Message
 from medflare.flare.executors import FedAvgExecutor
 
@@ -10,7 +12,7 @@ from medflare.flare.executors import FedAvgExecutor
 class IdleExecutor(FedAvgExecutor):
     """Sends the model back as it came, with the number of threads and the memory of its process."""
 
-    def _answer(self, phase, round, incoming, fl_ctx):
+    def _answer(self, phase: str, round: int, incoming: Message, fl_ctx: FLContext) -> Message:
         if phase != "train":
             return super()._answer(phase, round, incoming, fl_ctx)
         usage = {"threads": threading.active_count(), "megabytes": resident_megabytes()}

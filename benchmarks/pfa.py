@@ -8,6 +8,8 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from medflare.methods.prr import fourier_aggregate
 WIDTHS = (3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 CONVOLUTIONS = [(outputs, inputs, 3, 3) for inputs, outputs in itertools.pairwise(WIDTHS)]
 LINEAR = [(4096, 512 * 49), (4096, 4096), (1000, 4096)]
-SETTINGS = (
+SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"components": "amplitude"},
     {"components": "phase"},
@@ -56,13 +58,10 @@ def main() -> None:
     plain, totals = 0.0, [0.0] * len(SETTINGS)
     for place, shape in enumerate(shapes):
         weights = torch.randn(arguments.sites, *shape, generator=torch_generator(0, "benchmark", place))
-        plain += fastest(lambda weights=weights: plain_transform(weights), arguments.repeats)
+        plain += fastest(partial(plain_transform, weights), arguments.repeats)
         last = shape == LINEAR[-1]
         for i, options in enumerate(SETTINGS):
-            totals[i] += fastest(
-                lambda weights=weights, options=options, last=last: fourier_aggregate(weights, arguments.ratio, classifier=last, **options),
-                arguments.repeats,
-            )
+            totals[i] += fastest(partial(fourier_aggregate, weights, arguments.ratio, classifier=last, **options), arguments.repeats)
 
     millions = sum(torch.Size(shape).numel() for shape in shapes) / 1e6
     print(f"{millions:.1f} million weights, {arguments.sites} sites, r = {arguments.ratio}, {torch.get_num_threads()} thread(s)")

@@ -96,5 +96,5 @@ def numbered_split(number: int, task: TaskConfig) -> Split:
 
 def numbered_site(task: TaskConfig, train: int = 10, validation: int = 3, test: int = 3, name: str = "A", seed: int = 0) -> Site:
     """A site of three numbered splits."""
-    splits = [numbered_split(number, task) for number in (train, validation, test)]
-    return Site(name, task, SiteData(*splits, ("a note",)), seed)
+    training, validating, testing = (numbered_split(number, task) for number in (train, validation, test))
+    return Site(name, task, SiteData(training, validating, testing, ("a note",)), seed)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from e2e.provisioned import SERVER, ProvisionedFederation
-from e2e.simulation import Simulate, Simulation, environment
+from e2e.simulation import Simulate, Simulation, environment, importing
+from foreign.install import METHOD, install
+from medflare.methods import catalogue
 
 
 @pytest.fixture
@@ -37,10 +39,31 @@ def simulate(tmp_path: Path) -> Iterator[Simulate]:
             simulation.process.wait()
 
 
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of installed packages with another distribution's method; who imports from it, see `importing`, finds the method."""
+    return install(tmp_path_factory.mktemp("packages"))
+
+
+@pytest.fixture
+def foreign(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of that method, which this process finds as well until the test ends."""
+
+    def look_again() -> None:
+        for cached in (catalogue._foreign, catalogue._builder):
+            cached.cache_clear()
+
+    monkeypatch.syspath_prepend(packages)
+    look_again()
+    yield METHOD
+    look_again()
+
+
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProvisionedFederation]:
-    """Provisioned and running: a server and three sites."""
+def federation(tmp_path_factory: pytest.TempPathFactory, packages: Path) -> Iterator[ProvisionedFederation]:
+    """Provisioned and running: a server and three sites, at which another distribution than medflare is installed too."""
     running = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2", "site-3"))
+    running.environment = {**running.environment, **importing(packages)}
     running.provision()
     try:
         running.start(SERVER, *running.sites)

@@ -15,6 +15,11 @@ FINISHED_AFTER = 600  # seconds that any simulation may take, also on a busy mac
 END_TO_END = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3 * FINISHED_AFTER)]
 
 
+def importing(*folders: Path) -> dict[str, str]:
+    """The environment variable with which these folders, and this checkout, are importable in every process."""
+    return {"PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT / "custom")))}
+
+
 def environment(**more: str) -> dict[str, str]:
     """The caller's environment with this checkout importable and one thread for every site."""
     paths = [str(ROOT / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,6 +1,5 @@
 """Machines whose clocks are wrong: what happens during a job, and what happens where no certificate is valid yet."""
 
-import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from e2e.provisioned import SERVER, ProvisionedFederation, text_of, wait_until
-from e2e.simulation import END_TO_END, ROOT
+from e2e.simulation import END_TO_END, importing
 from medflare.evaluation.results import load_results
 from medflare.federation.local import run_local
 from medflare.flare.jobs.building import build_job
@@ -23,8 +22,7 @@ CLOCKS = {"site-2": 2 * HOUR, "site-3": -2 * HOUR}  # ahead, behind
 
 def clock(seconds: float) -> dict[str, str]:
     """Environment of processes whose clock is ahead by so many seconds; medflare stays importable."""
-    folders = (Path(__file__).parent / "components" / "skewed", ROOT / "custom")
-    return {"CLOCK_SKEW": str(seconds), "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    return {"CLOCK_SKEW": str(seconds), **importing(Path(__file__).parent / "components" / "skewed")}
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from e2e.provisioned import PATIENCE, SCRIPTS, ProvisionedFederation, text_of, wait_until
+from e2e.provisioned import PATIENCE, SCRIPTS, SERVER, ProvisionedFederation, text_of, wait_until
 from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
 from medflare.federation.local import run_local
@@ -111,20 +113,33 @@ def test_a_job_that_cannot_be_read_leaves_results(federation: ProvisionedFederat
 
 def test_a_site_that_does_not_list_medflare_is_named(federation: ProvisionedFederation, job: Path) -> None:
     """Without "medflare." in class_allow_list the job does not run there, and the message names site, component and remedy."""
-    resources = federation.kit("site-3") / "local" / "resources.json"
-    allowed = resources.read_text()
-    content = json.loads(allowed)
-    content["class_allow_list"].remove("medflare.")
-    resources.write_text(json.dumps(content))
-    try:
+    with allow_lists(federation, lambda allowed: allowed.remove("medflare."), "site-3"):
         identity = federation.submit(job)
         watched = federation.watch(identity, check=False)
-    finally:
-        resources.write_text(allowed)
     assert watched.returncode != 0
     assert "site-3 does not allow the component medflare.flare.executors.FedSMExecutor" in watched.stdout
     assert "class_allow_list" in watched.stdout and "resources.json" in watched.stdout
     assert not (federation.kit("site-3") / identity / "medflare").exists()
+
+
+def test_a_method_of_another_distribution_is_what_a_party_allows_by_name(
+    federation: ProvisionedFederation, foreign: str, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
+    """Installed everywhere, and still not run by a site that does not list its package; run by all once that site does, too."""
+    job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, out=tmp_path / "job")
+    remedy = f'which site-3 does not allow; who trusts it adds "{foreign}." to class_allow_list in local/resources.json'
+    with allow_lists(federation, lambda allowed: allowed.append(f"{foreign}."), SERVER, "site-1", "site-2"):
+        refused = federation.submit(job)
+        watched = federation.watch(refused, check=False)
+        assert watched.returncode != 0
+        assert f"the federation failed: method '{foreign}' comes from {foreign}, {remedy}\n" in watched.stdout
+        with allow_lists(federation, lambda allowed: allowed.append(f"{foreign}."), "site-3"):
+            identity = federation.submit(job)
+            federation.watch(identity)
+    federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
+    plain = run_local(foreign, tiny_task, federation.sites, rounds=1, seed=SEED, out=tmp_path / "plain")
+    _same_results(load_results(tmp_path / "fetched"), plain)
+    _same_models(next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models")
 
 
 def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -167,6 +182,22 @@ def test_a_site_that_is_added_later_takes_part(federation: ProvisionedFederation
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def allow_lists(federation: ProvisionedFederation, change: Callable[[list[str]], None], *parties: str) -> Iterator[None]:
+    """For a while some parties allow other classes in the jobs that they run."""
+    files = [federation.kit(party) / "local" / "resources.json" for party in parties]
+    before = [file.read_text() for file in files]
+    for file in files:
+        content = json.loads(file.read_text())
+        change(content["class_allow_list"])
+        file.write_text(json.dumps(content))
+    try:
+        yield
+    finally:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(text)
 
 
 def _same_results(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -28,12 +28,12 @@ class Nobody:
         return {}
 
 
-def federation() -> Federation:
+def federation() -> Any:
     """A run that has done nothing yet."""
     return Federation(squares.server(FedAvgServer), Nobody(), lambda phase: {})
 
 
-def under_way() -> Federation:
+def under_way() -> Any:
     """A run with something to remember."""
     run = federation()
     run.server.model = {name: tensor + 1 for name, tensor in run.server.model.items()}

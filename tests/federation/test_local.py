@@ -28,7 +28,7 @@ def run(method: str = "fedsm", sites: Any = 3, **options: Any) -> dict[str, Any]
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of every model that a run left."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.rglob("model.safetensors")):
         for entry, state in load_model(file.parent).message.states.items():
             found |= {f"{file.parent.relative_to(folder)}:{entry}:{name}": tensor for name, tensor in state.items()}
@@ -94,19 +94,18 @@ class TestReproducible:
         task, method = load_task(TINY), get_method("fedsm")
 
         class Forgetful(LocalExchange):
+            def __init__(self, sites: Any, opened: Any, absent: Any = None):
+                def fresh(name: str) -> Participant:
+                    store = StateStore(tmp_path / "state" / name)
+                    keep = opened(name).keep
+                    return Participant(name, lambda role: open_site(name, task, seed=3, role=role), method, hyper, store=store, keep=keep)
+
+                super().__init__(sites, fresh, absent)
+
             def __call__(self, step: Any, outgoing: Any) -> Any:
                 self.participants.clear()
                 return super().__call__(step, outgoing)
 
-        def stored(exchange: Any, sites: Any, opened: Any, absent: Any = None) -> None:
-            def fresh(name: str) -> Participant:
-                store = StateStore(tmp_path / "state" / name)
-                keep = opened(name).keep
-                return Participant(name, lambda role: open_site(name, task, seed=3, role=role), method, hyper, store=store, keep=keep)
-
-            LocalExchange.__init__(exchange, sites, fresh, absent)
-
-        Forgetful.__init__ = stored  # type: ignore[method-assign]
         monkeypatch.setattr("medflare.federation.local.LocalExchange", Forgetful)
         run("fedsm", 2, out=tmp_path / "disk", **hyper)
         first, second = weights(tmp_path / "memory"), weights(tmp_path / "disk")

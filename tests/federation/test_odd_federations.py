@@ -72,8 +72,8 @@ def federation(
         parts = (outside or {}).get(name, counts)
         twin = twins and role == "inside"
         seed = 0 if twin else 100 * ord(name)
-        data = SiteData(*(split(config, count, seed + place, classes) for place, count in enumerate(parts)))
-        return Site("twin" if twin and method != "fedsm" else name, config, data, SEED)
+        train, validation, test = (split(config, count, seed + place, classes) for place, count in enumerate(parts))
+        return Site("twin" if twin and method != "fedsm" else name, config, SiteData(train, validation, test), SEED)
 
     settings = {"rounds": 1, "seed": SEED, "outside": tuple(outside or ()), "opener": opened, **QUICK.get(method, {}), **options}
     results = medflare.run_local(method, config, sites, **settings)
@@ -179,8 +179,8 @@ class TestConsistency:
 
         def opposed(model: Any, states: Any, p: Any, names: Any, **options: Any) -> Any:
             turned = {**states, "B": {n: 1.1 * model[n] - 0.1 * states["A"][n] if n in names else t for n, t in states["B"].items()}}
-            flat = [torch.cat([(turned[site][n] - model[n]).flatten() for n in names]) for site in ("A", "B")]
-            seen.append(torch.cosine_similarity(*flat, dim=0).item())
+            one, other = (torch.cat([(turned[site][n] - model[n]).flatten() for n in names]) for site in ("A", "B"))
+            seen.append(torch.cosine_similarity(one, other, dim=0).item())
             return aggregate(model, turned, p, names, **options)
 
         monkeypatch.setattr(grace, "consistent_aggregate", opposed)

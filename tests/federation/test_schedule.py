@@ -21,14 +21,18 @@ SITES = ("A", "B", "C")
 FEDAVG = get_method("fedavg")
 
 
+def participant(name: str) -> Participant:
+    return Participant(name, lambda role: squares.site(name), FEDAVG, {})
+
+
 class Sites:
     """An exchange with three sites whose answers and presence a test may change."""
 
     def __init__(self, absent: Mapping[int, set[str]] | None = None) -> None:
-        self.members = {name: Participant(name, lambda role, name=name: squares.site(name), FEDAVG, {}) for name in (*SITES, "O")}
+        self.members = {name: participant(name) for name in (*SITES, "O")}
         self.absent = absent or {}
         self.asked: list[tuple[str, int, tuple[str, ...]]] = []
-        self.spoil: Callable[[str, Step, Message], Message | Reply] = lambda site, step, message: message
+        self.spoil: Callable[[str, Step, Message], Message | Reply | None] = lambda site, step, message: message
 
     def present(self, round: int) -> list[str]:
         return [name for name in self.members if name not in self.absent.get(round, set())]
@@ -169,7 +173,7 @@ class TestPresence:
 
     def test_a_site_that_says_nothing_is_missing(self, run: Any) -> None:
         exchange = Sites()
-        exchange.spoil = lambda site, step, message: None if site == "A" and step.phase == "train" else message  # type: ignore[return-value]
+        exchange.spoil = lambda site, step, message: None if site == "A" and step.phase == "train" else message
         assert ("missing", "A", 0) in kinds(run(exchange))
 
     def test_too_few_sites_fail_before_training(self, run: Any) -> None:

@@ -83,4 +83,4 @@ def test_settings_stay_as_they_are_and_go_by_name() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.rounds = 4
     with pytest.raises(ValidationError):
-        RunSettings(3, 1)  # type: ignore[misc]
+        RunSettings(3, 1)  # type: ignore[call-arg]

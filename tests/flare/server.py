@@ -22,12 +22,18 @@ SITES = ("site-1", "site-2")
 
 
 class Server:
-    """The engine; `panics` holds the reasons for which jobs were ended."""
+    """The engine.
+
+    Attributes:
+        panics: the reasons for which jobs were ended.
+        properties: what FLARE's context holds beside what it needs.
+    """
 
     def __init__(self, root: Path, aggregator: Any, task: TaskConfig | None = None):
         self.root = root
         self.aggregator = aggregator
         self.panics: list[str] = []
+        self.properties: dict[str, Any] = {}
         self.task_file.parent.mkdir(parents=True)
         self.task_file.write_text(json.dumps((task or load_task("phantom")).to_dict()))
 
@@ -54,7 +60,8 @@ class Server:
     def context(self) -> FLContext:
         manager = FLContextManager(engine=self, identity_name="server", job_id="job", public_stickers={}, private_stickers={})
         fl_ctx: FLContext = manager.new_context()
-        fl_ctx.set_prop(ReservedKey.ENGINE, self, private=True, sticky=False)
+        for name, value in {ReservedKey.ENGINE: self, **self.properties}.items():
+            fl_ctx.set_prop(name, value, private=True, sticky=False)
         return fl_ctx
 
     def run(self, controller: MedflareController) -> None:

@@ -18,7 +18,7 @@ from medflare.tasks.config import TaskConfig, load_task
 from small import tiny_phantom
 
 ROUNDS, SEED = 1, 3
-LAST = {"server": {"selection": "last"}}  # the best round may be the one before anything was aggregated
+LAST: dict[str, Any] = {"server": {"selection": "last"}}  # the best round may be the one before anything was aggregated
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def doctor(formula: Aggregation[Any]) -> list[str]:
         calls.append("own")
         return {site: doubled(state) for site, state in own(*arguments).items()}
 
-    formula.shared, formula.own = wrong_shared, wrong_own  # type: ignore[method-assign]
+    vars(formula).update(shared=wrong_shared, own=wrong_own)
     return calls
 
 

@@ -57,7 +57,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 Image.fromarray(pixels).save(root / site / split / name)
                 (root / site / "masks" / split).mkdir(parents=True, exist_ok=True)
                 Image.fromarray(3 * mask).save(root / site / "masks" / split / name)
-                entry = {"image": f"{split}/{name}", "label": f"masks/{split}/{name}", "patient": f"{split}-{number // 2}"}
+                entry: dict[str, Any] = {"image": f"{split}/{name}", "label": f"masks/{split}/{name}", "patient": f"{split}-{number // 2}"}
                 listed[split].append(entry)
         (root / site / "datalist.json").write_text(json.dumps(listed))
         for entries in listed.values():

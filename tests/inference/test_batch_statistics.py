@@ -1,5 +1,7 @@
 """DSBN: statistics of the images it was shown, found by layer type, whatever the batches."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ def images(n: int, seed: int = 0, size: int = 8) -> Tensor:
     return 3 * torch.randn(n, 2, size, size, generator=torch.Generator().manual_seed(seed)) + 1
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(3, 1, 3)
@@ -20,7 +22,8 @@ def model() -> nn.Module:
 
 
 def test_first_layer_holds_mean_and_unbiased_variance_of_all_images() -> None:
-    network, shown = model(), images(7)
+    network: Any = model()
+    shown = images(7)
     estimate_statistics(network, shown.split(3))  # batches of 3, 3 and 1
     torch.testing.assert_close(network[0].running_mean, shown.mean(dim=(0, 2, 3)))
     torch.testing.assert_close(network[0].running_var, shown.transpose(0, 1).flatten(1).var(dim=1))
@@ -28,7 +31,8 @@ def test_first_layer_holds_mean_and_unbiased_variance_of_all_images() -> None:
 
 def test_one_batch_then_predicts_as_with_batch_statistics() -> None:
     """With all images in one batch, evaluation with the new statistics equals a forward pass in training mode (but for n / (n - 1))."""
-    network, shown = model(), images(6)
+    network: Any = model()
+    shown = images(6)
     adapted = TargetStatistics(network)
     adapted.adapt([shown])
     for layer in (network[0], network[2]):
@@ -56,7 +60,7 @@ def test_showing_the_same_images_again_changes_nothing() -> None:
 
 
 def test_one_image_with_one_value_per_channel_keeps_the_trained_statistics() -> None:
-    network = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3)).eval()
+    network: Any = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3)).eval()
     trained = network[1].running_mean.clone()
     estimate_statistics(network, [images(1)])
     assert torch.equal(network[1].running_mean, trained)
@@ -69,7 +73,7 @@ def test_layer_used_twice_sees_both() -> None:
     network = nn.Sequential(shared, nn.ReLU(), shared)
     assert list(batch_norm_layers(network)) == ["0", "2"]
     estimate_statistics(network, [images(5)])
-    assert torch.isfinite(shared.running_var).all()
+    assert shared.running_var is not None and torch.isfinite(shared.running_var).all()
 
 
 def test_statistics_can_be_kept_and_taken_up() -> None:

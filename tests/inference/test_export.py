@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-def built(stored: StoredModel) -> nn.Module:
+def built(stored: StoredModel) -> Any:
     return build_deployed(stored.task, stored.message).eval()
 
 

@@ -33,7 +33,7 @@ def probabilities(stored: StoredModel, images: Path, tmp_path: Path, adapt: str 
     """What `predict` computes for a folder, before it is written."""
     inputs, _ = find_inputs([images], tmp_path / "nowhere")
     prepared = [prepare(source, stored.task) for source in inputs]
-    model = prediction_model(stored, build_deployed, adapt).eval()
+    model: Any = prediction_model(stored, build_deployed, adapt).eval()
     if hasattr(model, "adapt") and adapt != "none":
         fit(model, prepared, stored.task, "cpu", stored.kind)
     return torch.cat([found.probabilities for found in predictions(model, prepared, stored.task)])
@@ -153,8 +153,12 @@ def test_a_volume_is_its_slices(axis: int, tmp_path: Path, segmentation: TaskCon
     task = load_task({**segmentation.to_dict(), "slices": {"axis": axis}})
     volume = np.random.default_rng(0).integers(0, 255, (9, 7, 5)).astype(np.uint8)  # (left, posterior, superior)
     nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), tmp_path / "v.nii")
-    model, settings = StoredModel(task, plain_message({}), {}), {"builder": lambda task, message: nn.Identity()}
-    predict(model, [tmp_path / "v.nii"], tmp_path / "whole", **settings)
+    model = StoredModel(task, plain_message({}), {})
+
+    def builder(task: TaskConfig, message: Message) -> nn.Module:
+        return nn.Identity()
+
+    predict(model, [tmp_path / "v.nii"], tmp_path / "whole", builder=builder)
     whole = np.asarray(nibabel.load(tmp_path / "whole/v_seg.nii.gz").dataobj)
     assert whole.shape == volume.shape and 0.3 < (whole == 3).mean() < 0.7
     assert ((whole == 3) == (volume > 127)).mean() > 0.8, "resized to the network and back, slices stand where they stood"
@@ -162,7 +166,7 @@ def test_a_volume_is_its_slices(axis: int, tmp_path: Path, segmentation: TaskCon
     for number in range(read.shape[axis]):
         picture = np.take(read, number, axis=axis)
         Image.fromarray(picture).save(tmp_path / f"{number}.png")
-        predict(model, [tmp_path / f"{number}.png"], tmp_path / "alone", **settings)
+        predict(model, [tmp_path / f"{number}.png"], tmp_path / "alone", builder=builder)
         alone = np.asarray(Image.open(tmp_path / f"alone/{number}_seg.png"))
         np.testing.assert_array_equal(alone, np.take(whole.transpose(1, 0, 2), number, axis=axis))
 

@@ -52,7 +52,7 @@ def averaged(make: Callable[[], nn.Module], states: Any) -> nn.Module:
 @pytest.mark.parametrize("per_layer", [True, False])
 @pytest.mark.parametrize("router", ["mlp", "free"])
 @pytest.mark.parametrize("experts", [2, 5])
-def test_uniform_router_equals_the_averaged_network(router: str, per_layer: bool, experts: int) -> None:
+def test_uniform_router_equals_the_averaged_network(router: Any, per_layer: bool, experts: int) -> None:
     torch.manual_seed(0)
     states, images = states_of(Everything, experts), torch.rand(3, 3, 8, 10)
     routed = RoutedNetwork(Everything(), states, Routing(router=router, per_layer=per_layer))
@@ -90,7 +90,7 @@ def test_reference_numbers(golden: Golden, name: str, entry: str) -> None:
     numbers = {key: torch.as_tensor(value) for key, value in golden("iop").items()}
     layer = nn.Conv2d(3, 5, 3, padding=1) if name == "conv" else nn.ConvTranspose2d(3, 4, 2, stride=2)
     experts = [{part: numbers[f"route/expert{k}/{entry}.{part}"] for part in ("weight", "bias")} for k in range(5)]
-    routed = RoutedNetwork(layer, experts, Routing(uniform=False))
+    routed: Any = RoutedNetwork(layer, experts, Routing(uniform=False))
     routed.network.router.load_state_dict({key: numbers[f"route/{name}/routing_fn/{key}"] for key in routed.network.router.state_dict()})
     images = numbers["route/x"]
     torch.testing.assert_close(routed.coefficients(images)[""], numbers[f"route/{name}/r"], rtol=1e-5, atol=1e-6)
@@ -106,7 +106,7 @@ def test_gradients_reach_every_router_and_nothing_else() -> None:
     adaptable = routed.adaptable()
     assert all("router" in name for name in adaptable)
     assert all(parameter.grad is not None for parameter in adaptable.values())
-    moving = [name for name, parameter in adaptable.items() if parameter.grad.abs().sum() > 0]
+    moving = [name for name, parameter in adaptable.items() if parameter.grad is not None and parameter.grad.abs().sum() > 0]
     assert {name.split(".")[1] for name in moving} == {"down", "depthwise", "up", "head"}
     assert all(parameter.grad is None for name, parameter in routed.named_parameters() if name not in adaptable)
 
@@ -137,11 +137,11 @@ def test_fixed_layers_and_affine_parameters() -> None:
 def test_batch_norm_uses_the_test_batch() -> None:
     make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
     states, images = states_of(make, 2), torch.rand(4, 3, 8, 8)
-    reference = averaged(make, states)
+    reference: Any = averaged(make, states)
     with torch.no_grad():
         running = RoutedNetwork(make(), states, Routing(statistics="running"))(images)
         torch.testing.assert_close(running, reference(images), rtol=1e-5, atol=1e-6)
-        batch = RoutedNetwork(make(), states, Routing(statistics="batch"))
+        batch: Any = RoutedNetwork(make(), states, Routing(statistics="batch"))
         instance = RoutedNetwork(make(), states, Routing(statistics="instance"))
         reference.norm.train()
         torch.testing.assert_close(batch(images), reference(images), rtol=1e-4, atol=1e-5)
@@ -150,8 +150,9 @@ def test_batch_norm_uses_the_test_batch() -> None:
 
 
 @pytest.mark.parametrize("statistics", ["batch", "instance", "running"])
-def test_one_value_per_channel_falls_back_on_running_statistics(statistics: str) -> None:
+def test_one_value_per_channel_falls_back_on_running_statistics(statistics: Any) -> None:
     layer = nn.BatchNorm2d(3).eval()
+    assert layer.running_mean is not None
     layer.running_mean.fill_(2.0)
     norm, pixel = TestTimeNorm(layer, statistics), torch.rand(1, 3, 1, 1)
     torch.testing.assert_close(norm(pixel), layer(pixel))
@@ -161,7 +162,8 @@ def test_one_value_per_channel_falls_back_on_running_statistics(statistics: str)
 
 def test_dropout_only_while_adapting_and_the_network_stays_in_evaluation_mode() -> None:
     make = lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.9), nn.Conv2d(4, 2, 1))  # noqa: E731
-    routed, images = RoutedNetwork(make(), states_of(make, 2), Routing(uniform=False)), torch.rand(2, 1, 6, 6)
+    images = torch.rand(2, 1, 6, 6)
+    routed: Any = RoutedNetwork(make(), states_of(make, 2), Routing(uniform=False))
     with torch.no_grad():
         assert torch.equal(routed(images), routed(images))
         routed.train()

@@ -44,7 +44,7 @@ def test_entropy_by_hand() -> None:
 def test_entropy_gradient_is_finite_where_predictions_are_certain() -> None:
     logits = torch.tensor([[200.0, -200.0], [0.0, 1.0]], requires_grad=True)
     prediction_entropy(logits.softmax(dim=1), "multiclass").backward()
-    assert torch.isfinite(logits.grad).all() and logits.grad[1].abs().sum() > 0
+    assert logits.grad is not None and torch.isfinite(logits.grad).all() and logits.grad[1].abs().sum() > 0
 
 
 def test_only_scale_and_shift_change() -> None:
@@ -59,7 +59,7 @@ def test_only_scale_and_shift_change() -> None:
 
 
 def test_one_adam_step_of_its_rate_per_batch() -> None:
-    tent = Tent(Classifier(), "multiclass", rate=0.01)
+    tent: Any = Tent(Classifier(), "multiclass", rate=0.01)
     scale = tent.model.body[1].layer.weight
     start = scale.detach().clone()
     tent(images(4))

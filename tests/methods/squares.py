@@ -69,8 +69,8 @@ def split(task: TaskConfig, count: int, seed: int, shift: float, missing: int | 
 
 def site(name: str = "A", task: TaskConfig = SEGMENTATION, counts: tuple[int, int, int] = COUNTS, missing: int | None = None) -> Site:
     place = "ABCO".index(name)
-    parts = (split(task, count, 100 * place + i, 0.5 * place, missing) for i, count in enumerate(counts))
-    return Site(name, task, SiteData(*parts), SEED)
+    train, validation, test = (split(task, count, 100 * place + i, 0.5 * place, missing) for i, count in enumerate(counts))
+    return Site(name, task, SiteData(train, validation, test), SEED)
 
 
 def enrolled(site: Site) -> dict[str, Any]:
@@ -266,4 +266,4 @@ def equal(first: StateDict, second: StateDict) -> bool:
 def assert_close(first: StateDict, second: StateDict) -> None:
     assert first.keys() == second.keys()
     for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6, msg=f"{name}: {{}}".format)

@@ -78,7 +78,10 @@ def stored_plan(folder: Path) -> dict[str, Any]:
     Raises:
         StateError: there is none, or it is damaged.
     """
-    return dict(_stored(folder, "the run did not finish its first step; start it afresh").facts[_RUN]["plan"])
+    plan = dict(_stored(folder, "the run did not finish its first step; start it afresh").facts[_RUN]["plan"])
+    if "halves" not in plan:
+        raise StateError(f"the checkpoint in {folder} was written by medflare 0.1; finish the run with that version, or start it afresh")
+    return plan
 
 
 def _stored(folder: Path, otherwise: str) -> Message:

@@ -21,12 +21,12 @@ from small import tiny_phantom
 SEED = 3
 HINT = "(a job that an older medflare wrote is written anew by `medflare job`)"
 
-# What version 0.9 wrote into both sides of jobs/fedsm.
+# What it wrote into both sides of jobs/fedsm; gamma was "tune", which takes long.
 FEDSM: dict[str, Any] = {
     "adapt_lr": 0.001,
     "adapt_steps": 1,
     "apfl_share": 0.5,
-    "gamma": "tune",
+    "gamma": 0.5,
     "lam": 0.3,
     "meta_lr": 0.001,
     "personalization": "softpull",
@@ -101,7 +101,7 @@ def test_known_names_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     server = run_job(job, tmp_path / "run", monkeypatch)
     assert not server.panics
     results = load_results(tmp_path / "run")
-    plain = run_local("fedsm", tiny_phantom(size=[16, 16]), SITES, rounds=1, seed=SEED, out=tmp_path / "plain", lam=0.3)
+    plain = run_local("fedsm", tiny_phantom(size=[16, 16]), SITES, rounds=1, seed=SEED, out=tmp_path / "plain", lam=0.3, gamma=0.5)
     assert results["status"] == "COMPLETED" and results["sites"] == plain["sites"]
     assert results["configuration"]["hyper"] == plain["configuration"]["hyper"]
     models = sorted((tmp_path / "plain" / "models").rglob("model.safetensors"))

@@ -30,7 +30,7 @@ def torn(squares: ModuleType) -> Callable[..., dict[str, float]]:
         site_class: Any, server_class: Any, task: Any, rounds: int = 4, change: Change = opposite, **hyper: Any
     ) -> dict[str, float]:
         data = squares.site("A", task, (24, 8, 8)).data
-        other = SiteData(*(change(data.split(name)) for name in ("train", "validation", "test")))
+        other = SiteData(change(data.train), change(data.validation), change(data.test))
         plan = squares.plan_of(site_class, server_class, task, ("A", "B"), **hyper)
         halves = {name: site_class(Site(name, task, own, squares.SEED), plan) for name, own in (("A", data), ("B", other))}
         played = squares.play(squares.server(server_class, rounds=rounds, outside=(), halves=halves), halves)

@@ -14,7 +14,8 @@ from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.parts.training import trainable
 
-SGD = {"name": "sgd", "lr": 0.1}
+LR = 0.1
+SGD = {"name": "sgd", "lr": LR}
 
 
 def by_hand(half: Any, start: StateDict, shared: StateDict, round: int, lam: float) -> StateDict:
@@ -27,7 +28,7 @@ def by_hand(half: Any, start: StateDict, shared: StateDict, round: int, lam: flo
         gradients = torch.autograd.grad(site.loss(network(images), targets), trainable(network))
         with torch.no_grad():
             for v, g, w in zip(trainable(network), gradients, anchor, strict=True):
-                v -= SGD["lr"] * (g + lam * (v - w))
+                v.sub_(LR * (g + lam * (v - w)))
     return copy_state(network.state_dict())
 
 

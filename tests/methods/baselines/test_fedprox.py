@@ -1,6 +1,5 @@
 """FedProx by its formula, between FedAvg (μ = 0) and a model that does not move."""
 
-from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from fixture_types import Golden
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines.fedprox import METHOD, FedProxSite
@@ -22,7 +22,7 @@ def loaded(network: nn.Module, numbers: dict[str, np.ndarray], name: str) -> Sta
 
 
 @pytest.mark.parametrize("step", ["official", "ref"])
-def test_step_is_the_reference(golden: Callable[[str], dict[str, np.ndarray]], step: str) -> None:
+def test_step_is_the_reference(golden: Golden, step: str) -> None:
     numbers = golden("baselines")
     network = nn.Linear(4, 3)
     anchor = loaded(network, numbers, "anchor")
@@ -37,15 +37,16 @@ def test_step_is_the_reference(golden: Callable[[str], dict[str, np.ndarray]], s
 
 
 def test_pull_by_hand() -> None:
-    network = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
-    network[0].bias.requires_grad_(False)
+    linear, norm = nn.Linear(1, 1), nn.BatchNorm1d(1)
+    network = nn.Sequential(linear, norm)
+    linear.bias.requires_grad_(False)
     anchor = {name: torch.zeros_like(tensor) for name, tensor in network.state_dict().items()}
     with torch.no_grad():
-        network[0].weight.fill_(3.0)
-    network[0].weight.grad = torch.tensor([[1.0]])
+        linear.weight.fill_(3.0)
+    linear.weight.grad = torch.tensor([[1.0]])
     pull(network, anchor, 0.5)()
-    assert network[0].weight.grad.item() == 1 + 0.5 * 3
-    assert network[0].bias.grad is None and network[1].weight.grad is None, "frozen, and without a part in the loss"
+    assert linear.weight.grad.item() == 1 + 0.5 * 3
+    assert linear.bias.grad is None and norm.weight.grad is None, "frozen, and without a part in the loss"
 
 
 def test_without_mu_it_is_fedavg(squares: ModuleType) -> None:

@@ -14,7 +14,8 @@ from medflare.methods.baselines.fedrep import METHOD, FedRepSite, resting
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 
-SGD = {"name": "sgd", "lr": 0.1}
+LR = 0.1
+SGD = {"name": "sgd", "lr": LR}
 
 
 def parts(state: StateDict) -> tuple[StateDict, StateDict]:
@@ -51,7 +52,7 @@ def test_a_round_by_hand(squares: ModuleType) -> None:
                 gradients = torch.autograd.grad(site.loss(network(images), targets), list(part.parameters()))
                 with torch.no_grad():
                     for weight, gradient in zip(part.parameters(), gradients, strict=True):
-                        weight -= SGD["lr"] * gradient
+                        weight.sub_(LR * gradient)
 
     network.body.eval()
     descend(network.head, "head", 2)

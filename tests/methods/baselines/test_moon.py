@@ -28,8 +28,8 @@ def test_loss_by_hand() -> None:
 def test_feature_maps_count_as_one_vector() -> None:
     generator = torch.Generator().manual_seed(0)
     z, z_global, z_previous = (torch.randn(2, 3, 4, 4, generator=generator) for _ in range(3))
-    flat = (each.reshape(2, -1) for each in (z, z_global, z_previous))
-    torch.testing.assert_close(contrastive_loss(z, z_global, z_previous), contrastive_loss(*flat))
+    flat = [each.reshape(2, -1) for each in (z, z_global, z_previous)]
+    torch.testing.assert_close(contrastive_loss(z, z_global, z_previous), contrastive_loss(flat[0], flat[1], flat[2]))
 
 
 def test_agreeing_models_give_log_two_without_a_gradient() -> None:
@@ -41,9 +41,9 @@ def test_agreeing_models_give_log_two_without_a_gradient() -> None:
     torch.testing.assert_close(z.grad, torch.zeros(4, 5))
 
 
-@pytest.mark.parametrize("task", ["segmentation", "classification"])
-def test_contrast_sets_in_with_the_second_round(task: str) -> None:
-    task = squares.task(task)
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_contrast_sets_in_with_the_second_round(kind: str) -> None:
+    task = squares.task(kind)
     assert squares.equal(squares.trained(MoonSite, task)[0], squares.trained(LocalModelSite, task)[0])
     second = squares.trained(MoonSite, task, rounds=2)[0]
     assert not squares.equal(second, squares.trained(LocalModelSite, task, rounds=2)[0])
@@ -63,8 +63,8 @@ def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
         features = [squares.site().network() for _ in range(2)]
         features[0].load_state_dict(state)
         features[1].load_state_dict(start)
-        maps = [network.eval().features_and_output(images)[0].flatten(1) for network in features]
-        return torch.nn.functional.cosine_similarity(*maps).mean().item()
+        one, other = (network.eval().features_and_output(images)[0].flatten(1) for network in features)
+        return torch.nn.functional.cosine_similarity(one, other).mean().item()
 
     for round in range(5):
         drawn, own = (each.perform("train", round, Message({"model": copy_state(start)})).states["model"] for each in (half, free))

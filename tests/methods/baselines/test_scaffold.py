@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fixture_types import Golden
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, difference, moved, weighted_mean
@@ -22,7 +22,8 @@ from medflare.networks.catalogue import NETWORKS
 from medflare.networks.features import FeatureNetwork
 from medflare.sites.site import Site
 
-SGD = {"name": "sgd", "lr": 0.05}
+LR = 0.05
+SGD = {"name": "sgd", "lr": LR}
 
 
 def close(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> None:
@@ -34,7 +35,7 @@ def close(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor])
 # ---- formulas ------------------------------------------------------------------------------------------------------------
 
 
-def test_step_is_the_reference(golden: Callable[[str], dict[str, np.ndarray]]) -> None:
+def test_step_is_the_reference(golden: Golden) -> None:
     numbers = {name: torch.from_numpy(array) for name, array in golden("baselines").items() if "/" in name and array.ndim}
     for name in ("weight", "bias"):
         gradient = numbers[f"grad/{name}"]
@@ -89,7 +90,7 @@ def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squar
         for name, reply in turn.replies.items():
             sent, update = turn.outgoing[name].states, reply.states["control_update"]
             way = difference(sent["model"], reply.states["model"])
-            printed = {key: way[key] / (steps * SGD["lr"]) - sent["control"][key] for key in update}
+            printed = {key: way[key] / (steps * LR) - sent["control"][key] for key in update}
             close(update, printed)
 
 

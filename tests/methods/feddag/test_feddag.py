@@ -20,6 +20,7 @@ from medflare.federation.local import run_local
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import discrepancy, instance_discrepancy
 from medflare.methods.feddag.generation import AdversarialGeneration, initial_generator, sharpness_aware_step, still_statistics
+from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.server import FedDAGServer
 from medflare.methods.feddag.site import FedDAGSite
 from medflare.networks.features import pooled
@@ -55,7 +56,7 @@ def generation() -> Callable[..., AdversarialGeneration]:
     """Makes student, teacher and generator of a fresh site with some settings."""
 
     def make(task: TaskConfig = squares.SEGMENTATION, **hyper: Any) -> AdversarialGeneration:
-        site, settings = squares.site(task=task), build_hyper(FedDAGSite.Hyper, hyper)
+        site, settings = squares.site(task=task), build_hyper(FedDAGSiteHyper, hyper)
         networks = site.network(), site.network()
         return AdversarialGeneration(site, settings, *networks, initial_generator(site.task, site.seed, settings))
 

@@ -57,7 +57,7 @@ def test_a_capped_instance_has_no_gradient(reference: dict[str, Tensor]) -> None
     discrepancy(reference["dis/f"], f_hat, 0.1).backward()
     torch.testing.assert_close(f_hat.grad, reference["dis/grad_fhat_capped_m0.1"], **CLOSE)
     capped = reference["dis/half_sq_dist_per_instance"] > 0.1
-    assert capped.any() and torch.equal(f_hat.grad[capped], torch.zeros_like(f_hat.grad[capped]))
+    assert f_hat.grad is not None and capped.any() and torch.equal(f_hat.grad[capped], torch.zeros_like(f_hat.grad[capped]))
 
 
 def test_discrepancy_is_one_minus_the_cosine() -> None:
@@ -71,7 +71,7 @@ def test_discrepancy_is_zero_without_a_difference_without_a_cap_and_finite_for_v
     assert discrepancy(f, -f, 0.0) == 0
     silent = torch.zeros(2, 4, requires_grad=True)
     discrepancy(f[:2], silent, 1.0).backward()
-    assert silent.grad.isfinite().all()
+    assert silent.grad is not None and silent.grad.isfinite().all()
 
 
 def test_an_unknown_level_is_refused() -> None:
@@ -83,7 +83,7 @@ def test_an_unknown_level_is_refused() -> None:
 
 
 @pytest.mark.parametrize("decay", ["0.9", "0.99", "0.999"])
-def test_ema_matches_the_reference(reference: dict[str, Tensor], decay: float) -> None:
+def test_ema_matches_the_reference(reference: dict[str, Tensor], decay: str) -> None:
     teacher = {"weight": reference["ema/teacher"].clone()}
     ema_update(teacher, {"weight": reference["ema/student"]}, float(decay))
     torch.testing.assert_close(teacher["weight"], reference[f"ema/out_{decay}"], **CLOSE)
@@ -92,6 +92,7 @@ def test_ema_matches_the_reference(reference: dict[str, Tensor], decay: float) -
 def test_ema_copies_integers_and_works_on_a_module_in_place() -> None:
     teacher, student = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
     student(torch.randn(8, 2, generator=torch.Generator().manual_seed(0)))
+    assert teacher.running_mean is not None and student.running_mean is not None
     expected = 0.75 * teacher.running_mean + 0.25 * student.running_mean
     ema_update(teacher.state_dict(), student.state_dict(), 0.75)
     torch.testing.assert_close(teacher.running_mean, expected)
@@ -222,7 +223,7 @@ def test_without_history_or_a_score_the_current_model_stays_alone(window: str) -
         (([state(1)], [1.0], 1, "x"), "window"),
     ],
 )
-def test_a_history_that_means_nothing_is_refused(arguments: dict[str, Any], word: str) -> None:
+def test_a_history_that_means_nothing_is_refused(arguments: tuple[Any, ...], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         within_client_average(*arguments)
 

@@ -50,7 +50,7 @@ def aggregation(**hyper: Any) -> HierarchicalAggregation:
     return HierarchicalAggregation(build_hyper(SHAHyper, hyper))
 
 
-def averaged(average: Any, states: Any, scores: list[float]) -> StateDict:
+def averaged(average: Any, states: Any, scores: dict[str, float]) -> StateDict:
     """What the formula makes of models that come with scores."""
     return average.shared({site: SiteModel(model, facts={"score": scores[site]}) for site, model in states.items()}, 0)
 

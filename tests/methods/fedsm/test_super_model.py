@@ -13,6 +13,8 @@ SITES = ["A", "B", "C"]
 class Brightness(nn.Module):
     """A selector that takes an image of mean brightness k for one of class k, surely."""
 
+    levels: Tensor
+
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.register_buffer("levels", torch.arange(float(classes)))
@@ -24,7 +26,7 @@ class Brightness(nn.Module):
 def super_model_of(kind: str = "segmentation", combine: str | None = None) -> SuperModel:
     """K = 3 personal networks and a global one, untrained but different."""
     task = squares.task(kind)
-    networks = [initial_network(task, 1, name).eval() for name in ("global", *SITES)]
+    networks: list[nn.Module] = [initial_network(task, 1, name).eval() for name in ("global", *SITES)]
     names = ["global", *SITES]
     if combine is not None:
         return ExtraSuperModel(task, networks, Brightness(4), names, combine).eval()

@@ -1,7 +1,6 @@
 """The formulas of GRACE against reference numbers, hand-computed values and their degenerate cases."""
 
 import math
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -39,7 +38,7 @@ def server(golden: Golden) -> tuple[Any, ...]:
     """(global state, site -> state, weight by site, the reference numbers)"""
     numbers = golden("grace_server")
 
-    def state(folder: Path) -> StateDict:
+    def state(folder: str) -> StateDict:
         prefix = f"pos/{folder}/"
         return {key.removeprefix(prefix): torch.from_numpy(value) for key, value in numbers.items() if key.startswith(prefix)}
 
@@ -71,7 +70,7 @@ class TestConsistencyWeights:
         model, states, p, numbers = server
         deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(model, PARAMETERS)
         sizes = [model[name].numel() for name in PARAMETERS]
-        options = {"include_self": False, "granularity": granularity}
+        options: dict[str, Any] = {"include_self": False, "granularity": granularity}
         expected = numbers[f"official_{granularity}_weights"]
         assert_close(grace.consistency_weights(deltas, torch.tensor(list(p.values())), sizes=sizes, **options), expected)
         moved, weights = grace.consistent_aggregate(model, states, p, PARAMETERS, **options)
@@ -118,7 +117,7 @@ class TestConsistencyWeights:
         ],
     )
     def test_equal_cosines_give_p(self, deltas: Tensor, granularity: str, include_self: bool, negative: str) -> None:
-        options = {"include_self": include_self, "negative": negative, "granularity": granularity}
+        options: dict[str, Any] = {"include_self": include_self, "negative": negative, "granularity": granularity}
         assert_close(grace.consistency_weights(deltas, P, sizes=[4, 4], **options), P, rtol=1e-12)
 
     def test_two_opposite_sites_give_p(self) -> None:
@@ -168,7 +167,8 @@ class TestConsistencyWeights:
         states = {"A": {"w": torch.ones(2)}, "B": {"w": torch.tensor([1.0, math.inf])}}
         with pytest.raises(UpdateError, match="update of B "):
             grace.consistent_aggregate({"w": torch.zeros(2)}, states, {"A": 1.0, "B": 1.0}, ["w"])
-        for options, text in [({"negative": "odd"}, "shift, clip"), ({"granularity": "odd"}, "total, split")]:
+        wrong: list[tuple[dict[str, Any], str]] = [({"negative": "odd"}, "shift, clip"), ({"granularity": "odd"}, "total, split")]
+        for options, text in wrong:
             with pytest.raises(ValueError, match=text):
                 grace.consistency_weights(torch.ones(2, 2), torch.ones(2), **options)
         with pytest.raises(ValueError, match=r"\(2, 2\) and \(3,\)"):
@@ -208,13 +208,14 @@ class TestAlignment:
         # the discriminator's own gradient is not reversed: a step along it lowers the loss
         with torch.no_grad():
             for parameter in discriminator.parameters():
-                parameter -= 0.01 * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(0.01 * parameter.grad)
         assert grace.adversarial(discriminator, x, y) < loss
 
     def test_reversal_scales(self) -> None:
         features = torch.ones(3, requires_grad=True)
         grace.reverse_gradient(features, 0.25).sum().backward()
-        assert features.grad.tolist() == [-0.25] * 3
+        assert features.grad is not None and features.grad.tolist() == [-0.25] * 3
         assert grace.reversal_ramp(0) == 0
         assert grace.reversal_ramp(1) == pytest.approx(math.tanh(5))
 

@@ -159,7 +159,9 @@ class TestServer:
         ids=lambda hyper: next(iter(hyper)),
     )
     def test_every_setting_is_read(self, replies: dict[str, Message], hyper: Any) -> None:
-        plain, changed = (self.aggregated(squares.server(GraceServer, **settings), replies) for settings in ({}, hyper))
+        plain, changed = (
+            self.aggregated(server, replies) for server in (squares.server(GraceServer), squares.server(GraceServer, **hyper))
+        )
         assert not squares.equal(plain, changed)
 
     def test_negative_rule_is_read(self, replies: dict[str, Message]) -> None:

@@ -26,13 +26,13 @@ def test_the_update_is_the_gradient_at_the_stepped_weights(rate: float | None) -
     gradients = torch.autograd.grad(place.loss(start(images[:6]), targets[:6]), trainable(start))
     with torch.no_grad():
         for parameter, gradient in zip(trainable(stepped), gradients, strict=True):
-            parameter -= (0.1 if rate is None else rate) * gradient
+            parameter.sub_((0.1 if rate is None else rate) * gradient)
     features, logits = stepped.features_and_output(images[6:])
     reference = start.features_and_output(images[6:])[0].detach()
     loss = place.loss(logits, targets[6:]) + 0.7 * coral(reference.mean(dim=(2, 3)), features.mean(dim=(2, 3)))
     with torch.no_grad():
         for parameter, gradient in zip(trainable(expected), torch.autograd.grad(loss, trainable(stepped)), strict=True):
-            parameter -= 0.1 * gradient
+            parameter.sub_(0.1 * gradient)
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
@@ -51,7 +51,8 @@ def test_adam_plus_sgd() -> None:
         adam.step()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(0.01 * parameter.grad)
 
     for images, targets, _ in place.batches("train", 0, "model", 0):
         origin = copy_state(model.state_dict())
@@ -82,7 +83,7 @@ def test_second_order_is_the_exact_gradient_and_first_order_is_not(second_order:
         network.load_state_dict(origin)
         with torch.no_grad():
             for parameter, towards in zip(trainable(network), direction, strict=True):
-                parameter += length * towards
+                parameter.add_(length * towards)
         ends.append(loss(network, images.double(), targets).item())
     quotient = (ends[0] - ends[1]) / 2e-6
     assert (slope == pytest.approx(quotient, rel=1e-4)) is second_order

@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,11 @@ def iop(golden: Golden) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def probabilities(iop: dict[str, Tensor]) -> Callable[..., Tensor]:
+def probabilities(iop: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return iop["tta/logits"].double().softmax(dim=1), iop["tta/logits_noisy"].double().softmax(dim=1)
 
 
-def close(value: float, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+def close(value: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     torch.testing.assert_close(torch.as_tensor(value).double(), torch.as_tensor(expected).double(), rtol=rtol, atol=atol)
 
 
@@ -89,7 +88,7 @@ def test_explicit_and_incremental_by_hand() -> None:
 # -- test-time losses ----------------------------------------------------------------------------------------------------------
 
 
-def test_consistency(iop: dict[str, Tensor], probabilities: Callable[..., Tensor]) -> None:
+def test_consistency(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor]) -> None:
     close(consistency_loss(*probabilities), iop["tta/ref64_paper_consistency_mean_pixel_prob"], rtol=1e-6)
     close(consistency_loss(*probabilities) / 2, iop["tta/official_consistency_mean"])
     logits, noisy = iop["tta/logits"].double(), iop["tta/logits_noisy"].double()
@@ -97,7 +96,7 @@ def test_consistency(iop: dict[str, Tensor], probabilities: Callable[..., Tensor
 
 
 @pytest.mark.parametrize("d", [1, 10])
-def test_shape(iop: dict[str, Tensor], probabilities: Callable[..., Tensor], d: int) -> None:
+def test_shape(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor], d: int) -> None:
     p, _ = probabilities
     close(neighbourhood_range(p, d), iop[f"tta/ref64_range_map_per_class_d{d}"])
     close(shape_loss(p, d), iop[f"tta/ref64_shape_mean_per_pixel_d{d}"])
@@ -106,7 +105,7 @@ def test_shape(iop: dict[str, Tensor], probabilities: Callable[..., Tensor], d: 
     close(neighbourhood_range(p[:, 1:], d) * 1e-6, iop[f"tta/official_smooth_map_x1e-6_d{d}"], atol=1e-12)
 
 
-def test_entropy(iop: dict[str, Tensor], probabilities: Callable[..., Tensor]) -> None:
+def test_entropy(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor]) -> None:
     p, _ = probabilities
     close(entropy_loss(p), iop["tta/ref64_paper_entropy_mean_pixel"])
     close(entropy_loss(p) * p[:, 0].numel(), iop["tta/ref64_paper_entropy_sum"])
@@ -115,7 +114,7 @@ def test_entropy(iop: dict[str, Tensor], probabilities: Callable[..., Tensor]) -
     close(entropy_loss_official(p), entropy_loss(p) * p.shape[0] / (p.shape[1] * math.log(p.shape[1])))
 
 
-def test_totals(iop: dict[str, Tensor], probabilities: Callable[..., Tensor]) -> None:
+def test_totals(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor]) -> None:
     p, noisy = probabilities
     close(
         total_loss(consistency_loss(p, noisy), shape_loss(p, 10), entropy_loss(p), 0.01),
@@ -148,7 +147,7 @@ def test_degenerate_predictions() -> None:
     certain = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     loss = entropy_loss(certain)
     loss.backward()
-    assert loss == 0 and torch.isfinite(certain.grad).all()
+    assert loss == 0 and certain.grad is not None and torch.isfinite(certain.grad).all()
 
 
 def test_classification_and_image_shapes_agree() -> None:

@@ -45,7 +45,7 @@ def delivered(
 def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> None:
     half, models = delivered(network, (0, 0, images))
     assert models.keys() == {"global", "deployed"} and models["deployed"].facts["kind"] == "routed"
-    model = build_deployed(network, models["deployed"])
+    model: Any = build_deployed(network, models["deployed"])
     with torch.no_grad():
         p = model(half.site.data.test.images)
     assert p.shape[0] == images and torch.isfinite(p).all() and p.min() >= 0 and p.max() <= 1
@@ -59,7 +59,7 @@ def test_the_state_with_the_lowest_loss_is_kept() -> None:
     report = models["deployed"].facts["adaptation"]
     losses, chosen = report["losses"], report["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
-    model = build_deployed(SEGMENTATION, models["deployed"])
+    model: Any = build_deployed(SEGMENTATION, models["deployed"])
     assert model.measure(half.site.data.test.images.tensor_split(2)) == pytest.approx(losses[chosen], rel=1e-5)
 
 
@@ -147,7 +147,7 @@ def reference() -> Tensor:
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 def test_every_option_matters(option: dict[str, Any], reference: Tensor) -> None:
     half, models = delivered(choose="last", **option)
-    model = build_deployed(SEGMENTATION, models["deployed"])
+    model: Any = build_deployed(SEGMENTATION, models["deployed"])
     with torch.no_grad():
         p = model(half.site.data.test.images)
     assert torch.isfinite(p).all() and not torch.equal(p, reference)
@@ -157,7 +157,7 @@ def test_online_works_where_gradients_are_switched_off() -> None:
     half, models = delivered(online=True)
     images = half.site.data.test.images
     for switched_off in (torch.no_grad, torch.inference_mode):
-        model = build_deployed(SEGMENTATION, models["deployed"])
+        model: Any = build_deployed(SEGMENTATION, models["deployed"])
         before = copy_state(model.network.adapted_state())
         with switched_off():
             model(images.clone())
@@ -166,7 +166,7 @@ def test_online_works_where_gradients_are_switched_off() -> None:
 
 def test_oblong_images_can_be_turned() -> None:
     _, models = delivered(perturbation="noise+turns")
-    model = build_deployed(SEGMENTATION, models["deployed"])
+    model: Any = build_deployed(SEGMENTATION, models["deployed"])
     model.adapt([torch.rand(3, 1, 16, 24)])
     assert len(model.report()["losses"]) == 4
 
@@ -195,8 +195,8 @@ def test_a_binary_output_counts_as_two_classes() -> None:
     softmax = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
     for objective in ("paper", "official"):
         hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
-        both = [torch.cat([1 - q, q], dim=1) for q in (p, noisy)]
-        torch.testing.assert_close(test_time_loss(p, noisy, SEGMENTATION, hyper), test_time_loss(*both, softmax, hyper))
+        one, other = (torch.cat([1 - q, q], dim=1) for q in (p, noisy))
+        torch.testing.assert_close(test_time_loss(p, noisy, SEGMENTATION, hyper), test_time_loss(one, other, softmax, hyper))
 
 
 def test_comparisons_of_table_two() -> None:
@@ -221,7 +221,7 @@ def test_without_personal_models_the_outside_site_gets_the_global_one() -> None:
 
 def test_a_routed_model_can_be_fitted_again_to_other_images() -> None:
     _, models = delivered()
-    model = build_deployed(SEGMENTATION, models["deployed"])
+    model: Any = build_deployed(SEGMENTATION, models["deployed"])
     assert isinstance(model, RoutedModel)
     before = copy_state(model.network.adapted_state())
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
@@ -230,7 +230,7 @@ def test_a_routed_model_can_be_fitted_again_to_other_images() -> None:
 
 def test_fitting_again_forgets_the_fit_before() -> None:
     half, models = delivered()
-    model = build_deployed(SEGMENTATION, models["deployed"])
+    model: Any = build_deployed(SEGMENTATION, models["deployed"])
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
     model.adapt([half.site.data.test.images])
     assert equal(model.network.adapted_state(), models["deployed"].states["router"])

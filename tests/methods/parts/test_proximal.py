@@ -18,8 +18,9 @@ def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     anchor = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(2)]
-    plain = torch.autograd.grad(sum((w**4).sum() for w in weights), weights)
-    penalised = sum((w**4).sum() + 0.35 * (w - a).square().sum() for w, a in zip(weights, anchor, strict=True))
+    plain = torch.autograd.grad(torch.stack([(w**4).sum() for w in weights]).sum(), weights)
+    terms = [(w**4).sum() + 0.35 * (w - a).square().sum() for w, a in zip(weights, anchor, strict=True)]
+    penalised = torch.stack(terms).sum()
     for found, expected in zip(proximal_gradients(plain, weights, anchor, 0.7), torch.autograd.grad(penalised, weights), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -46,7 +47,7 @@ def test_pull_changes_what_has_a_gradient_and_takes_a_gradient() -> None:
     for parameter in model[0].parameters():
         assert parameter.grad is not None and not parameter.grad.requires_grad
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, -2.0))
-    assert all(parameter.grad is None for layer in model[1:] for parameter in layer.parameters())
+    assert all(parameter.grad is None for layer in list(model)[1:] for parameter in layer.parameters())
 
 
 def distance(strength: float) -> float:

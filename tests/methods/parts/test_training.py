@@ -30,7 +30,12 @@ def test_purpose_and_round_key_the_batches() -> None:
 
     def order(round: int, purpose: str) -> list[int]:
         seen: list[int] = []
-        run_epochs(site, round, purpose, lambda batch: seen.extend(batch.index.tolist()) or {})
+
+        def step(batch: Batch) -> dict[str, torch.Tensor]:
+            seen.extend(batch.index.tolist())
+            return {}
+
+        run_epochs(site, round, purpose, step)
         return seen
 
     assert order(0, "model") == order(0, "model")

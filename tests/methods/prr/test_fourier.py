@@ -13,7 +13,7 @@ from medflare.core.rng import torch_generator
 from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "official_both": {"window": "official"},
     "official_miccai21_amp": {"window": "official", "components": "amplitude"},
     "ref64_official_both": {"window": "official"},
@@ -67,7 +67,9 @@ def transcribed(matrices: Any, r: float, window: str, components: str, phase_mea
 @pytest.mark.parametrize("components", ["both", "amplitude", "phase"])
 @pytest.mark.parametrize("window", ["closed", "official"])
 @pytest.mark.parametrize(("sites", "size"), [(2, (7, 6)), (3, (8, 8)), (5, (5, 9)), (3, (1, 4)), (3, (4, 1)), (3, (2, 2)), (3, (1, 1))])
-def test_half_a_spectrum_gives_what_the_whole_one_gives(sites: int, size: int, window: str, components: str, phase_mean: str) -> None:
+def test_half_a_spectrum_gives_what_the_whole_one_gives(
+    sites: int, size: tuple[int, int], window: str, components: str, phase_mean: str
+) -> None:
     matrices = normal(sites, *size, key=f"{sites}{size}") + 0.3
     for r in (0.0, 0.2, 0.35, 0.43, 0.5):
         found = fourier_aggregate(matrices, r, window=window, components=components, phase_mean=phase_mean)
@@ -108,6 +110,7 @@ def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options: d
 
 
 def test_zero_weights_stay_zero() -> None:
+    options: dict[str, Any]
     for options in VARIANTS.values():
         assert torch.equal(fourier_aggregate(torch.zeros(3, 4, 6), 0.4, **options), torch.zeros(3, 4, 6))
     one_silent = torch.stack([torch.zeros(4, 6), torch.ones(4, 6)])
@@ -154,7 +157,7 @@ def test_half_precision_comes_back_as_half_precision() -> None:
     ],
 )
 def test_fourier_aggregation_refuses_what_it_cannot_do(change: dict[str, Any], message: str) -> None:
-    arguments = {"weights": torch.zeros(3, 4, 5), "r": 0.4} | change
+    arguments: dict[str, Any] = {"weights": torch.zeros(3, 4, 5), "r": 0.4} | change
     with pytest.raises(ValueError, match=message):
         fourier_aggregate(arguments.pop("weights"), arguments.pop("r"), **arguments)
 

@@ -199,7 +199,7 @@ def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation(
 
 
 def test_an_outside_site_may_get_the_most_representative_personal_model() -> None:
-    options = {"counts": (8, 4, 5), "outside_model": "personal", "selection": "last"}
+    options: dict[str, Any] = {"counts": (8, 4, 5), "outside_model": "personal", "selection": "last"}
     halves = {
         name: squares.half(PRRSite, name, CLASSIFICATION, missing=missing, **options)
         for name, missing in zip(SITES, (1, None, 2), strict=True)

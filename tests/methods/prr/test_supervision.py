@@ -52,6 +52,11 @@ def supervision(data: Site, kind: str, global_: Tensor | None = None, totals: Te
     return Supervision(data, kind, beta=0.8, tau=3.0, totals=totals, global_=global_, mix=mix)
 
 
+def dice_of(supervised: Supervision, logits: Tensor, targets: Tensor) -> Tensor:
+    assert supervised._dice is not None
+    return supervised._dice(logits, targets)
+
+
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, MULTICLASS, CLASSIFICATION, BINARY_CLASSIFICATION])
 def test_supervision_without_imbalance_is_cross_entropy_and_dice(task: TaskConfig) -> None:
     data = site("A", task)
@@ -64,7 +69,7 @@ def test_supervision_without_imbalance_is_cross_entropy_and_dice(task: TaskConfi
     else:
         expected = functional.binary_cross_entropy_with_logits(logits, targets.reshape(logits.shape).float())
     if task.kind == "segmentation":
-        expected = expected + supervision(data, "ce")._dice(logits, targets)
+        expected = expected + dice_of(supervision(data, "ce"), logits, targets)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(supervision(data, "ce")(logits, targets), expected)
     torch.testing.assert_close(supervision(data, "global", totals=equal, mix="official")(logits, targets), expected)
@@ -78,7 +83,7 @@ def test_official_mix_is_half_cpa_half_cross_entropy() -> None:
     data = site("A")
     images, targets, _ = next(iter(data.ordered("train")))
     logits = data.network()(images)
-    dice = supervision(data, "ce")._dice(logits, targets)
+    dice = dice_of(supervision(data, "ce"), logits, targets)
     parts = [supervision(data, kind)(logits, targets) - dice for kind in ("global", "ce")]
     torch.testing.assert_close(supervision(data, "global", mix="official")(logits, targets), sum(parts) / 2 + dice)
 
@@ -103,6 +108,7 @@ def test_refinement_weighs_the_classes_that_are_far_from_the_others() -> None:
     refined = supervision(data, "local", opposite)
     refined.refine(local)
     torch.testing.assert_close(refined.gamma, torch.tensor([[1.0, 4 / 3, 1.0]]))
+    assert refined.gamma is not None
     expected = (functional.cross_entropy(logits, targets, reduction="none") * refined.gamma[0][targets]).mean()
     torch.testing.assert_close(refined(logits, targets), expected)
     without = supervision(data, "global", opposite)

@@ -1,0 +1,88 @@
+"""What a party allows: methods of other distributions are asked for by name, and not imported before they are allowed."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from nvflare.apis.app_validation import AppValidationKey
+from nvflare.apis.fl_constant import FLContextKey, ReservedKey
+from nvflare.apis.fl_context import FLContext
+
+from flare.server import Server
+from foreign.install import METHOD, install
+from medflare.core.errors import ConfigError
+from medflare.evaluation.results import load_results
+from medflare.flare.aggregators import MethodAggregator
+from medflare.flare.controller import MedflareController
+from medflare.flare.exchange.participants import authorize, load_ahead
+from medflare.methods import catalogue
+
+REMEDY = f'who trusts it adds "{METHOD}." to class_allow_list in local/resources.json'
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another distribution's method can be found, and has not been imported."""
+
+    def forget() -> None:
+        catalogue._foreign.cache_clear()
+        for name in [name for name in sys.modules if name.split(".")[0] == METHOD]:
+            del sys.modules[name]
+
+    monkeypatch.syspath_prepend(install(tmp_path / "packages"))
+    forget()
+    yield
+    forget()
+
+
+def party(folder: Path, *allowed: str, byoc: bool = False) -> FLContext:
+    """FLARE's context at a site with this class_allow_list."""
+    resources = folder / "resources.json"
+    resources.write_text(json.dumps({"class_allow_list": list(allowed)}))
+    fl_ctx = FLContext()
+    fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, "clinic")
+    fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, SimpleNamespace(get_resources_file_path=lambda: str(resources)))
+    fl_ctx.set_prop(FLContextKey.JOB_META, {AppValidationKey.BYOC: byoc})
+    return fl_ctx
+
+
+def test_a_package_that_is_not_listed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        authorize(("fedavg", METHOD), party(tmp_path, "medflare."))
+    assert str(refused.value) == f"method '{METHOD}' comes from {METHOD}, which clinic does not allow; {REMEDY}"
+    assert METHOD not in sys.modules
+
+
+def test_one_that_is_listed_is_not(tmp_path: Path) -> None:
+    authorize((METHOD, METHOD), party(tmp_path, "medflare.", f"{METHOD}."))
+    authorize((METHOD,), party(tmp_path, "*"))
+    authorize((METHOD,), party(tmp_path, "medflare.", byoc=True))  # a job that may bring its own code may name installed code
+    assert METHOD not in sys.modules
+
+
+def test_our_own_methods_need_nothing_more(tmp_path: Path) -> None:
+    authorize(("fedavg", "moon"), party(tmp_path, "medflare."))
+    with pytest.raises(ConfigError, match="did you mean fedavg"):
+        authorize(("fedavgg",), party(tmp_path, "medflare."))
+
+
+def test_nothing_of_it_is_imported_ahead() -> None:
+    """A site's process loads what it will need before anybody has asked the party."""
+    load_ahead(METHOD)
+    assert METHOD not in sys.modules and "medflare.methods.fedavg.site" in sys.modules
+    load_ahead("no such method")
+
+
+def test_the_server_asks_its_own_list(tmp_path: Path) -> None:
+    """A job whose controller may not run the method leaves results that say so."""
+    server = Server(tmp_path, MethodAggregator(method=METHOD))
+    context = party(tmp_path, "medflare.")
+    names = (FLContextKey.WORKSPACE_OBJECT, FLContextKey.JOB_META)
+    server.properties = {name: context.get_prop(name) for name in names}
+    server.run(MedflareController(rounds=1, seed=0))
+    reason = f"method '{METHOD}' comes from {METHOD}, which server does not allow; {REMEDY}"
+    assert load_results(tmp_path)["reason"] == reason and server.panics == [reason]
+    assert METHOD not in sys.modules
