@@ -54,9 +54,9 @@ def test_class_labels(make_task: MaskOf) -> None:
     for wrong in (3, -1):
         with pytest.raises(DataError, match=f"label value {wrong} out of range, the task knows 0, 1, 2"):
             encode_label(wrong, task, "x")
-    for wrong in ("nv", 1.0, True, [1]):
+    for odd in ("nv", 1.0, True, [1]):
         with pytest.raises(DataError, match="must be a whole number"):
-            encode_label(wrong, task, "x")
+            encode_label(odd, task, "x")
 
 
 def test_label_subset(make_task: MaskOf) -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_other_intensity_transforms(make_task: TaskOf, intensity: dict[str, obje
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: str) -> None:
-    more = {
+    more: dict[str, Any] = {
         "Rand2DElastic": {"spacing": [6, 6], "magnitude_range": [1, 2]},
         "RandAffine": {"rotate_range": 0.5, "translate_range": 3},
         "RandRotate": {"range_x": 0.5},

@@ -165,3 +165,9 @@ def test_importing_medflare_is_cheap() -> None:
 
     code = "import sys, medflare, medflare.cli; assert not {'torch', 'monai', 'nvflare'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(Path(medflare.__file__).parents[1]), "PATH": ""})
+
+
+@pytest.mark.parametrize("wrong", [{"outside": "personal"}, {"sites": "CS,DU"}], ids=str)
+def test_a_text_is_not_taken_for_its_letters(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="give a list of site names"):
+        medflare.run_local("fedavg", "phantom", **{"sites": 2, "rounds": 1, "seed": 0, **wrong})  # type: ignore[arg-type]

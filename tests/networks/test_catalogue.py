@@ -96,8 +96,9 @@ def test_normalisation_of_the_unet() -> None:
 
 
 def test_dilated_resnet_keeps_an_eighth() -> None:
-    network = build_network({"name": "deeplab"}, 1, 2)
-    assert network.body.backbone(torch.randn(1, 1, 64, 64)).shape == (1, 512, 8, 8)
+    body = build_network({"name": "deeplab"}, 1, 2).body
+    assert isinstance(body.backbone, torch.nn.Module)
+    assert body.backbone(torch.randn(1, 1, 64, 64)).shape == (1, 512, 8, 8)
 
 
 def test_second_derivatives_exist() -> None:

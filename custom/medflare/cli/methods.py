@@ -24,11 +24,19 @@ def add_commands(commands: Commands) -> None:
 
 def _methods(options: argparse.Namespace) -> int:
     from medflare.cli.listing import method_listing
-    from medflare.methods.catalogue import all_methods
+    from medflare.methods.catalogue import get_method, method_names
 
     if options.method is None and (options.site_half or options.server_half):
         raise ConfigError("--site-half and --server-half change a method; name it: medflare methods METHOD --site-half OTHER")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    chosen = all_methods() if options.method is None else [chosen_method(options)]
-    print("\n\n".join(method_listing(method, width) for method in chosen))
-    return 0
+    if options.method is not None:
+        print(method_listing(chosen_method(options), width))
+        return 0
+    problems = []
+    for name in method_names():
+        try:
+            print(method_listing(get_method(name), width), end="\n\n")
+        except ConfigError as error:  # a broken package of somebody else hides no other method
+            problems.append(str(error))
+    print("\n".join(f"medflare: {problem}" for problem in problems), end="\n" * bool(problems), file=sys.stderr)
+    return 1 if problems else 0

@@ -109,7 +109,7 @@ def run_local(
     config = load_task(task)
     chosen.check(hyper, config)
     config = config if resplit is None else replace(config, resplit=resplit)
-    inside, apart = _names(sites), tuple(sorted(outside))
+    inside, apart = _names(sites), tuple(sorted(_listed(outside, "outside")))
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
     steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
@@ -172,7 +172,14 @@ def resume_local(
 
 
 def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
-    names = [f"site-{number + 1}" for number in range(sites)] if isinstance(sites, int) else list(sites)
+    names = [f"site-{number + 1}" for number in range(sites)] if isinstance(sites, int) else _listed(sites, "sites")
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"sites = {names}: name at least one site, each once")
     return tuple(sorted(names))
+
+
+def _listed(names: Iterable[str], what: str) -> list[str]:
+    """The names; a single text, which Python takes for its letters, is refused."""
+    if isinstance(names, str):
+        raise ConfigError(f"{what} = {names!r}: give a list of site names, for example [{names!r}]")
+    return list(names)

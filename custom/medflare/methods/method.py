@@ -166,7 +166,7 @@ def loaded(target: Any) -> Any:
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{target!r} cannot be loaded ({error}); a method names its parts as 'module:name'") from error
 
 
