@@ -61,7 +61,7 @@ def test_other_intensity_transforms(make_task: TaskOf, intensity: dict[str, obje
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: str) -> None:
-    more: dict[str, Any] = {
+    needed: dict[str, dict[str, Any]] = {
         "Rand2DElastic": {"spacing": [6, 6], "magnitude_range": [1, 2]},
         "RandAffine": {"rotate_range": 0.5, "translate_range": 3},
         "RandRotate": {"range_x": 0.5},
@@ -69,8 +69,8 @@ def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: 
         "RandScaleIntensity": {"factors": 0.5},
         "RandShiftIntensity": {"offsets": 0.5},
         "RandCoarseDropout": {"holes": 2, "spatial_size": 4},
-    }.get(name, {})
-    augment = Augmentation(make_task(augment=[{"name": name, "prob": 1.0, **more}]))
+    }
+    augment = Augmentation(make_task(augment=[{"name": name, "prob": 1.0, **needed.get(name, {})}]))
     images, masks = _disc()
     images = 0.2 + 0.6 * images
     once, twice, other = (augment(images, masks, np.random.RandomState(seed)) for seed in (5, 5, 6))

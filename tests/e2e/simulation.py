@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,32 @@ class Simulation:
 
 
 Simulate = Callable[..., Simulation]
+
+
+@contextmanager
+def simulations(folder: Path) -> Iterator[Simulate]:
+    """What starts simulations in a folder; those that a failed test leaves behind are ended."""
+    started: list[Simulation] = []
+
+    def start(job: Path, *options: str, cwd: Path = folder, workspace: Path | None = None, **variables: str) -> Simulation:
+        place = workspace or folder / f"workspace-{len(started)}"
+        given = ["-w", str(place)] if workspace is None else []
+        log = folder / f"console-{len(started)}.txt"
+        command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), *given, *options]
+        with log.open("w") as console:
+            process = subprocess.Popen(
+                command, cwd=cwd, env=environment(**variables), stdout=console, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+        started.append(Simulation(place, process, log))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for simulation in started:
+            if simulation.process.poll() is None:
+                os.killpg(simulation.process.pid, 9)
+                simulation.process.wait()
 
 
 def rewire(job: Path, side: str, change: Callable[[dict[str, Any]], None]) -> None:

@@ -1,14 +1,13 @@
 """One federation, three engines: the plain loop, the simulator with a process per site, the simulator with a process per task."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, importing, rewire
+from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, importing, rewire, simulations
 from medflare import run_local
 from medflare.core.store import read_message
 from medflare.flare.jobs.building import build_job
@@ -41,61 +40,83 @@ def assert_equal_to_local(simulation: Simulation, local: Path, sites: tuple[str,
     assert set(simulation.results["sites"]) == set(sites)
 
 
-def assert_engines_agree(
-    method: str,
-    task: dict[str, Any],
-    sites: tuple[str, ...],
-    outside: tuple[str, ...],
-    rounds: int,
-    simulate: Simulate,
-    folder: Path,
-    hyper: Mapping[str, Any] = MappingProxyType({}),
-    **variables: str,
-) -> None:
-    """The plain loop, a process per site and a process per task; side by side, for they wait more than they compute."""
-    settings: dict[str, Any] = {"rounds": rounds, "seed": 5, "outside": outside}
-    job = build_job(method, task, out=folder / "job", hyper=dict(hyper), **settings)
-    n = str(len(sites))
-    simulations = [simulate(job, "-n", n, "-t", threads, **variables) for threads in (n, "1")]
-    run_local(method, task, [site for site in sites if site not in outside], out=folder / "local", **settings, **hyper)
-    for simulation in simulations:
-        assert_equal_to_local(simulation.wait(), folder / "local", sites)
-
-
 def read_local(local: Path) -> dict[str, Any]:
     from medflare.evaluation.results import load_results
 
     return load_results(local)
 
 
-# method -> task, the sites from inside, the sites from outside, rounds
+class Case(NamedTuple):
+    """A federation: its task, how many sites train, how many look on, for how many rounds."""
+
+    task: str
+    inside: int
+    outside: int
+    rounds: int
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return SITES[: self.inside + self.outside]
+
+    def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
+        """What `build_job` and `run_local` take."""
+        task = tiny_task if self.task == "phantom" else {**load_task(self.task).to_dict(), "batch_size": 32}
+        return {"task": task, "rounds": self.rounds, "seed": 5, "outside": self.sites[self.inside :]}
+
+
 CASES = {
-    "fedavg": ("phantom", 2, 0, 2),
-    "fedsm": ("phantom", 3, 0, 2),
-    "prr": ("phantom_grades", 2, 1, 2),
-    "grace": ("phantom", 2, 0, 2),
-    "iop_fl": ("phantom", 2, 1, 2),
-    "feddag": ("phantom_grades", 2, 0, 2),
-    "scaffold": ("phantom", 2, 0, 2),  # what a site remembers counts only once the server has it
-    "fedrep": ("phantom", 2, 1, 1),  # a part of the model stays at its site, and is asked for in the end
+    "fedavg": Case("phantom", 2, 0, 2),
+    "fedsm": Case("phantom", 3, 0, 2),
+    "prr": Case("phantom_grades", 2, 1, 2),
+    "grace": Case("phantom", 2, 0, 2),
+    "iop_fl": Case("phantom", 2, 1, 2),
+    "feddag": Case("phantom_grades", 2, 0, 2),
+    "scaffold": Case("phantom", 2, 0, 2),  # what a site remembers counts only once the server has it
+    "fedrep": Case("phantom", 2, 1, 1),  # a part of the model stays at its site, and is asked for in the end
 }
 
 
+@pytest.fixture(scope="module")
+def process_per_task(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any]) -> Iterator[Callable[[str], Simulation]]:
+    """A case's simulation with a process for every task, by method. They wait more than they compute: the next one runs already."""
+    folder, order = tmp_path_factory.mktemp("process-per-task"), list(CASES)
+    started: dict[str, Simulation] = {}
+    with simulations(folder) as simulate:
+
+        def of(method: str) -> Simulation:
+            for name in order[order.index(method) :][:2]:
+                if name not in started:
+                    job = build_job(name, **CASES[name].settings(tiny_task), out=folder / name)
+                    started[name] = simulate(job, "-n", str(len(CASES[name].sites)), "-t", "1")
+            return started[method]
+
+        yield of
+
+
 @pytest.mark.parametrize("method", CASES)
-def test_engines_end_in_the_same_weights(method: str, simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    name, inside, beyond, rounds = CASES[method]
-    task = tiny_task if name == "phantom" else {**load_task(name).to_dict(), "batch_size": 32}
-    sites = SITES[: inside + beyond]
-    assert_engines_agree(method, task, sites, sites[inside:], rounds, simulate, tmp_path)
+def test_engines_end_in_the_same_weights(
+    method: str, process_per_task: Callable[[str], Simulation], simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
+    case, per_task = CASES[method], process_per_task(method)
+    n, settings = str(len(case.sites)), case.settings(tiny_task)
+    per_site = simulate(build_job(method, **settings, out=tmp_path / "job"), "-n", n, "-t", n)
+    run_local(method, sites=case.sites[: case.inside], **settings, out=tmp_path / "local")
+    assert_equal_to_local(per_site.wait(), tmp_path / "local", case.sites)
+    assert_equal_to_local(per_task.wait(), tmp_path / "local", case.sites)
 
 
 def test_a_method_of_another_distribution(
     foreign: str, packages: Path, simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path
 ) -> None:
     """Every process finds it where PYTHONPATH says that it is installed, the warm host of `-t 1` too."""
-    assert_engines_agree(foreign, tiny_task, SITES[:2], (), 1, simulate, tmp_path, {"selection": "last"}, **importing(packages))
-    run_local("fedavg", tiny_task, SITES[:2], rounds=1, seed=5, selection="last", out=tmp_path / "fedavg")
-    damped, whole = (tmp_path / name / "models" / "global" / "model.safetensors" for name in ("local", "fedavg"))
+    settings: dict[str, Any] = {"task": tiny_task, "rounds": 1, "seed": 5}
+    job = build_job(foreign, **settings, hyper={"selection": "last"}, out=tmp_path / "job")
+    engines = [simulate(job, "-n", "2", "-t", threads, **importing(packages)) for threads in ("2", "1")]
+    for name in (foreign, "fedavg"):
+        run_local(name, sites=SITES[:2], **settings, selection="last", out=tmp_path / name)
+    for engine in engines:
+        assert_equal_to_local(engine.wait(), tmp_path / foreign, SITES[:2])
+    damped, whole = (tmp_path / name / "models" / "global" / "model.safetensors" for name in (foreign, "fedavg"))
     assert largest_difference(damped, whole) > 0, "the step is its own"
 
 

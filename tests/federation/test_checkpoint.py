@@ -15,7 +15,13 @@ from medflare.methods.base import Step
 from medflare.methods.fedavg import FedAvgServer
 from methods import squares
 
-PLAN: dict[str, Any] = {"method": "fedavg", "sites": ("A", "B"), "hyper": {"site": {"clamp": (0, 1)}, "server": {}}, "seed": 1}
+PLAN: dict[str, Any] = {
+    "method": "fedavg",
+    "halves": ["fedavg", "fedavg"],
+    "sites": ("A", "B"),
+    "hyper": {"site": {"clamp": (0, 1)}, "server": {}},
+    "seed": 1,
+}
 
 
 class Nobody:
@@ -69,6 +75,12 @@ def test_a_plan_is_the_same_with_lists_for_tuples(tmp_path: Path) -> None:
     Checkpoint(tmp_path, PLAN).save(1, federation())
     Checkpoint(tmp_path, {**PLAN, "sites": ["A", "B"]}).restore(federation())
     assert stored_plan(tmp_path) == {**PLAN, "sites": ["A", "B"], "hyper": {"site": {"clamp": [0, 1]}, "server": {}}}
+
+
+def test_a_checkpoint_of_an_older_version_is_named(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, {name: value for name, value in PLAN.items() if name != "halves"}).save(1, federation())
+    with pytest.raises(StateError, match=r"was written by medflare 0\.1; finish the run with that version"):
+        stored_plan(tmp_path)
 
 
 @pytest.mark.parametrize(
