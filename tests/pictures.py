@@ -12,8 +12,8 @@ from PIL import Image
 
 import small
 from medflare.data import cache
+from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 
 # As small tasks are, but for U-Net's own norm and what its tests expect of loss and metric.

@@ -20,7 +20,6 @@ LAYERS = (
     ("federation",),
     ("methods", "evaluation"),
     ("inference", "privacy"),
-    ("sites",),
     ("data",),
     ("networks",),
     ("tasks",),

@@ -10,12 +10,12 @@ import torch
 import medflare
 from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
+from medflare.data.sites.opening import open_site
 from medflare.evaluation.contract import validate_results
 from medflare.federation.local import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
-from medflare.sites.opening import open_site
 from medflare.tasks.config import load_task
 from small import tiny_phantom
 

@@ -10,12 +10,12 @@ import torch
 import medflare
 import small
 from medflare.core.errors import ConfigError
+from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import read_rounds
 from medflare.inference.deployed import load_model
 from medflare.methods.grace import server as grace
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 
 METHODS = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")

@@ -20,6 +20,7 @@ from nvflare.app_common.app_constant import AppConstants
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
+from medflare.data.sites.local import OutboundLimits
 from medflare.federation.participant import identity_of
 from medflare.flare.exchange.participants import TASK_FILE, ParticipantSpec, anchor, read_local
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
@@ -29,7 +30,6 @@ from medflare.flare.simulator.host import WarmHost
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import initial_network
-from medflare.sites.local import OutboundLimits
 from medflare.tasks.config import TaskConfig, load_task
 
 SMALL = {"size": [16, 16], "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from medflare.cli import main
 from medflare.core.errors import ConfigError, DataError, ExportError
+from medflare.data.sites.opening import open_site
 from medflare.inference import export as exporting
 from medflare.inference.adaptation import dsbn_for, with_tent
 from medflare.inference.bundle import as_data, definition, inference_config
@@ -21,7 +22,6 @@ from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.export import export, largest_difference, random_batches
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
-from medflare.sites.opening import open_site
 from medflare.tasks.config import TaskConfig, load_task
 
 pytestmark = [

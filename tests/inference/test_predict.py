@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.data.sites.opening import open_site
 from medflare.inference.adaptation import dsbn_for, with_dsbn, with_tent
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
 from medflare.methods.catalogue import build_deployed
-from medflare.sites.opening import open_site
 from medflare.tasks.config import TaskConfig, load_task
 
 

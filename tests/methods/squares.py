@@ -15,13 +15,13 @@ import small
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
+from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.federation.screening import not_plain, screen
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
 from medflare.methods.catalogue import all_methods
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.method import Method
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from small import small_task
 

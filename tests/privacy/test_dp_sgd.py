@@ -13,10 +13,10 @@ pytest.importorskip("opacus", reason="needs medflare[privacy]")
 from opacus.accountants import RDPAccountant
 from scipy.stats import kstest
 
+from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.privacy.dp_sgd import epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release
-from medflare.sites.site import Site
 from methods import squares
 
 HUGE = 1e9  # a norm that clips nothing

@@ -9,8 +9,8 @@ import pytest
 
 from medflare.core.errors import PrivacyError, StateError
 from medflare.core.store import MemoryStore, StateStore
+from medflare.data.sites.local import PrivacyLimit, local_settings
 from medflare.privacy.ledger import Account, Budget, Ledger, Release, budget_of
-from medflare.sites.local import PrivacyLimit, local_settings
 
 
 def steps_of(releases: Sequence[Release], delta: float) -> float:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from medflare.core.errors import Aborted
+from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.privacy.sampling import drawn_patients, training_patients
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 from pictures import SEGMENTATION, numbered_split
 

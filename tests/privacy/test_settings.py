@@ -18,6 +18,8 @@ from medflare.core.errors import ConfigError, PrivacyError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
+from medflare.data.sites.opening import open_site
+from medflare.data.sites.site import Site
 from medflare.federation.local import LocalExchange
 from medflare.federation.participant import Participant, identity_of
 from medflare.federation.run import Run
@@ -26,8 +28,6 @@ from medflare.methods.catalogue import get_method, method_names
 from medflare.privacy import settings as privacy
 from medflare.privacy.ledger import Budget, Release
 from medflare.privacy.sampling import training_patients
-from medflare.sites.opening import open_site
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
 from small import INSTANCE_UNET, tiny_phantom

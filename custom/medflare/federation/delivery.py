@@ -10,11 +10,11 @@ from torch import nn
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.store import write_atomically
+from medflare.data.sites.site import Site
 from medflare.inference.deployed import save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
 from medflare.methods.parts.training import finite_or_none
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 ROLES = ("global", "personal", "deployed")

@@ -9,6 +9,8 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
+from medflare.data.sites.opening import open_site
+from medflare.data.sites.site import Site
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.delivery import SiteFolder
 from medflare.federation.exchange import Reply
@@ -17,8 +19,6 @@ from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
-from medflare.sites.opening import open_site
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 
 SITES = "sites"  # below `out`: what each site would keep at home

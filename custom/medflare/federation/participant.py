@@ -7,6 +7,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, Store
+from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keep, evaluated
 from medflare.federation.exchange import DELIVER, ENROL
 from medflare.federation.memory import RememberedHalf
@@ -14,7 +15,6 @@ from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
-from medflare.sites.site import Site
 
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import MedflareError, UpdateError
+from medflare.data.sites.local import OutboundLimits, local_settings
 from medflare.flare.exchange.participants import SITE_TASK, SiteTask, read_local
-from medflare.sites.local import OutboundLimits, local_settings
 
 if TYPE_CHECKING:
     from medflare.core.manifest import Manifest

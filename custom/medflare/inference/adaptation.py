@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from medflare.core.message import Message
+from medflare.data.sites.site import Site
 from medflare.inference.batch_statistics import TargetStatistics, batch_norm_layers
 from medflare.inference.tent import Tent
 from medflare.networks.catalogue import build_network
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 ADAPTATIONS: Final = ("dsbn", "tent")

@@ -22,13 +22,13 @@ from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
 from medflare.core.store import write_atomically
 from medflare.data.readers import read_image
+from medflare.data.sites.scoring import scoring_batch
 from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import Adaptive, Builder, StoredModel, build
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.inference.tent import Tent
-from medflare.sites.scoring import scoring_batch
 from medflare.tasks.config import TaskConfig
 
 ADAPTATIONS = ("auto", "none", "tent", "dsbn")

@@ -17,12 +17,12 @@ from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phas
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
+from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation, SiteModel
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.catalogue import build_network, initial_network
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Account
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 

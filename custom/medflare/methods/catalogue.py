@@ -59,11 +59,6 @@ def module_of(name: str) -> str:
     raise ConfigError(no_such("method", name, method_names()))
 
 
-def all_methods() -> list[Method]:
-    """Every method, ours and others', sorted by name."""
-    return [_known(name) for name in method_names()]
-
-
 def method_names() -> tuple[str, ...]:
     """Names of all methods, ours and others', sorted; imports no half."""
     return tuple(sorted({*_own(), *_foreign()}))

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from medflare.core.message import Message
+    from medflare.data.sites.site import Site
     from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf
-    from medflare.sites.site import Site
     from medflare.tasks.config import TaskConfig
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"

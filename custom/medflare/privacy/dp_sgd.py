@@ -19,9 +19,9 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
 from medflare.core.rng import seeded
+from medflare.data.sites.site import Site
 from medflare.privacy.ledger import Release
 from medflare.privacy.sampling import drawn_patients, training_patients
-from medflare.sites.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

@@ -20,10 +20,10 @@ from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
+from medflare.data.sites.site import Site
 from medflare.networks.catalogue import build_network
 from medflare.privacy.ledger import Account, Release
 from medflare.privacy.sampling import training_patients
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images
 

@@ -6,11 +6,11 @@ from typing import Any, Final
 
 import torch
 
+from medflare.data.sites.opening import open_site
+from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.evaluation.results import FAILED, mean_over_sites
 from medflare.federation.local import run_local
-from medflare.sites.opening import open_site
-from medflare.sites.site import Site
 from medflare.studies.setting import Setting
 
 SINGLE_SITE, CENTRALISED = "single-site", "centralised"

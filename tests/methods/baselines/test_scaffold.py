@@ -12,6 +12,7 @@ from fixture_types import Golden
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, difference, moved, weighted_mean
+from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.baselines.scaffold import METHOD, Correction, ScaffoldServer, ScaffoldSite, SteppedMean, corrected_gradients
@@ -20,7 +21,6 @@ from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.networks.catalogue import NETWORKS
 from medflare.networks.features import FeatureNetwork
-from medflare.sites.site import Site
 
 LR = 0.05
 SGD = {"name": "sgd", "lr": LR}

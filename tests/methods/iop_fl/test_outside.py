@@ -12,6 +12,8 @@ from fixture_types import Golden
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import copy_state
+from medflare.data.sites.opening import open_site
+from medflare.data.sites.site import Site
 from medflare.evaluation.contract import validate_results
 from medflare.federation.local import run_local
 from medflare.inference.deployed import load_model, save_model
@@ -22,8 +24,6 @@ from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
-from medflare.sites.opening import open_site
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
 from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, play, site

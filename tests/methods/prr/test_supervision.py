@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from medflare.data.sites.site import Site
 from medflare.methods.prr.supervision import (
     SitePrototypes,
     Supervision,
@@ -14,7 +15,6 @@ from medflare.methods.prr.supervision import (
     class_totals,
     prototype_width,
 )
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, site
 

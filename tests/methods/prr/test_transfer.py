@@ -9,11 +9,11 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict
+from medflare.data.sites.site import Site
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
-from medflare.sites.site import Site
 from methods import squares
 from methods.squares import equal
 

@@ -22,8 +22,8 @@ from medflare.core.errors import ConfigError, MedflareError
 
 if TYPE_CHECKING:
     from medflare.core.message import Message
+    from medflare.data.sites.site import Site
     from medflare.federation.participant import Participant
-    from medflare.sites.site import Site
 
 LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see sites.local.LocalSettings
 TASK_FILE = "task.json"  # in the job's config folder
@@ -81,12 +81,12 @@ class ParticipantSpec:
             ConfigError: the task, the method or the site's own settings are wrong.
         """
         from medflare.core.store import StateStore
+        from medflare.data.sites.local import local_settings
+        from medflare.data.sites.opening import open_site
         from medflare.federation.delivery import SiteFolder
         from medflare.federation.participant import Participant
         from medflare.methods.catalogue import get_method
         from medflare.privacy.ledger import budget_of
-        from medflare.sites.local import local_settings
-        from medflare.sites.opening import open_site
         from medflare.tasks.config import load_task
 
         folder = Path(self.folder)

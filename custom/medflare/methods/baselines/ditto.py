@@ -14,6 +14,7 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
+from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, FedAvgSite, FedAvgSiteHyper
@@ -21,7 +22,6 @@ from medflare.methods.method import Method
 from medflare.methods.parts.proximal import pull
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none, train_epochs
-from medflare.sites.site import Site
 
 METHOD = Method(
     name="ditto",

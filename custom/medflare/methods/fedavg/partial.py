@@ -13,12 +13,12 @@ from medflare.core.errors import ConfigError
 from medflare.core.manifest import Entry, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
+from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 F = TypeVar("F", bound=FedAvgSiteHyper)

@@ -13,12 +13,12 @@ from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
+from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Plan, SiteHalf, SiteHyper
 from medflare.methods.parts.training import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private, privacy_cost, train_privately
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 T = TypeVar("T")

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from medflare.core.rng import seeded
+from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.feddag.formulas import discrepancy, ema_update, sharpness_perturbation, similarity_loss
 from medflare.methods.feddag.generator import DomainGenerator, generated
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.parts.training import trainable
 from medflare.networks.features import FeatureNetwork, pooled
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 

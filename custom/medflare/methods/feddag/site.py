@@ -10,6 +10,7 @@ from medflare.core.manifest import Entry, Fact, Phase, merged_phases
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict, copy_state
+from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite
@@ -20,7 +21,6 @@ from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.scoring import ScoredSite
 from medflare.methods.parts.training import run_epochs
 from medflare.networks.features import FeatureNetwork
-from medflare.sites.site import Site
 
 
 def _generator(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:

@@ -12,12 +12,12 @@ from torch.func import functional_call
 
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
+from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
 from medflare.methods.fedsm.hyper import FedSMSiteHyper
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.training import epochs, train_epochs, trainable
-from medflare.sites.site import Site
 
 
 def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float) -> tuple[StateDict, StateDict]:

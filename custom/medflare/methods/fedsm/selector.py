@@ -10,12 +10,12 @@ from medflare.core.manifest import Entry
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict, copy_state, weighted_mean
+from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import Plan, ServerContext, SiteHalf
 from medflare.methods.fedsm.formulas import adam_step
 from medflare.methods.fedsm.hyper import FedSMSiteHyper
 from medflare.methods.parts.training import epochs
-from medflare.sites.site import Site
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # VGG-11: the paper's

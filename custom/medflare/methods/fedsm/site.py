@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
+from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Kept, Plan
@@ -22,7 +23,6 @@ from medflare.methods.fedsm.personalization import train_apfl, train_meta
 from medflare.methods.fedsm.selector import SENT, SiteSelector, selector_entries
 from medflare.methods.fedsm.super_model import metric_by_gamma, super_model
 from medflare.methods.parts.training import train_epochs
-from medflare.sites.site import Site
 
 H = TypeVar("H", bound=FedSMSiteHyper)
 

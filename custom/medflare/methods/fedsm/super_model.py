@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.rng import seeded
+from medflare.data.sites.site import Site
 from medflare.inference.deployed import network_with
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model
 from medflare.networks.catalogue import build_network
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import score
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from medflare.core.manifest import Fact, Phase
 from medflare.core.message import Message
 from medflare.core.rng import derived_seed
+from medflare.data.sites.site import Site
 from medflare.inference.adaptation import check_adaptable, dsbn_for, with_tent
 from medflare.inference.deployed import build, plain_message
 from medflare.methods.base import MEASURED, Kept, Plan
@@ -22,7 +23,6 @@ from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 A_DISTANCE = Fact("a_distance", "between global and local features")

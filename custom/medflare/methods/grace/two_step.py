@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from medflare.data.sites.site import Site
 from medflare.methods.grace.formulas import gradients_of, meta_trained
 from medflare.methods.parts.training import train_epochs
 from medflare.networks.features import FeatureNetwork
-from medflare.sites.site import Site
 
 _SMALLEST_CUT = 4  # both halves then hold two images, without which BatchNorm and covariances are undefined
 

@@ -6,6 +6,7 @@ from medflare.core.errors import StateError
 from medflare.core.manifest import Entry, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, batch_norm_entries, copy_state, difference
+from medflare.data.sites.site import Site
 from medflare.inference.adaptation import with_tent
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import N_SAMPLES, Kept, Plan
@@ -15,7 +16,6 @@ from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, routed_message, routed_model
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
-from medflare.sites.site import Site
 
 ADAPTED = Entry("adapted", "the site's local adapted model, of which outside sites route their own")
 

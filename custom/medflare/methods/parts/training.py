@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict
+from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
-from medflare.sites.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
 _OPTIMIZER = "optimizer/"  # entries of a half's memory

@@ -8,6 +8,7 @@ from torch import nn
 from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
+from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf
 from medflare.methods.parts.partial import LocalPart
@@ -17,7 +18,6 @@ from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, prototype_width
 from medflare.methods.prr.transfer import Transfer
 from medflare.networks.features import FeatureNetwork
-from medflare.sites.site import Site
 
 PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
 

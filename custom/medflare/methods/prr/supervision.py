@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from medflare.core.states import StateDict
+from medflare.data.sites.site import Site
 from medflare.methods.base import meta_network
 from medflare.methods.prr.formulas import PrototypeMean, cpa_loss, prototype_gamma
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 

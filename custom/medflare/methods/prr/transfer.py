@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.states import StateDict, copy_state
+from medflare.data.sites.site import Site
 from medflare.methods.parts.training import epochs, trainable
 from medflare.methods.prr.formulas import EXCHANGE, RECOVER, SUBLIMATE, distillation_loss, next_stage
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_logits
 from medflare.networks.features import FeatureNetwork
-from medflare.sites.site import Site
 
 
 class Transfer:

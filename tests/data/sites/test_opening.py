@@ -10,8 +10,8 @@ import torch
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import seeded
 from medflare.data.loading import ENVIRONMENT
-from medflare.sites.local import LocalSettings, local_settings
-from medflare.sites.opening import open_site, usable_device
+from medflare.data.sites.local import LocalSettings, local_settings
+from medflare.data.sites.opening import open_site, usable_device
 from medflare.tasks.config import TaskConfig, load_task
 
 TaskOf = Callable[..., TaskConfig]

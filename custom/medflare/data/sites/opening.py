@@ -8,8 +8,8 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.data.loading import load_site_data, resolve_data_root
-from medflare.sites.local import PLACE, LocalSettings, local_settings
-from medflare.sites.site import Site
+from medflare.data.sites.local import PLACE, LocalSettings, local_settings
+from medflare.data.sites.site import Site
 from medflare.tasks.config import TaskConfig
 
 

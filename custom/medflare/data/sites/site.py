@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
+from medflare.data.sites import scoring
+from medflare.data.sites.batches import in_order, in_random_order
 from medflare.data.splits import Batch, SiteData, class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities
-from medflare.sites import scoring
-from medflare.sites.batches import in_order, in_random_order
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.tasks.metrics import Scores

@@ -9,9 +9,9 @@ from torch import nn
 
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.rng import numpy_random_state
+from medflare.data.sites.scoring import scoring_batch
+from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.sites.scoring import scoring_batch
-from medflare.sites.site import Site
 from medflare.tasks.config import TaskConfig
 from pictures import numbered_site
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from medflare.data.sites.scoring import evaluating, predict, score_outputs, scoring_batch
 from medflare.data.splits import Batch
-from medflare.sites.scoring import evaluating, predict, score_outputs, scoring_batch
 from medflare.tasks.config import TaskConfig
 from pictures import numbered_site, numbered_split
 

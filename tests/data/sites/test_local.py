@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import ConfigError
-from medflare.sites.local import LocalSettings, OutboundLimits, PrivacyLimit, local_settings
+from medflare.data.sites.local import LocalSettings, OutboundLimits, PrivacyLimit, local_settings
 
 
 def test_nothing_is_decided_by_an_empty_file() -> None:
