@@ -13,7 +13,18 @@ REFERENCE = Path(__file__).parent / "reference"
 REAL_IMAGES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 # Files that take minutes, and the longest of those that start no FLARE processes; each the longest first.
-LONG = ("test_parity", "test_faults_provisioned", "test_provisioned", "test_faults", "test_recipes", "test_local", "test_resume")
+LONG = (
+    "test_parity",
+    "test_faults_provisioned",
+    "test_provisioned",
+    "test_faults",
+    "test_recipes",
+    "test_embedded",
+    "test_resume",
+    "test_contributing",
+    "test_catalogue",
+    "test_local",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

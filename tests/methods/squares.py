@@ -19,7 +19,7 @@ from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.federation.screening import not_plain, screen
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
-from medflare.methods.catalogue import all_methods
+from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
@@ -89,7 +89,7 @@ def start(task: TaskConfig = SEGMENTATION) -> StateDict:
 @cache
 def partner(cls: type[Any]) -> type[Any]:
     """The other half of the method that a half belongs to; FedAvg's where it belongs to none."""
-    for method in sorted(all_methods(), key=lambda method: method.name != "fedavg"):
+    for method in sorted(map(get_method, method_names()), key=lambda method: method.name != "fedavg"):
         pair = (method.site_class, method.server_class)
         if cls in pair:
             return pair[1 - pair.index(cls)]

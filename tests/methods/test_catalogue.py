@@ -28,7 +28,7 @@ from medflare.federation.settings import RUN_SETTINGS
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods import catalogue
 from medflare.methods.base import ServerContext, Step
-from medflare.methods.catalogue import all_methods, build_deployed, get_method, method_names, module_of
+from medflare.methods.catalogue import build_deployed, get_method, method_names, module_of
 from medflare.tasks.config import load_task
 
 TASK = load_task(
@@ -217,8 +217,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(wrong: str) -> None:
 def test_every_pair_of_halves_works_or_is_refused_in_one_line() -> None:
     """Before anything trains: no pair ends in a missing phase, entry or hyper-parameter. Who pairs changes no setting of either half."""
     refused: dict[tuple[str, str], str] = {}
-    sites = {method.site: method.name for method in reversed(all_methods())}
-    servers = {method.server: method.name for method in reversed(all_methods())}
+    sites = {method.site: method.name for method in map(get_method, reversed(method_names()))}
+    servers = {method.server: method.name for method in map(get_method, reversed(method_names()))}
     for of_site, of_server in product(sites.values(), servers.values()):
         pair = get_method(of_site, server=of_server)
         try:
