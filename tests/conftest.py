@@ -20,15 +20,29 @@ LONG = (
     "test_faults",
     "test_recipes",
     "test_embedded",
+    "test_poc",
+    "test_clocks",
+    "test_memory",
+    "test_ten_faults",
+    "test_many_rounds",
+    "test_stock_workflow",
     "test_resume",
     "test_contributing",
     "test_catalogue",
     "test_local",
+    "test_formula",
+    "test_executors",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first and quick tests last: files are handed to the worker processes in this order, and all end at about the same time."""
+    """Long files first and quick tests last: files are handed to the worker processes in this order, and all end at about the same time.
+
+    What takes long runs without the measurement of coverage, which would make it a third longer; the others reach the same lines.
+    """
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("e2e"):
+            item.add_marker(pytest.mark.no_cover)
 
     def place(item: pytest.Item) -> int:
         if item.path.stem in LONG:

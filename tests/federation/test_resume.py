@@ -72,7 +72,7 @@ class TestResume:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("method", "moment", "count"),
-        [("fedsm", "step", 2), ("fedsm", "writing", 2), ("prr", "step", 2), ("moon", "step", 2), ("grace", "step", 3)],
+        [("fedsm", "step", 2), ("fedsm", "writing", 2), ("prr", "step", 2)],  # test_catalogue.py interrupts every method
     )
     def test_kill_9_loses_nothing(self, tmp_path: Path, method: str, moment: str, count: int) -> None:
         """The sites have the killed step behind them; they answer it again from the state before it."""
