@@ -75,6 +75,7 @@ class Method:
         Raises:
             ConfigError: names the first that is wrong.
         """
+        self._check_pair()
         site, server = self._built(values)
         if task is not None:
             self.site_class.check(task, site, server)
@@ -89,7 +90,6 @@ class Method:
         return {"site": plain(site), "server": plain(server)}
 
     def _built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
-        self._check_pair()
         if self.unprotected and (asked := [name for name in _bare_names(values) if name.startswith("dp_")]):
             raise ConfigError(f"{asked[0]}: {self.unprotected}")
         owned = halved(values, self.hyper_classes, self.name)
@@ -129,6 +129,7 @@ class Method:
         """
         from medflare.methods.base import Plan
 
+        self._check_pair()
         return Plan(task, sites, *self._built(values))
 
     def make_site(self, site: "Site", plan: "Plan[Any, Any]") -> "SiteHalf[Any]":
