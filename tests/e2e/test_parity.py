@@ -73,8 +73,8 @@ CASES = {
     "iop_fl": Case("phantom", 2, 1, 2),
     "feddag": Case("phantom_grades", 2, 0, 2),
     "scaffold": Case("phantom", 2, 0, 2),  # what a site remembers counts only once the server has it
-    "fedrep": Case("phantom", 2, 1, 1),  # a part of the model stays at its site, and is asked for in the end
-    # What the next ones keep between tasks, scaffold and fedrep keep in the same way.
+    # What the next ones keep between tasks, those above keep in the same way.
+    "fedrep": Case("phantom", 2, 1, 1, process_per_task=False),
     "fedprox": Case("phantom", 2, 0, 1, process_per_task=False),
     "fedbn": Case("phantom_grades", 2, 1, 1, process_per_task=False),
     "ditto": Case("phantom", 2, 0, 2, process_per_task=False),
