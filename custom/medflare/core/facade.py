@@ -10,7 +10,7 @@ def public(package: str, names: Mapping[str, str], name: str) -> Any:
 
     Args:
         package: its `__name__`.
-        names: public name -> module of the package that defines it.
+        names: public name -> module that defines it, below the package or, where it lies elsewhere, in full.
         name: what was asked for.
 
     Raises:
@@ -18,4 +18,5 @@ def public(package: str, names: Mapping[str, str], name: str) -> Any:
     """
     if name not in names:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{package}.{names[name]}"), name)
+    module = names[name]
+    return getattr(importlib.import_module(module if module.startswith("medflare.") else f"{package}.{module}"), name)

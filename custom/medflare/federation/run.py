@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,7 @@ class Run:
         try:
             server = self._server()
             federation = self._federation(server, exchange, outcome)
-            if resume and self._checkpoint is None:
-                raise StateError("a run that keeps nothing cannot be resumed; give it a folder")
-            federation.run(self._checkpoint.restore(federation) if resume and self._checkpoint is not None else 0)
+            federation.run(self._resumed(federation) if resume else 0)
             self._keep_models(server)
         except Aborted as error:
             reason = f"aborted: {error}"
@@ -144,7 +142,13 @@ class Run:
             card = {**about, "seed": self.settings.seed, "rounds": self.settings.rounds}
             save_model(self.folder / MODELS / path, self.task, model, card)
 
-    @property
+    def _resumed(self, federation: Federation) -> int:
+        """The federation as its checkpoint has it; returns the number of finished steps."""
+        if self._checkpoint is None:
+            raise StateError("a run that keeps nothing cannot be resumed; give it a folder")
+        return self._checkpoint.restore(federation)
+
+    @cached_property
     def _checkpoint(self) -> Checkpoint | None:
         """Where the run is taken up; None where it keeps nothing."""
         folder = self.checkpoints or self.folder

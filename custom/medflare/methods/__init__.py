@@ -14,11 +14,11 @@ _PUBLIC = {
     "FedAvgServerHyper": "fedavg.server",
     "FedAvgSite": "fedavg.site",
     "FedAvgSiteHyper": "fedavg.site",
-    "Entry": "base",
-    "Fact": "base",
+    "Entry": "medflare.core.manifest",
+    "Fact": "medflare.core.manifest",
     "Kept": "base",
     "Method": "method",
-    "Phase": "base",
+    "Phase": "medflare.core.manifest",
     "Plan": "base",
     "ServerContext": "base",
     "ServerHalf": "base",
@@ -27,7 +27,7 @@ _PUBLIC = {
     "SiteHyper": "base",
     "Step": "base",
     "get_method": "catalogue",
-    "param": "base",
+    "param": "medflare.core.hyper",
 }
 
 

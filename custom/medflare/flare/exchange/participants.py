@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from medflare.data.sites.site import Site
     from medflare.federation.participant import Participant
 
-LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see sites.local.LocalSettings
+LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see data.sites.local.LocalSettings
 TASK_FILE = "task.json"  # in the job's config folder
 FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
 LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
