@@ -84,7 +84,7 @@ class TaskConfig:
         labels: the foreground structures (binary, multilabel) or all classes, index = label (multiclass; in segmentation
             label 0 is the background).
         channels: image channels fed to the network, 1 (RGB files become luminance) or 3 (grey files are repeated).
-        size: (H, W) in pixels that every image is resized to.
+        size: (H, W) in pixels that every image is resized to, or (H, W, D) in voxels.
         network: {"name": ..., arguments}, see `networks.catalogue`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
         optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimiser}.
@@ -99,6 +99,7 @@ class TaskConfig:
         unlisted_labels: what a value that no label lists means: "error", or "drop" (classification: the image is left out;
             segmentation: the pixel is background).
         resplit: seed that draws the given splits anew by patient, or None for the splits as given.
+        spatial_dims: 2 for pictures and slices, 3 for volumes.
         embedded: "phantom" where generated images stand in when no data root is given, else "".
         source: citation and licence of the data; says so where images are synthetic.
     """
@@ -108,7 +109,7 @@ class TaskConfig:
     target: Literal["binary", "multiclass", "multilabel"]
     labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
     channels: Annotated[int, one_of(1, 3)]
-    size: Annotated[tuple[Count, Count], takes("[height, width] in pixels, each at least 1")]
+    size: Annotated[tuple[Count, ...], takes("[height, width] in pixels, or [height, width, depth] in voxels, each at least 1")]
     network: Named
     loss: Named
     optimizer: Optimizer
@@ -123,6 +124,7 @@ class TaskConfig:
     label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
     unlisted_labels: Literal["error", "drop"] = "error"
     resplit: int | None = None
+    spatial_dims: Annotated[int, one_of(2, 3)] = 2
     embedded: Literal["", "phantom"] = ""
     source: str = ""
 
@@ -213,6 +215,8 @@ def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
 
 def _check_together(task: TaskConfig, place: str) -> None:
     """Settings that are fine alone and wrong in company."""
+    if len(task.size) != task.spatial_dims:
+        raise ConfigError(f"{place}: size {list(task.size)} has {len(task.size)} sides, spatial_dims is {task.spatial_dims}; make them agree")
     if task.target == "binary" and len(task.labels) != 1:
         raise ConfigError(f"{place}: a binary task has one label, got {list(task.labels)}; use target 'multiclass' or 'multilabel'")
     if task.target == "multiclass" and len(task.labels) < 2:
