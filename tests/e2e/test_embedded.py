@@ -97,17 +97,22 @@ def test_the_warm_host_finds_the_code_of_the_job(tmp_path: Path) -> None:
     """FLARE's simulator tells a site's process where the code is by `sys.path`, which a process of its own does not inherit."""
     copy_package(tmp_path / "app" / "custom")
     code = f"""
-import os, sys, time
+import os, sys
 sys.path.append({str(tmp_path / "app" / "custom")!r})
-from medflare.flare.simulator.host import WarmHost
-host = WarmHost(os.getpid())
-host.start("fedsm")
-deadline = time.monotonic() + 120
-while not host.running() and time.monotonic() < deadline:
-    time.sleep(0.1)
-print("running:", host.running())
+from medflare.core.errors import MedflareError
+from medflare.flare.exchange.participants import ParticipantSpec
+from medflare.flare.exchange.wire import register_decomposers, to_shareable
+from medflare.core.message import Message
+from medflare.flare.simulator.relay import Relay
+register_decomposers()
+relay = Relay(os.getpid())
+relay.start("fedsm")
+try:
+    relay.answer(ParticipantSpec("A", "fedsm", "", 0, "none.json", "none.json", "."), "enrol", 0, to_shareable(Message()), lambda: False)
+except MedflareError as error:
+    print(error)
 """
-    assert said(code, tmp_path) == "running: True"
+    assert said(code, tmp_path).startswith("none.json: no such task file")
 
 
 def test_parties_that_allow_code_run_it_and_the_others_refuse(

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
@@ -23,10 +25,10 @@ from medflare.core.store import write_json
 from medflare.data.sites.local import OutboundLimits
 from medflare.federation.participant import identity_of
 from medflare.flare.exchange.participants import TASK_FILE, ParticipantSpec, anchor, read_local
-from medflare.flare.exchange.wire import error_of, to_message, to_shareable
+from medflare.flare.exchange.wire import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
 from medflare.flare.guard import refuse_undeclared
-from medflare.flare.simulator.host import WarmHost
+from medflare.flare.simulator.relay import Relay
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import initial_network
@@ -182,34 +184,61 @@ def simulator() -> "Iterator[subprocess.Popen[bytes]]":
 
 
 @pytest.mark.slow
-def test_warm_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: "subprocess.Popen[bytes]") -> None:
-    """A fork answers as this process does, says why it cannot, stops on request, and the host ends with the simulator."""
-    cold = to_message(answered_twice(fl_ctx, task))
-    host = WarmHost(simulator.pid)
-    assert not host.running()
+def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: "subprocess.Popen[bytes]") -> None:
+    """A fork answers as a site's process does, says why it cannot, stops on request, is replaced if killed; all end with the simulator."""
+    own = FedAvgExecutor(seed=0)
+    answered(own, fl_ctx, "enrol", enrolment(task))
+    expected = [to_message(answered(own, fl_ctx, "train", model(task, step), round=step)) for step in (0, 1)]
+    register_decomposers()  # as FLARE does in every process of its own
+    host = Relay(simulator.pid)
+    assert not host.there()
     host.start("fedavg")
-    host.start("fedavg")  # two sites may start one at the same time
-    wait_for(host.running)
-    seat = ParticipantSpec(
-        "CS", "fedavg", "", 0, str(place / "config" / TASK_FILE), str(place / "local" / "medflare.json"), str(place / "run" / "medflare")
-    )
-    warm = host.answer(seat, "train", 0, model(task), aborted=lambda: False)
-    assert warm.facts == cold.facts
-    assert all((warm.states["model"][name] == cold.states["model"][name]).all() for name in cold.states["model"])
+    assert host.there()
+    with pytest.raises(FileExistsError):
+        host.start("fedavg")
+    files = str(place / "config" / TASK_FILE), str(place / "local" / "medflare.json"), str(place / "run" / "elsewhere")
+    seat = ParticipantSpec("CS", "fedavg", "", 0, *files)
+
+    def answer(phase: str, message: Message, round: int = 0, aborted: bool = False) -> Message:
+        return to_message(host.answer(seat, phase, round, to_shareable(message), aborted=lambda: aborted))
+
+    answer("enrol", enrolment(task))
+    same(answer("train", model(task)), expected[0])
+    (fork,) = psutil.Process(children_of(host)[0]).children()
     with pytest.raises(MedflareError, match="has no phase 'dance'"):
-        host.answer(seat, "dance", 0, model(task), aborted=lambda: False)
+        answer("dance", model(task, step=1))
     with pytest.raises(Aborted):
-        host.answer(seat, "train", 0, model(task), aborted=lambda: True)
+        answer("train", model(task, step=1), round=1, aborted=True)
+    fork.kill()
+    wait_for(lambda: fork.status() == psutil.STATUS_ZOMBIE)
+    same(answer("train", model(task, step=1), round=1), expected[1])
+    forks = psutil.Process(children_of(host)[0]).children()
+    assert [one.pid for one in forks] != [fork.pid]
     simulator.kill()
     simulator.wait()
-    wait_for(lambda: not host.folder.exists())
+    wait_for(lambda: not host.folder.exists() and not any(one.is_running() for one in forks))
+    with pytest.raises(MedflareError, match="the simulator's sites live is gone"):
+        answer("train", model(task, step=1), round=1)
 
 
-def answered_twice(fl_ctx: FLContext, task: TaskConfig) -> Shareable:
-    fl_ctx.set_prop(FLContextKey.SIMULATE_MODE, False)
-    executor = FedAvgExecutor(seed=0)
-    answered(executor, fl_ctx, "enrol", enrolment(task))
-    return answered(executor, fl_ctx, "train", model(task))
+def same(one: Message, other: Message) -> None:
+    assert one.facts == other.facts
+    states = [message.states.get("model", {}) for message in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+def children_of(host: Relay) -> list[int]:
+    """The processes that serve a host's simulator: their command line names it."""
+    wanted = ["medflare.flare.simulator.host", str(host.simulator)]
+    return [one.pid for one in psutil.Process().children() if all(word in one.cmdline() for word in wanted)]
+
+
+def test_a_process_of_the_simulator_imports_next_to_nothing() -> None:
+    """With fewer threads than sites FLARE starts one for every task."""
+    code = "import sys, medflare.flare.executors, medflare.flare.controller; print({'torch', 'monai', 'scipy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def wait_for(condition: Any) -> None:

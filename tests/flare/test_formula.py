@@ -34,7 +34,7 @@ def models_of(folder: Path) -> dict[str, bytes]:
 def served(folder: Path, aggregator: MethodAggregator, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The models of a run that the controller makes with this component."""
     exchange = in_this_process(get_method(aggregator.method_name), task, LAST, SEED)
-    monkeypatch.setattr("medflare.flare.controller.TaskExchange", exchange)
+    monkeypatch.setattr("medflare.flare.exchange.tasks.TaskExchange", exchange)
     server = Server(folder, aggregator, task)
     server.run(MedflareController(rounds=ROUNDS, seed=SEED))
     assert load_results(folder)["status"] == "COMPLETED", server.panics
@@ -105,6 +105,6 @@ class TestWhatShapesTheFormula:
         server = Server(tmp_path, MethodAggregator({"mu": 0.7, "server_rate": 0.5}, "grace"), task)
         controller = MedflareController(rounds=ROUNDS, seed=SEED, site_half="moon")
         controller._engine = server
-        run = controller._run(server.context())
+        run = controller._job(server.context()).run()
         assert run.aggregation is not None and run.aggregation is server.aggregator.aggregation
         assert run.aggregation.hyper.server_rate == 0.5 and run.hyper["site"]["mu"] == 0.7

@@ -49,7 +49,7 @@ def prepared(spec: ParticipantSpec, incoming: Message) -> FLContext:
     """FLARE's context while the site answers to "train" of round 4."""
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, SITE)
-    fl_ctx.set_prop(SITE_TASK, SiteTask("train", 4, incoming, spec), private=True, sticky=False)
+    fl_ctx.set_prop(SITE_TASK, SiteTask("train", 4, to_shareable(incoming), spec), private=True, sticky=False)
     return fl_ctx
 
 

@@ -7,20 +7,21 @@ its own, the aggregated model holds all of them, and `filters.OwnPartFilter` han
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from nvflare.apis.fl_constant import FLMetaKey
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
 from medflare.core.hyper import build_hyper, halved
-from medflare.core.states import StateDict
 from medflare.flare.filters import joined_parts
 from medflare.flare.names import by_name, named_classes
-from medflare.methods.aggregation import Aggregation, SiteModel
 from medflare.methods.catalogue import get_method
+
+if TYPE_CHECKING:
+    from medflare.core.states import StateDict
+    from medflare.methods.aggregation import Aggregation, SiteModel
 
 
 class MethodAggregator(ModelAggregator):
@@ -49,7 +50,7 @@ class MethodAggregator(ModelAggregator):
         return self.method or self.default_method
 
     @cached_property
-    def aggregation(self) -> Aggregation[Any]:
+    def aggregation(self) -> "Aggregation[Any]":
         """The formula; the server half of a run calls this very object."""
         method = get_method(self.method_name)
         values = {name: value for name, value in (self.hyper or {}).items() if name.partition(".")[0] != "site"}  # may be another method's
@@ -79,6 +80,8 @@ class MethodAggregator(ModelAggregator):
 
     def aggregate_model(self) -> FLModel:
         """The next model, or one for each site; the result does not depend on who answered first."""
+        import torch
+
         sent = {site: self._models[site] for site in sorted(self._models)}
         models = {site: _site_model(model) for site, model in sent.items()}
         combined: dict[str, Any] = dict(self.combine(self._round, models))
@@ -88,7 +91,7 @@ class MethodAggregator(ModelAggregator):
         self.reset_stats()
         return FLModel(params=combined, params_type=ParamsType.FULL, metrics=_mean_metrics(models))
 
-    def combine(self, round: int, models: Mapping[str, SiteModel]) -> StateDict:
+    def combine(self, round: int, models: "Mapping[str, SiteModel]") -> "StateDict":
         """The next model from the sites' models, by site in sorted order; `round` counts this aggregator's rounds from 0.
 
         An update is the difference to this aggregator's last result, which the first round does not have.
@@ -120,12 +123,16 @@ def __getattr__(name: str) -> Any:
 # -- helpers -----------------------------------------------------------------------------------------------------------------
 
 
-def _site_model(model: FLModel) -> SiteModel:
+def _site_model(model: FLModel) -> "SiteModel":
+    import torch
+
+    from medflare.methods.aggregation import SiteModel
+
     state = {name: torch.as_tensor(value) for name, value in model.params.items()}
     return SiteModel(state, float((model.meta or {}).get(FLMetaKey.NUM_STEPS_CURRENT_ROUND, 1.0)), model.metrics or {})
 
 
-def _mean_metrics(models: Mapping[str, SiteModel]) -> dict[str, float] | None:
+def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:
     """The sample-weighted mean of every number that all sites report."""
     first, *others = [model.facts for model in models.values()]
     shared = [name for name, value in first.items() if isinstance(value, (int, float)) and all(name in facts for facts in others)]

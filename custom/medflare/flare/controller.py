@@ -1,11 +1,12 @@
-"""The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders."""
+"""The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders.
 
+Light to import, as `executors`: in the simulator torch is loaded while FLARE starts the sites.
+"""
+
+import os
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
@@ -14,54 +15,18 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
-from nvflare.apis.workspace import Workspace
+from nvflare.private.fed.simulator.simulator_server import SimulatorServerEngine
 
-from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.errors import Aborted
 from medflare.core.events import EventLog
-from medflare.evaluation.console import results_table
-from medflare.evaluation.results import FAILED, FOLDER
-from medflare.federation.checkpoint import take_up
-from medflare.federation.run import Run, refused_run
-from medflare.federation.settings import RUN_SETTINGS, run_settings
-from medflare.flare.aggregators import MethodAggregator
+from medflare.evaluation.names import FAILED
+from medflare.federation.settings import RUN_SETTINGS
 from medflare.flare.exchange.desk import Desk
-from medflare.flare.exchange.participants import TASK_FILE, authorize, interrupted, rebuild_hint
 from medflare.flare.exchange.streams import share_cleanup_thread
-from medflare.flare.exchange.tasks import TaskExchange
-from medflare.flare.exchange.tracking import Tracking
-from medflare.flare.exchange.wire import register_tensors
-from medflare.methods.catalogue import get_method
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.flare.simulator.relay import Relay
 
-
-@dataclass(frozen=True)
-class JobPlace:
-    """Where a job has its files at the server."""
-
-    workspace: Workspace
-    job: str
-
-    def of(self, job: str) -> "JobPlace":
-        """Another job's place."""
-        return JobPlace(self.workspace, job)
-
-    def task(self) -> TaskConfig:
-        """The job's task.
-
-        Raises:
-            ConfigError: it is wrong.
-        """
-        return load_task(Path(self.workspace.get_app_config_dir(self.job)) / TASK_FILE)
-
-    @property
-    def results(self) -> Path:
-        """Where the job's results go: into what FLARE packs up for download."""
-        return Path(self.workspace.get_run_dir(self.job)) / FOLDER
-
-    @property
-    def checkpoints(self) -> Path:
-        """Beside the job folders, which FLARE packs up for download when a job ends, however it ends."""
-        return Path(self.workspace.get_root_dir()) / FOLDER / self.job
+if TYPE_CHECKING:
+    from medflare.flare.jobs.running import ServedJob
 
 
 class MedflareController(Controller):
@@ -92,7 +57,6 @@ class MedflareController(Controller):
         self.min_sites, self.sites_per_round = min_sites, sites_per_round
         self.step_timeout, self.silence, self.resume = step_timeout, silence, resume
         self.site_half, self.aggregator_id = site_half, aggregator_id
-        register_tensors()
         share_cleanup_thread()
         self._desk = Desk()
         self._events = EventLog()
@@ -113,6 +77,8 @@ class MedflareController(Controller):
         """Open the desk when the run starts; remember why FLARE gives it up."""
         if event_type == EventType.START_RUN:
             self._desk.open(fl_ctx.get_engine())
+            if isinstance(fl_ctx.get_engine(), SimulatorServerEngine):
+                self._start_host(fl_ctx)
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
             self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
 
@@ -124,10 +90,13 @@ class MedflareController(Controller):
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
+        from medflare.flare.exchange.tasks import TaskExchange
+
+        job = self._job(fl_ctx)
         try:
-            run = self._run(fl_ctx)
+            run = job.run()
         except Exception as error:
-            self._refuse(error, fl_ctx)
+            self._end(job, job.refused(error))
             return
         exchange = self._desk.exchange = TaskExchange(
             self,
@@ -140,75 +109,44 @@ class MedflareController(Controller):
             silence=self.silence,
         )
         try:
-            results = run.execute(exchange, resume=bool(self.resume))
+            self._end(job, run.execute(exchange, resume=bool(self.resume)))
         except Aborted as error:
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
-            return
-        self.log_info(fl_ctx, "\n" + results_table(results))
-        if results["status"] == FAILED:
-            self._fail(results["reason"], fl_ctx)
-        else:
-            shutil.rmtree(self._place(fl_ctx).checkpoints, ignore_errors=True)
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
-    def _run(self, fl_ctx: FLContext) -> Run:
-        """The run that the job describes.
+    def _job(self, fl_ctx: FLContext) -> "ServedJob":
+        from medflare.flare.jobs.running import ServedJob
 
-        Raises:
-            MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
-        """
-        settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
-        place = self._place(fl_ctx)
-        aggregator = self._aggregator()
-        if self.resume:
-            take_up(place.of(interrupted(self.resume)).checkpoints, place.checkpoints)
-        halves = self.site_half or aggregator.method_name, aggregator.method_name
-        authorize(halves, fl_ctx)
-        method = get_method(halves[0], server=halves[1])
-        with rebuild_hint():  # the formula goes by the halves' own values, whichever way the job spells them
-            aggregator.hyper = method.effective(aggregator.hyper or {})
-        return Run(
-            method=method,
-            task=place.task(),
-            hyper=aggregator.hyper,
-            settings=settings,
-            sites=tuple(site for site in sorted(self._members()) if site not in settings.outside),
-            aggregation=aggregator.aggregation,
-            folder=place.results,
-            checkpoints=place.checkpoints,
+        return ServedJob(
+            controller=self,
+            fl_ctx=fl_ctx,
+            settings={name: getattr(self, name) for name in RUN_SETTINGS},
+            site_half=self.site_half,
+            aggregator_id=self.aggregator_id,
+            members=self._members,
             say=lambda line: self.log_info(fl_ctx, line),
-            about={"engine": "flare"},
-            observe=Tracking(self, fl_ctx, self.rounds),
             events=self._events,
         )
 
-    def _aggregator(self) -> MethodAggregator:
-        aggregator = self._engine.get_component(self.aggregator_id)
-        if not isinstance(aggregator, MethodAggregator):
-            raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
-        return aggregator
-
-    def _place(self, fl_ctx: FLContext) -> "JobPlace":
-        return JobPlace(self._engine.get_workspace(), fl_ctx.get_job_id())
+    def _start_host(self, fl_ctx: FLContext) -> None:
+        """In the simulator: have everything imported for all sites while FLARE starts them; without it they do it themselves."""
+        aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
+        try:
+            Relay(os.getpid()).start(self.site_half or str(getattr(aggregator, "method_name", "")))
+        except OSError as error:
+            self.log_warning(fl_ctx, f"medflare: every site's process imports what it needs: {error}")
 
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]
 
-    def _refuse(self, error: Exception, fl_ctx: FLContext) -> None:
-        """End a job that cannot even become a run; its results say why, and what is known of it."""
-        reason = str(error) if isinstance(error, MedflareError) else f"{type(error).__name__}: {error}"
-        place, known = self._place(fl_ctx), dict[str, Any](seed=self.seed, rounds=self.rounds)
-        with suppress(Exception):  # what is wrong here is the reason already
-            known["method"] = str(self._aggregator().method_name)
-        with suppress(Exception):
-            known["task"] = place.task()
-        outside = self.outside if isinstance(self.outside, list | tuple) else ()
-        roles = {site: "outside" if site in outside else "inside" for site in self._members()}
-        results = refused_run(place.results, reason, roles, **known)
-        self.log_info(fl_ctx, "\n" + results_table(results))
-        self._fail(reason, fl_ctx)
+    def _end(self, job: "ServedJob", results: Mapping[str, Any]) -> None:
+        """Show the table; a failed run fails the job, a completed one needs its checkpoints no more."""
+        from medflare.evaluation.console import results_table
 
-    def _fail(self, reason: str, fl_ctx: FLContext) -> None:
-        self.log_error(fl_ctx, f"medflare: FAILED: {reason}")
-        self.system_panic(reason, fl_ctx)
+        self.log_info(job.fl_ctx, "\n" + results_table(results))
+        if results["status"] == FAILED:
+            self.log_error(job.fl_ctx, f"medflare: FAILED: {results['reason']}")
+            self.system_panic(results["reason"], job.fl_ctx)
+        else:
+            shutil.rmtree(job.place.checkpoints, ignore_errors=True)

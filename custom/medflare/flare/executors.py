@@ -1,7 +1,7 @@
 """A site's part as FLARE executors: a class for each paper's method, so that a job names what it runs.
 
-FLARE may run every task of a site in a new process, so the imports at the top are light; torch, MONAI and the method are
-loaded by a thread while FLARE still connects (`Preload`), and the site half lives in the job's folder between two tasks.
+The imports at the top are light. In FLARE's simulator they are all there is: the participants live elsewhere (`simulator.relay`).
+In a site's own process torch, MONAI and the method are loaded by a thread while FLARE still connects (`Preload`).
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
@@ -32,11 +32,12 @@ from medflare.flare.exchange.participants import (
     load_ahead,
 )
 from medflare.flare.exchange.signs import Pulse, expect_answers, wait_for_work
+from medflare.flare.exchange.streams import share_cleanup_thread
+from medflare.flare.exchange.wire import arrays_bytes, error_reply, to_message, to_shareable
 from medflare.flare.names import by_name, named_classes
-from medflare.flare.simulator.host import WarmHost
+from medflare.flare.simulator.relay import Relay
 
 if TYPE_CHECKING:
-    from medflare.core.message import Message
     from medflare.federation.participant import Participant
 
 _DATA_ROOT = "MEDFLARE_DATA_ROOT"
@@ -64,8 +65,8 @@ class MedflareExecutor(Executor):
         self.resume = resume
         self._participant: Participant | None = None
         self._abort_signal = Signal()
-        self._host = WarmHost(os.getppid())
-        self._preload = Preload(self.method_name, self._host)
+        self._relay = Relay(os.getppid())
+        self._preload = None if self._relay.there() else Preload(self.method_name)
         anchor(_DATA_ROOT)
 
     @property
@@ -75,7 +76,7 @@ class MedflareExecutor(Executor):
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Before the first task have everything imported; before every poll wait until there is work."""
-        if event_type == EventType.ABOUT_TO_START_RUN:  # the first task comes after this, and needs torch on the wire
+        if event_type == EventType.ABOUT_TO_START_RUN and self._preload is not None:
             self._preload.finish()
         elif event_type == EventType.BEFORE_PULL_TASK:
             wait_for_work(fl_ctx)
@@ -89,17 +90,14 @@ class MedflareExecutor(Executor):
             fl_ctx: of the job; names the site.
             abort_signal: looked at before every batch.
         """
-        from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
-
         self._abort_signal = abort_signal
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:
-            incoming = to_message(shareable)
-            fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, incoming, self._spec(fl_ctx)), private=True, sticky=False)
+            fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, shareable, self._spec(fl_ctx)), private=True, sticky=False)
             with Pulse(fl_ctx):
-                answer = self._answer(task_name, round, incoming, fl_ctx)
-            expect_answers(fl_ctx, answer.nbytes)
-            return to_shareable(answer)
+                reply = self._reply(task_name, round, shareable, fl_ctx)
+            expect_answers(fl_ctx, arrays_bytes(reply))
+            return reply
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         except MedflareError as error:
@@ -110,16 +108,14 @@ class MedflareExecutor(Executor):
         self.log_error(fl_ctx, f"medflare: {reason}")
         return error_reply(reason)
 
-    def _answer(self, phase: str, round: int, incoming: "Message", fl_ctx: FLContext) -> "Message":
+    def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
+        spec = self._spec(fl_ctx)
+        authorize(spec.halves, fl_ctx)
+        if self._relay.there():
+            return self._relay.answer(spec, phase, round, incoming, self._aborted)
         if self._participant is None:
-            spec = self._spec(fl_ctx)
-            authorize(spec.halves, fl_ctx)
-            if fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False) and spec.served_before():
-                if self._host.running():
-                    return self._host.answer(spec, phase, round, incoming, self._aborted)
-                self._host.start(spec.method)
             self._participant = spec.participant(self._aborted)
-        return self._participant.answer(phase, round, incoming)
+        return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
 
     def _aborted(self) -> bool:
         return bool(self._abort_signal.triggered)
@@ -141,22 +137,16 @@ class MedflareExecutor(Executor):
 
 
 class Preload:
-    """Imports what the first task needs, in a thread, while FLARE connects the site; little where a warm host does the work."""
+    """Imports what the first task needs, in a thread, while FLARE connects the site."""
 
-    def __init__(self, method: str, host: WarmHost):
+    def __init__(self, method: str):
         self._method = method
-        self._host = host
         self._thread = threading.Thread(target=self._load, name="medflare_preload", daemon=True)
         self._thread.start()
 
     def _load(self) -> None:
-        from medflare.flare.exchange.streams import share_cleanup_thread
-        from medflare.flare.exchange.wire import register_tensors
-
         share_cleanup_thread()
-        register_tensors()
-        if not self._host.running():
-            load_ahead(self._method)
+        load_ahead(self._method)
 
     def finish(self) -> None:
         """Returns when everything is imported."""

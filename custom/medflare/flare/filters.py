@@ -1,20 +1,23 @@
 """Filters of a job's data on their way between server and site."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
-from torch import Tensor
 
-from medflare.core.states import StateDict
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from medflare.core.states import StateDict
 
 _SEPARATOR = "//"
 _ANYBODY = "*"
 
 
-def joined_parts(parts: Mapping[str, StateDict], anybody: StateDict) -> StateDict:
+def joined_parts(parts: "Mapping[str, StateDict]", anybody: "StateDict") -> "StateDict":
     """One state that holds every site's part, and one for sites that have none of their own.
 
     Args:
@@ -28,7 +31,7 @@ def joined_parts(parts: Mapping[str, StateDict], anybody: StateDict) -> StateDic
     return {f"{site}{_SEPARATOR}{name}": tensor for site, part in named.items() for name, tensor in part.items()}
 
 
-def own_part(joined: Mapping[str, Tensor], site: str) -> StateDict:
+def own_part(joined: "Mapping[str, Tensor]", site: str) -> "StateDict":
     """The site's part of what `joined_parts` made, or the one for anybody.
 
     Args:

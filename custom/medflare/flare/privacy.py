@@ -62,7 +62,7 @@ class UpdatePrivacy(Filter):
         task: SiteTask | None = fl_ctx.get_prop(SITE_TASK)
         try:
             message = to_message(shareable)
-            came_in = task.incoming.states if task is not None else {}
+            came_in = to_message(task.incoming).states if task is not None else {}
             states = {entry: self._filtered(entry, state, came_in.get(entry), shareable, fl_ctx) for entry, state in message.states.items()}
         except MedflareError as error:
             return error_reply(f"the privacy filter of site {fl_ctx.get_identity_name()} kept back the answer: {error}")

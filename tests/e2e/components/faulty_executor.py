@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 
-from medflare.core.message import Message
+from medflare.flare.exchange.wire import to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor
 
 
@@ -19,7 +20,7 @@ class FaultyExecutor(FedAvgExecutor):
         super().__init__(**settings)
         self.faults, self.always, self.seconds = faults, always, seconds
 
-    def _answer(self, phase: str, round: int, incoming: Message, fl_ctx: FLContext) -> Message:
+    def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
         due = phase == "train" and (self.always or round == 1)
         fault = self.faults.get(fl_ctx.get_identity_name(), "") if due else ""
         if fault == "raise":
@@ -28,7 +29,9 @@ class FaultyExecutor(FedAvgExecutor):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "slow":
             time.sleep(self.seconds)
-        reply = super()._answer(phase, round, incoming, fl_ctx)
-        if fault == "nan":
-            next(iter(reply.states["model"].values())).view(-1)[0] = math.nan
-        return reply
+        reply = super()._reply(phase, round, incoming, fl_ctx)
+        if fault != "nan":
+            return reply
+        message = to_message(reply)
+        next(iter(message.states["model"].values())).view(-1)[0] = math.nan
+        return to_shareable(message)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from medflare.flare.exchange.wire import to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor
 
 FAULTS = (
@@ -30,14 +31,16 @@ class MisbehavingExecutor(FedAvgExecutor):
         super().__init__(**options)
         self.victim = victim
 
-    def _answer(self, phase: str, round: int, incoming: Any, fl_ctx: Any) -> Any:
+    def _reply(self, phase: str, round: int, incoming: Any, fl_ctx: Any) -> Any:
         fault = FAULTS[round] if phase == "train" and fl_ctx.get_identity_name() == self.victim and round < len(FAULTS) else ""
         if fault == "exception":
             raise ZeroDivisionError("the scanner's bias field is zero")
-        message = super()._answer(phase, round, incoming, fl_ctx)
-        if fault:
-            spoil(message, fault)
-        return message
+        reply = super()._reply(phase, round, incoming, fl_ctx)
+        if not fault:
+            return reply
+        message = to_message(reply)
+        spoil(message, fault)
+        return to_shareable(message)
 
 
 def spoil(message: Any, fault: str) -> None:

@@ -2,24 +2,33 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from nvflare.apis.dxo import DXO, DataKind, get_leaf_dxos
 from nvflare.apis.dxo import from_shareable as dxo_of
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
-from nvflare.apis.utils.decomposers import flare_decomposers
 from nvflare.fuel.utils import fobs
 
 from medflare.core.errors import UpdateError
 from medflare.core.message import Message
-from medflare.flare.exchange.wire import FACTS, error_of, error_reply, register_tensors, to_message, to_shareable
+from medflare.flare.exchange.wire import (
+    FACTS,
+    arrays_bytes,
+    error_of,
+    error_reply,
+    from_bytes,
+    register_decomposers,
+    to_bytes,
+    to_message,
+    to_shareable,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _flare_serialisation() -> None:
-    flare_decomposers.register()
-    register_tensors()
+    register_decomposers()
 
 
 def sent(message: Message) -> Message:
@@ -92,6 +101,33 @@ def test_reserved_name_and_foreign_content_are_refused() -> None:
     parts = {FACTS: DXO(DataKind.METRICS, {}), "model": DXO(DataKind.METRICS, {})}
     with pytest.raises(UpdateError, match="'model' is not a state"):
         to_message(DXO(DataKind.COLLECTION, parts).to_shareable())
+
+
+def test_a_relayed_message_stays_what_it_is() -> None:
+    shareable = to_shareable(Message({"model": TENSORS}, {"n_samples": 4}))
+    assert arrays_bytes(shareable) == sum(tensor.nbytes for tensor in TENSORS.values())
+    shareable.set_header("cookie", {"of": "FLARE"})
+    relayed = from_bytes(to_bytes(shareable))
+    assert relayed.get_header("cookie") is None
+    after = to_message(relayed)
+    assert after.facts == {"n_samples": 4}
+    assert all(torch.equal(after.states["model"][name].nan_to_num(), tensor.nan_to_num()) for name, tensor in TENSORS.items())
+    assert arrays_bytes(error_reply("no data")) == 0
+
+
+def test_what_filters_leave_in_place_of_arrays() -> None:
+    shareable = to_shareable(Message({"model": {"w": torch.ones(2)}}))
+    model = dxo_of(shareable).data["model"].data
+    model |= {"count": np.float32(3), "tensor": torch.ones(1), "fixed": np.broadcast_to(np.float32(1), (2, 2))}
+    assert {name: tuple(tensor.shape) for name, tensor in to_message(shareable).states["model"].items()} == {
+        "w": (2,),
+        "count": (),
+        "tensor": (1,),
+        "fixed": (2, 2),
+    }
+    model["names"] = "a patient"
+    with pytest.raises(UpdateError, match="model/names is no tensor but str"):
+        to_message(shareable)
 
 
 def test_errors_travel_as_one_line() -> None:

@@ -88,8 +88,8 @@ def test_large_updates_are_fetched_in_chunks(tmp_path: Path) -> None:
     small = build_job("fedsm", "phantom", out=tmp_path / "small")
     large = build_job("fedsm", "phantom", out=tmp_path / "large", hyper={"selector": "vgg11"})
     for side in ("server", "client"):
-        assert config(small, side)["tensor_download_chunk_size"] == 0
-        assert config(large, side)["tensor_download_chunk_size"] > 2**20
+        assert config(small, side)["np_download_chunk_size"] == 0
+        assert config(large, side)["np_download_chunk_size"] > 2**20
 
 
 def test_an_older_job_is_replaced_and_anything_else_is_not(tmp_path: Path) -> None:

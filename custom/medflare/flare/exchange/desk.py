@@ -1,13 +1,15 @@
 """The server's desk: takes the sites' signs of life, and holds their questions for work until there is some."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 
 from medflare.flare.exchange.signs import ALIVE, PATIENCE, WORK
-from medflare.flare.exchange.tasks import TaskExchange
+
+if TYPE_CHECKING:
+    from medflare.flare.exchange.tasks import TaskExchange
 
 
 class Desk:

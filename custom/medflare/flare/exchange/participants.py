@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 
 from medflare.core.errors import ConfigError, MedflareError
 
 if TYPE_CHECKING:
-    from medflare.core.message import Message
     from medflare.data.sites.site import Site
     from medflare.federation.participant import Participant
 
@@ -66,10 +66,6 @@ class ParticipantSpec:
     def state_folder(self) -> Path:
         """Where the site's memory lies between two tasks."""
         return Path(self.folder) / _MEMBER
-
-    def served_before(self) -> bool:
-        """Whether another process has acted for the site already."""
-        return self.state_folder.exists()
 
     def participant(self, aborted: Callable[[], bool]) -> "Participant":
         """The site's participant; its data are read when the first task needs them.
@@ -123,7 +119,7 @@ class SiteTask:
 
     phase: str
     round: int
-    incoming: "Message"
+    incoming: Shareable
     spec: ParticipantSpec
 
 
@@ -175,18 +171,20 @@ def rebuild_hint() -> Iterator[None]:
         raise ConfigError(f"{error} (a job that an older medflare wrote is written anew by `medflare job`)") from error
 
 
-def load_site_half(method: str) -> None:
-    """Import what a site needs of a method; an unknown one is reported by the first task."""
+def load_ahead(method: str) -> None:
+    """Import what a site needs of a method; an unknown one is reported by the first task.
+
+    Of another distribution's method only what it stands on: the party has not been asked yet, see `authorize`.
+    """
+    import torch
+
+    from medflare.data.sites import opening  # noqa: F401
+    from medflare.federation import participant  # noqa: F401
     from medflare.methods.catalogue import get_method
 
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports a third of itself for the first optimiser
     with suppress(MedflareError):
-        _ = get_method(method).site_class
-
-
-def load_ahead(method: str) -> None:
-    """The same before the party was asked, see `authorize`: of another distribution's method what it stands on, and nothing of its own."""
-    with suppress(MedflareError):
-        load_site_half("fedavg" if foreign_module(method) else method)
+        _ = get_method("fedavg" if foreign_module(method) else method).site_class
 
 
 def interrupted(job: str) -> str:

@@ -1,33 +1,33 @@
 """Messages on FLARE's wire: a COLLECTION DXO with one WEIGHTS DXO per state and one METRICS DXO for the facts.
 
 Everything that holds tensors lies in a DXO, so that a hospital's privacy filters reach it; headers carry no more than the
-return code and, for a failed task, its one line of text. Tensors stay torch tensors all the way: `TensorDecomposer` writes
-them as safetensors, nothing is pickled or turned into numpy arrays.
+return code and, for a failed task, its one line of text. Tensors travel as numpy arrays, the form that FLARE's own filters
+know, and nothing is pickled. A process that only passes messages on needs no torch: it is imported where a message is packed
+or unpacked.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nvflare.apis.dxo import DXO, DataKind, from_shareable
+import numpy as np
+from nvflare.apis.dxo import DXO, DataKind, from_shareable, get_leaf_dxos
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
-from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from nvflare.fuel.utils import fobs
-from torch import Tensor
 
 from medflare.core.errors import UpdateError
-from medflare.core.message import Message
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from medflare.core.message import Message
 
 FACTS = "facts"  # the collection's one METRICS entry; no state may take this name
 _ERROR_HEADER = "medflare.error"
+_BFLOAT16 = "bfloat16"  # in a state's DXO: names of the tensors whose bits travel as int16, because numpy has no such type
 
 
-def register_tensors() -> None:
-    """Make FLARE able to carry torch tensors in this process; called by every component that sends or receives."""
-    fobs.register(TensorDecomposer)
-
-
-def to_shareable(message: Message) -> Shareable:
+def to_shareable(message: "Message") -> Shareable:
     """The message as FLARE sends it.
 
     Raises:
@@ -35,17 +35,19 @@ def to_shareable(message: Message) -> Shareable:
     """
     if FACTS in message.states:
         raise ValueError(f"a state must not be named {FACTS!r}")
-    parts = {str(entry): DXO(DataKind.WEIGHTS, data=_sendable(entry, state)) for entry, state in message.states.items()}
+    parts = {str(entry): _packed(entry, state) for entry, state in message.states.items()}
     parts[FACTS] = DXO(DataKind.METRICS, data={str(fact): value for fact, value in message.facts.items()})
     return DXO(DataKind.COLLECTION, data=parts).to_shareable()
 
 
-def to_message(shareable: Shareable) -> Message:
+def to_message(shareable: Shareable) -> "Message":
     """The message that `to_shareable` packed.
 
     Raises:
         UpdateError: it is something else.
     """
+    from medflare.core.message import Message
+
     try:
         collection = from_shareable(shareable)
     except ValueError as error:
@@ -59,8 +61,40 @@ def to_message(shareable: Shareable) -> Message:
             continue
         if not isinstance(part, DXO) or part.data_kind != DataKind.WEIGHTS:
             raise UpdateError(f"entry {entry!r} is not a state")
-        states[entry] = dict(part.data)
+        states[entry] = _unpacked(entry, part)
     return Message(states, dict(parts[FACTS].data))
+
+
+def arrays_bytes(shareable: Shareable) -> int:
+    """Bytes of all arrays in a message that `to_shareable` packed; 0 for anything else."""
+    try:
+        leaves, _ = get_leaf_dxos(from_shareable(shareable), "")
+    except ValueError:
+        return 0
+    return sum(value.nbytes for leaf in leaves.values() for value in leaf.data.values() if isinstance(value, np.ndarray))
+
+
+def register_decomposers() -> None:
+    """Make FLARE's serialisation know messages, in a process that FLARE itself has not made ready; again changes nothing."""
+    from nvflare.apis.utils.decomposers import flare_decomposers
+    from nvflare.app_common.decomposers import numpy_decomposers
+
+    flare_decomposers.register()
+    numpy_decomposers.register()
+
+
+def to_bytes(shareable: Shareable) -> bytes:
+    """The data of a task or of its result, without FLARE's headers, as FLARE itself serialises them.
+
+    Raises:
+        ValueError: it holds no data.
+    """
+    return fobs.dumps(from_shareable(shareable).to_shareable())
+
+
+def from_bytes(content: bytes) -> Shareable:
+    """What `to_bytes` was given."""
+    return fobs.loads(content)
 
 
 def error_reply(text: str) -> Shareable:
@@ -81,9 +115,36 @@ def error_of(shareable: Shareable) -> str | None:
     return shareable.get_header(_ERROR_HEADER) or f"the task ended with FLARE's return code {code}"
 
 
-def _sendable(entry: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors that share no memory with the network they came from: training goes on while FLARE streams."""
+def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
+    """A state as contiguous arrays in the computer's main memory."""
+    import torch
+
+    arrays, odd = {}, []
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{entry}/{name} is {type(tensor).__name__}, not a tensor; numbers belong to the facts")
-    return {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
+        ready = tensor.detach().to("cpu").contiguous()
+        if ready.dtype == torch.bfloat16:
+            odd.append(name)
+            ready = ready.view(torch.int16)
+        arrays[name] = ready.numpy()
+    return DXO(DataKind.WEIGHTS, data=arrays, meta={_BFLOAT16: odd} if odd else None)
+
+
+def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
+    """The state that `_packed` packed; filters may have put numpy's scalars or torch's tensors in the place of arrays.
+
+    Raises:
+        UpdateError: something that is neither.
+    """
+    import torch
+
+    odd = part.get_meta_prop(_BFLOAT16, ())
+    state = {}
+    for name, value in part.data.items():
+        try:
+            tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        except TypeError as error:
+            raise UpdateError(f"{entry}/{name} is no tensor but {type(value).__name__}") from error
+        state[name] = tensor.view(torch.bfloat16) if name in odd else tensor
+    return state

@@ -186,7 +186,7 @@ def _executor(settings: JobSettings, method: Method, hyper: Halved) -> MedflareE
 def _transport(method: Method, task: TaskConfig, hyper: Halved) -> dict[str, int]:
     """FLARE's setting for the way tensors travel: inside the message (0), or fetched afterwards in chunks of so many bytes."""
     update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper))
-    return {"tensor_download_chunk_size": 0 if manifest_bytes(update) <= _INLINE else _CHUNK}
+    return {"np_download_chunk_size": 0 if manifest_bytes(update) <= _INLINE else _CHUNK}
 
 
 def manifest_bytes(manifest: Manifest) -> int:

@@ -1,159 +1,201 @@
-"""Makes new processes cheap where FLARE's simulator starts one for every task, that is with fewer threads than sites.
+"""The process in which the participants of FLARE's simulator live: everything is imported once, and each site has a fork of it.
 
-Importing torch and MONAI costs such a process three seconds, more than most tasks. The first one that finds its site served
-before starts a host, a process that has everything imported; the tasks that follow run in forks of the host, each as fresh as
-a new process. The host ends with the simulator. Elsewhere a site's process lives as long as its job, and there is no host.
+A fork keeps its participant from task to task, as a site's process does in a real federation. What it remembers is written to
+disk after every task all the same: a fork that is killed, or ends because it had nothing to do for a while, is replaced by a
+new one that goes on from there.
 """
 
 import json
+import mmap
 import os
+import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict
-from multiprocessing.connection import Client, Connection
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
-from medflare.core.errors import Aborted, MedflareError
-from medflare.flare.exchange.participants import ParticipantSpec, load_site_half
+from medflare.core.errors import MedflareError
+from medflare.flare.exchange.participants import ParticipantSpec, load_ahead
 
-if TYPE_CHECKING:
-    from medflare.core.message import Message
-
-_LOOK = 0.1  # seconds between two looks at the abort signal
-_PACKAGES = Path(__file__).resolve().parents[3]  # where this package lies; a job may carry it, and only FLARE's processes know
-_DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator gives each site's process its own
+_TICK = 1.0  # seconds between two looks at who still lives
+_IDLE = 60.0  # seconds after which a fork without work ends: with many sites and few threads not all stay in memory
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-class WarmHost:
-    """The host of one simulator, as a site's process sees it.
+@dataclass
+class _Fork:
+    """The fork that acts for one site, as the host sees it."""
+
+    process: int
+    address: str
+    request: bytes  # what it was made for: another one needs another fork
+    at_work: mmap.mmap  # one byte, shared with it
+    asked: float
+
+    def alive(self) -> bool:
+        return os.waitpid(self.process, os.WNOHANG) == (0, 0)
+
+    def end(self) -> None:
+        """Only while `alive()` has just been true: afterwards the number may be another process's."""
+        os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+
+
+class Host:
+    """Answers every request for a site with the address of the site's fork.
 
     Args:
-        simulator: process id of the simulator; the host ends with it.
+        listener: takes the requests.
+        folder: of the addresses.
     """
 
-    def __init__(self, simulator: int):
-        self.simulator = simulator
-        self.folder = Path(tempfile.gettempdir()) / f"medflare-{os.getuid()}-{simulator}"
-        self.address = str(self.folder / "host")
+    def __init__(self, listener: socket.socket, folder: Path):
+        self._listener = listener
+        self._folder = folder
+        self._forks: dict[str, _Fork] = {}
+        self._made = 0
+        listener.settimeout(_TICK)
 
-    def running(self) -> bool:
-        """Whether there is a host of this user's to connect to."""
-        return os.path.exists(self.address) and self.folder.stat().st_uid == os.getuid()
-
-    def start(self, method: str) -> None:
-        """Start a host that has the method's site half imported; returns at once. Where two do so, the second one ends."""
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        command = [sys.executable, "-m", "medflare.flare.simulator.host", str(self.simulator), method]
-        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
-
-    def answer(self, spec: ParticipantSpec, phase: str, round: int, incoming: "Message", aborted: Callable[[], bool]) -> "Message":
-        """What the site's participant answers, computed in a fork of the host.
-
-        Args:
-            spec: what the fork needs to act for the site.
-            phase: of the step.
-            round: 0-based.
-            incoming: the server's message.
-            aborted: whether the run was asked to stop; asked again and again.
-
-        Raises:
-            MedflareError: what the participant raised.
-            Aborted: `aborted` became true; the fork notices before its next batch.
-        """
-        from medflare.core.store import StateStore
-
-        store = StateStore(Path(spec.folder) / "exchange")
-        store.save("incoming", incoming)
-        request = {"spec": asdict(spec), "phase": phase, "round": round, "devices": os.environ.get(_DEVICES)}
-        with Client(self.address, family="AF_UNIX") as connection:
-            connection.send_bytes(json.dumps(request).encode())
-            while not connection.poll(_LOOK):
-                if aborted():
-                    raise Aborted(f"site {spec.name}: stopped on request")
-            try:
-                problem = json.loads(connection.recv_bytes())
-            except EOFError:
-                problem = f"the process that worked on '{phase}' of round {round} died"
-        if problem:
-            raise MedflareError(problem)
-        reply = store.load("reply")
-        assert reply is not None
-        return reply
-
-
-def serve(simulator: int, method: str) -> None:
-    """The host's life: import, listen, fork for every request, end with the simulator."""
-    host = WarmHost(simulator)
-    _import_everything(method)
-    with socket.socket(socket.AF_UNIX) as listener:
-        starting = f"{host.address}.{os.getpid()}"
-        listener.bind(starting)
-        listener.listen()
-        listener.settimeout(1.0)
+    def serve_next(self) -> None:
+        """One request, or a second without any."""
         try:
-            os.link(starting, host.address)  # appears when it can be connected to; fails where another host was faster
-        except FileExistsError:
+            accepted, _ = self._listener.accept()
+        except TimeoutError:
+            self._end_idle()
             return
-        finally:
-            os.unlink(starting)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+        with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
+            request = connection.recv_bytes()
+            connection.send_bytes(self._fork_for(request, connection).address.encode())
+
+    def close(self) -> None:
+        """End all forks."""
+        for fork in self._forks.values():
+            if fork.alive():
+                fork.end()
+
+    def _fork_for(self, request: bytes, connection: Connection) -> _Fork:
+        site = json.loads(request)["spec"]["name"]
+        fork = self._forks.get(site)
+        alive = fork is not None and fork.alive()
+        if fork is None or not alive or fork.request != request:
+            if fork is not None and alive:
+                fork.end()
+            fork = self._forks[site] = self._forked(request, connection)
+        fork.asked = time.monotonic()
+        return fork
+
+    def _forked(self, request: bytes, connection: Connection) -> _Fork:
+        self._made += 1
+        address, at_work = str(self._folder / f"site-{self._made}"), mmap.mmap(-1, 1)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+        listener.listen()
+        host = os.getpid()
+        process = os.fork()
+        if process == 0:
+            self._listener.close()
+            connection.close()
+            _act(json.loads(request), listener, at_work, host)
+        listener.close()
+        return _Fork(process, address, request, at_work, time.monotonic())
+
+    def _end_idle(self) -> None:
+        for site, fork in list(self._forks.items()):
+            if time.monotonic() - fork.asked > _IDLE and fork.at_work[0] == 0:
+                if fork.alive():
+                    fork.end()
+                del self._forks[site]
+
+
+class _Seat:
+    """One site's participant in its fork, and the connection that it works for."""
+
+    def __init__(self, spec: ParticipantSpec):
+        self._spec = spec
+        self._connection: Connection | None = None
+        self._participant: Any = None
+
+    def answer(self, connection: Connection) -> None:
+        """Take one task and answer it."""
+        from medflare.flare.exchange.wire import from_bytes, to_bytes, to_message, to_shareable
+
+        self._connection = connection
+        asked, content = json.loads(connection.recv_bytes()), connection.recv_bytes()
+        trace = ""
         try:
-            while _alive(simulator):
-                _serve_next(listener)
-        finally:
-            os.unlink(host.address)
-            host.folder.rmdir()
+            if self._participant is None:
+                self._participant = self._spec.participant(self._given_up)
+            answer = self._participant.answer(asked["phase"], asked["round"], to_message(from_bytes(content)))
+            reply = to_bytes(to_shareable(answer))
+        except MedflareError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = f"{type(error).__name__} in '{asked['phase']}' of round {asked['round']}: {error}; the site's log has the traceback"
+            trace = traceback.format_exc()
+        else:
+            connection.send_bytes(b"{}")
+            connection.send_bytes(reply)
+            return
+        connection.send_bytes(json.dumps({"problem": problem, "trace": trace}).encode())
+
+    def _given_up(self) -> bool:
+        """The other side sends nothing more: the connection becomes readable when it closes it."""
+        return self._connection is None or self._connection.poll()
 
 
-def _serve_next(listener: socket.socket) -> None:
+def serve(listener: socket.socket, simulator: int, method: str) -> None:
+    """The host's life: import, listen, fork, end with the simulator.
+
+    Args:
+        listener: bound in a folder of its own, which goes with the host.
+        simulator: process id.
+        method: whose site half the sites run.
+    """
+    folder = Path(listener.getsockname()).parent
+    _import_everything(method)
+    host = Host(listener, folder)
     try:
-        accepted, _ = listener.accept()
-    except TimeoutError:
-        return
-    with Connection(accepted.detach()) as connection:
-        if os.fork() == 0:
-            listener.close()
+        while _alive(simulator):
+            host.serve_next()
+    finally:
+        host.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, host: int) -> NoReturn:
+    """A fork's life: task after task, until the host is gone or ends it."""
+    try:
+        if request["devices"] is not None:
+            os.environ[_DEVICES] = request["devices"]
+        listener.settimeout(_TICK)
+        seat = _Seat(ParticipantSpec(**request["spec"]))
+        while os.getppid() == host:
             try:
-                connection.send_bytes(json.dumps(_worked(connection)).encode())
-            finally:
-                os._exit(0)
-
-
-def _worked(connection: Any) -> str | None:
-    """Do what is asked for; what went wrong, or None."""
-    from medflare.core.store import StateStore
-
-    request = json.loads(connection.recv_bytes())
-    if request["devices"] is not None:
-        os.environ[_DEVICES] = request["devices"]
-    spec = ParticipantSpec(**request["spec"])
-    store = StateStore(Path(spec.folder) / "exchange")
-    try:
-        incoming = store.load("incoming")
-        assert incoming is not None
-        # the other side sends nothing more: the connection becomes readable when it gives up
-        reply = spec.participant(connection.poll).answer(request["phase"], request["round"], incoming)
-        store.save("reply", reply)
-    except MedflareError as error:
-        return str(error)
-    except Exception as error:
-        return f"{type(error).__name__} in '{request['phase']}' of round {request['round']}: {error}"
-    return None
+                accepted, _ = listener.accept()
+            except TimeoutError:
+                continue
+            at_work[0] = 1
+            with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
+                seat.answer(connection)
+            at_work[0] = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)  # this process never leaves the loop in which it was forked
 
 
 def _import_everything(method: str) -> None:
     import monai  # noqa: F401
 
-    from medflare.federation import participant  # noqa: F401
+    from medflare.flare.exchange.wire import register_decomposers
 
-    load_site_half(method)
+    register_decomposers()
+    load_ahead(method)
 
 
 def _alive(process: int) -> bool:
@@ -165,4 +207,4 @@ def _alive(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2])
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
