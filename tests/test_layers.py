@@ -307,7 +307,7 @@ GOOD = {
     "import torch\ntorch.load('x', weights_only=True)": "core/x.py",
     "import torch\ntorch.manual_seed(0)": "core/rng.py",
     "import torch\ntorch.Generator().manual_seed(0)": "tasks/x.py",
-    "from medflare.federation.local import run_local": "__init__.py",
+    "from medflare.federation.local.loop import run_local": "__init__.py",
 }
 
 

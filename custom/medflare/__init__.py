@@ -7,7 +7,7 @@ under FLARE.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from medflare.federation.local import run_local
+    from medflare.federation.local.loop import run_local
 
 __version__ = "0.2.0"
 __all__ = ["__version__", "run_local"]
@@ -16,7 +16,7 @@ __all__ = ["__version__", "run_local"]
 def __getattr__(name: str) -> Any:
     """`run_local` on first use: importing the package must stay cheap, FLARE does it in every process of every site."""
     if name == "run_local":
-        from medflare.federation.local import run_local
+        from medflare.federation.local.loop import run_local
 
         return run_local
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,8 +29,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Stands for the plain loop; what it leaves behind counts as completed."""
     found = Engine()
     monkeypatch.delenv(ROOT, raising=False)
-    monkeypatch.setattr("medflare.federation.local.run_local", found)
-    monkeypatch.setattr("medflare.federation.local.resume_local", found)
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", found)
+    monkeypatch.setattr("medflare.federation.local.loop.resume_local", found)
     monkeypatch.setattr("medflare.evaluation.console.show_results", lambda path: True)
     return found
 
@@ -60,13 +60,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
     options = ["--sites", "A,B,X", "--outside", "X,Y", "--rounds", "3", "--seed", "5", "--min-sites", "1", "--sites-per-round", "2"]
     settings = ["--set", "server.selection=last", "--set", "task.batch_size=4"]
-    where = ["--data-root", str(tmp_path), "--out", str(tmp_path / "out"), "--engine", "local"]
+    where = ["--data-root", str(tmp_path), "--out", str(tmp_path / "out"), "--engine", "local", "--workers", "2"]
     assert main(["run", "fedavg", "--server-half", "grace", *options, *settings, *where]) == 0
     (((method, task, sites), named, root),) = engine.calls
     assert (method, task.name, task.batch_size, sites) == ("fedavg", "phantom", 4, ["A", "B"])
     assert named.pop("say") is print
     assert named.pop("out") == tmp_path / "out" / "fedavg+grace-phantom-seed5"
-    expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2}
+    expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2, "workers": 2}
     halves = {"site_half": None, "server_half": "grace", "site": {}, "server": {"selection": "last"}}
     assert named == {**expected, **halves}
     assert root == str(tmp_path) and ROOT not in os.environ
@@ -76,6 +76,13 @@ def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
 def test_the_plain_loop_waits_for_nobody(option: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "run", "fedavg", "--engine", "local", option, "3")
     assert said == f"medflare: {option} is for FLARE's simulator; leave it out with --engine local\n"
+    assert not engine.calls
+
+
+def test_workers_are_the_plain_loops(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "run", "fedavg", "--workers", "2")
+    assert said == "medflare: --workers is for --engine local; FLARE's simulator has --threads\n"
+    assert "leave it out with --job" in refused(capsys, "resume", "jobs/fedsm", "--job", "1", "--workers", "2")
     assert not engine.calls
 
 
@@ -104,8 +111,8 @@ def test_wrong_commands_say_so_in_one_line(engine: Engine, tmp_path: Path, capsy
 
 
 def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path) -> None:
-    assert main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data")]) == 0
-    assert engine.calls == [((tmp_path,), {"say": print}, str(tmp_path / "data"))]
+    assert main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data"), "--workers", "3"]) == 0
+    assert engine.calls == [((tmp_path,), {"workers": 3, "say": print}, str(tmp_path / "data"))]
     assert ROOT not in os.environ
 
 

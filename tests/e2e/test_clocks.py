@@ -10,7 +10,7 @@ import pytest
 from e2e.provisioned import SERVER, ProvisionedFederation, text_of, wait_until
 from e2e.simulation import END_TO_END, importing
 from medflare.evaluation.results import load_results
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END

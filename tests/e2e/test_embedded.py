@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation
 from e2e.simulation import ROOT, Simulate, environment
 from medflare.evaluation.results import load_results
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
 from medflare.flare.jobs.embedding import copy_package
 

@@ -15,7 +15,7 @@ from e2e.components.cable import Cable
 from e2e.provisioned import SERVER, ProvisionedFederation, wait_until
 from e2e.simulation import END_TO_END, problems
 from medflare.evaluation.results import load_results
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from e2e.provisioned import PATIENCE, SCRIPTS, SERVER, ProvisionedFederation, text_of, wait_until
 from e2e.simulation import END_TO_END
 from medflare.evaluation.results import load_results
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END

@@ -12,7 +12,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
 from medflare.evaluation.contract import validate_results
-from medflare.federation.local import LocalExchange
+from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
@@ -106,7 +106,7 @@ class TestReproducible:
                 self.participants.clear()
                 return super().__call__(step, outgoing)
 
-        monkeypatch.setattr("medflare.federation.local.LocalExchange", Forgetful)
+        monkeypatch.setattr("medflare.federation.local.loop.LocalExchange", Forgetful)
         run("fedsm", 2, out=tmp_path / "disk", **hyper)
         first, second = weights(tmp_path / "memory"), weights(tmp_path / "disk")
         assert first.keys() == second.keys()

@@ -17,7 +17,7 @@ from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, StateStore
 from medflare.federation.checkpoint import CHECKPOINT
-from medflare.federation.local import resume_local
+from medflare.federation.local.loop import resume_local
 from medflare.federation.memory import HalfMemory
 from small import tiny_phantom
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from medflare.evaluation.results import read_rounds
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from small import tiny_phantom
 
 TINY = tiny_phantom()

@@ -9,7 +9,7 @@ from flare.server import SITES, Server, in_this_process
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict
 from medflare.evaluation.results import load_results
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
 from medflare.methods.aggregation import Aggregation

@@ -23,7 +23,8 @@ from medflare.core.message import Message
 from medflare.core.store import read_message
 from medflare.evaluation.contract import validate_results
 from medflare.federation.exchange import PHASES_OF_ALL, Reply
-from medflare.federation.local import LocalExchange, resume_local, run_local
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.settings import RUN_SETTINGS
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods import catalogue

@@ -20,7 +20,7 @@ from medflare.core.states import copy_state
 from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
-from medflare.federation.local import LocalExchange
+from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant, identity_of
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings

@@ -39,6 +39,7 @@ def _add_run(commands: Commands) -> None:
             "medflare run fedsm --sites 4                                      # synthetic images, FLARE's simulator",
             "medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4 never trains",
             "medflare run fedsm --set lam=0.3 --set task.batch_size=8          # a hyper-parameter, a setting of the task",
+            "medflare run fedsm --sites 4 --engine local --workers 2           # two sites train at the same time, no FLARE",
             "medflare run moon --server-half grace --rounds 20                 # GRACE's aggregation of MOON's sites",
             "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
         ),
@@ -48,7 +49,18 @@ def _add_run(commands: Commands) -> None:
     parser.add_argument("--engine", choices=("flare", "local"), default="flare", help="FLARE's simulator (default) or a plain loop")
     add_data_root(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="sites that train at the same time under FLARE (default: all)")
+    _add_workers(parser)
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where results go (default: %(default)s)")
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="sites that train at the same time in the plain loop, each in a process with OMP_NUM_THREADS threads (or one); "
+        "any number gives the same models (default: one site after the other, on all cores)",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -62,11 +74,15 @@ def _run(options: argparse.Namespace) -> int:
     if options.engine == "local":
         if given := [name for name in _OF_FLARE if getattr(options, name) is not None]:
             raise ConfigError(f"--{given[0].replace('_', '-')} is for FLARE's simulator; leave it out with --engine local")
-        from medflare.federation.local import run_local
+        from medflare.federation.local.loop import run_local
 
         inside = [site for site in sites if site not in settings["outside"]]
         with data_root(options.data_root):
-            run_local(options.method, task, inside, rounds=options.rounds, out=folder, say=print, **settings, **hyper)
+            run_local(
+                options.method, task, inside, rounds=options.rounds, out=folder, workers=options.workers, say=print, **settings, **hyper
+            )
+    elif options.workers is not None:
+        raise ConfigError("--workers is for --engine local; FLARE's simulator has --threads")
     else:
         from medflare.flare.recipes import MedflareRecipe
 
@@ -95,6 +111,7 @@ def _add_resume(commands: Commands) -> None:
     parser.add_argument("path", type=Path, help="folder of the interrupted run, or the job folder that was submitted")
     parser.add_argument("--job", metavar="ID", help="FLARE's id of the interrupted job: writes a job that takes it up")
     parser.add_argument("--out", type=Path, help="with --job: job folder to write (default: PATH-resumed)")
+    _add_workers(parser)
     add_data_root(parser)
 
 
@@ -104,14 +121,16 @@ def _resume(options: argparse.Namespace) -> int:
     if options.out is not None:
         raise ConfigError("--out is for the job that --job ID writes; a run of the plain loop goes on in its own folder")
     from medflare.evaluation.console import show_results
-    from medflare.federation.local import resume_local
+    from medflare.federation.local.loop import resume_local
 
     with data_root(options.data_root):
-        resume_local(options.path, say=print)
+        resume_local(options.path, workers=options.workers, say=print)
     return 0 if show_results(options.path) else 1
 
 
 def _resume_job(options: argparse.Namespace) -> int:
+    if options.workers is not None:
+        raise ConfigError("--workers is for a run on this machine; leave it out with --job")
     if options.data_root is not None:
         raise ConfigError("--data-root is for a run on this machine; with --job every site has its own, in local/medflare.json")
     from medflare.flare.jobs.building import resumed_job

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
@@ -30,6 +32,15 @@ def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str,
         The facts "method", "hyper" (all, with defaults), "task" and "seed".
     """
     return {"method": method.name, "hyper": method.effective(hyper), "task": task_fingerprint, "seed": seed}
+
+
+def import_ahead() -> None:
+    """Import what every participant needs sooner or later, for a process from which those of the participants are forked."""
+    import monai  # noqa: F401
+
+    from medflare.data.sites import opening  # noqa: F401
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports a third of itself for the first optimiser
 
 
 def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:

@@ -26,7 +26,7 @@ from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.simulator.relay import Relay
 
 if TYPE_CHECKING:
-    from medflare.flare.jobs.running import ServedJob
+    from medflare.flare.exchange.serving import ServedJob
 
 
 class MedflareController(Controller):
@@ -116,7 +116,7 @@ class MedflareController(Controller):
     # -- parts -------------------------------------------------------------------------------------------------------------
 
     def _job(self, fl_ctx: FLContext) -> "ServedJob":
-        from medflare.flare.jobs.running import ServedJob
+        from medflare.flare.exchange.serving import ServedJob
 
         return ServedJob(
             controller=self,

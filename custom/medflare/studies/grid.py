@@ -18,7 +18,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.hyper import halved, parsed_value
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation.results import RESULTS_FILE, load_results
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.methods.catalogue import get_method
 from medflare.studies.references import CENTRALISED, SINGLE_SITE, TRAINED_AS, centralised, single_site
 from medflare.studies.report import TABLE_FILE, study_report

@@ -10,7 +10,7 @@ from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.evaluation.results import FAILED, mean_over_sites
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.studies.setting import Setting
 
 SINGLE_SITE, CENTRALISED = "single-site", "centralised"

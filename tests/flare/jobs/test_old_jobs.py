@@ -12,7 +12,8 @@ from flare.server import SITES, Server
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_json
 from medflare.evaluation.results import load_results
-from medflare.federation.local import LocalExchange, run_local
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.loop import run_local
 from medflare.flare.exchange.participants import ParticipantSpec
 from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task

@@ -16,7 +16,7 @@ from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.splits import Batch
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import discrepancy, instance_discrepancy
 from medflare.methods.feddag.generation import AdversarialGeneration, initial_generator, sharpness_aware_step, still_statistics

@@ -15,7 +15,7 @@ from medflare.core.states import copy_state
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.evaluation.contract import validate_results
-from medflare.federation.local import run_local
+from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg import FedAvgServer

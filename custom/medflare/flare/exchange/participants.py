@@ -176,13 +176,10 @@ def load_ahead(method: str) -> None:
 
     Of another distribution's method only what it stands on: the party has not been asked yet, see `authorize`.
     """
-    import torch
-
-    from medflare.data.sites import opening  # noqa: F401
-    from medflare.federation import participant  # noqa: F401
+    from medflare.federation.participant import import_ahead
     from medflare.methods.catalogue import get_method
 
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports a third of itself for the first optimiser
+    import_ahead()
     with suppress(MedflareError):
         _ = get_method("fedavg" if foreign_module(method) else method).site_class
 

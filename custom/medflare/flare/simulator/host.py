@@ -190,8 +190,6 @@ def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, h
 
 
 def _import_everything(method: str) -> None:
-    import monai  # noqa: F401
-
     from medflare.flare.exchange.wire import register_decomposers
 
     register_decomposers()

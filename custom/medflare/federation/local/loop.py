@@ -1,62 +1,28 @@
-"""The plain loop: a whole federation in one process, for tests, sweeps and studies. Same halves, same schedule as under FLARE."""
+"""The plain loop: a whole federation on one machine, for tests, sweeps and studies. Same halves, same schedule as under FLARE."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.core.states import copy_state
 from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.delivery import SiteFolder
-from medflare.federation.exchange import Reply
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
-from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
 
 SITES = "sites"  # below `out`: what each site would keep at home
 STATE = "state"  # below a site's folder: what it remembers between two steps
-
-
-class LocalExchange:
-    """Calls the sites' participants one after the other, in sorted order.
-
-    Args:
-        sites: names.
-        opened: makes a site's participant when it is first asked; its errors are that site's errors.
-        absent: round -> sites that cannot be reached in it.
-    """
-
-    def __init__(self, sites: Sequence[str], opened: Callable[[str], Participant], absent: Mapping[int, Iterable[str]] | None = None):
-        self.sites = sorted(sites)
-        self.opened = opened
-        self.absent = {round: set(names) for round, names in (absent or {}).items()}
-        self.participants: dict[str, Participant] = {}
-
-    def present(self, round: int) -> list[str]:
-        """The sites that are not listed as absent in this round, sorted."""
-        return [site for site in self.sites if site not in self.absent.get(round, ())]
-
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        replies = {}
-        for site in sorted(outgoing):
-            try:
-                if site not in self.participants:
-                    self.participants[site] = self.opened(site)
-                sent = Message({entry: copy_state(state) for entry, state in outgoing[site].states.items()}, outgoing[site].facts)
-                replies[site] = Reply(self.participants[site].answer(step.phase, step.round, sent))
-            except Aborted:
-                raise
-            except MedflareError as error:
-                replies[site] = Reply(problem=str(error))
-        return replies
 
 
 def run_local(
@@ -77,10 +43,11 @@ def run_local(
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
     resume: bool = False,
+    workers: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     **hyper: Any,
 ) -> dict[str, Any]:
-    """Run a federation in this process and return its results dict (the content of results.json).
+    """Run a federation on this machine and return its results dict (the content of results.json).
 
     Args:
         method: name of the method.
@@ -99,6 +66,8 @@ def run_local(
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
         resume: go on where an interrupted run left `out`; everything else must be as it was.
+        workers: how many sites train at the same time, each in a process of its own with OMP_NUM_THREADS threads (one where that
+            is not set); any number gives the same models. None: one after the other in this process, on all of torch's threads.
         say: takes a progress line a step.
         hyper: the method's hyper-parameters: by name where one half owns the name, else `site={name: value}`, `server={name: value}`.
 
@@ -110,6 +79,8 @@ def run_local(
     chosen.check(hyper, config)
     config = config if resplit is None else replace(config, resplit=resplit)
     inside, apart = _names(sites), tuple(sorted(_listed(outside, "outside")))
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
     steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
@@ -119,8 +90,16 @@ def run_local(
     def opened(name: str, role: str) -> Site:
         return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
 
-    exchange = LocalExchange((*inside, *apart), lambda name: _participant(run, name, opened), absent)
-    return run.execute(exchange, resume=resume)
+    def participant(name: str) -> Participant:
+        return _participant(run, name, opened)
+
+    names = (*inside, *apart)
+    with nullcontext() if workers is None else threads_of_a_site():
+        exchange: LocalExchange | ForkedExchange = LocalExchange(names, participant, absent)
+        if workers is not None and workers > 1:
+            exchange = ForkedExchange(names, participant, absent, workers, run.pictures)
+        with closing(exchange):
+            return run.execute(exchange, resume=resume)
 
 
 def _participant(run: Run, name: str, opened: Callable[[str, str], Site]) -> Participant:
@@ -141,13 +120,18 @@ def _participant(run: Run, name: str, opened: Callable[[str, str], Site]) -> Par
 
 
 def resume_local(
-    folder: Path | str, *, data_root: Path | str | None = None, say: Callable[[str], None] = lambda line: None
+    folder: Path | str,
+    *,
+    data_root: Path | str | None = None,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Finish an interrupted run of the plain loop from what it left in `folder`; returns the results dict.
 
     Args:
         folder: the `out` of the interrupted run.
         data_root: as for `run_local`.
+        workers: as for `run_local`.
         say: takes a progress line a step.
 
     Raises:
@@ -165,6 +149,7 @@ def resume_local(
         data_root=data_root,
         out=folder,
         resume=True,
+        workers=workers,
         say=say,
         **steering,
         **plan["hyper"],

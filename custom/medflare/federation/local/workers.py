@@ -1,0 +1,183 @@
+"""The plain loop on several cores: every site lives in a fork of this process, and so many of them work at the same time.
+
+Each site computes as it does where one process calls all sites in turn, on as many threads, so that any number of workers ends in
+the same bits. A fork is made when its site is first asked, and holds the site's data from then on.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from medflare.core.errors import Aborted, ConfigError
+from medflare.core.message import Message
+from medflare.federation.exchange import Reply
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.parcels import Parcel, receive, send
+from medflare.federation.participant import Participant, import_ahead
+from medflare.methods.base import Step
+
+_PICTURES = "pictures of this site"  # entry beside those of the message; no method's entry has blanks
+
+
+@dataclass
+class _Fork:
+    """The process that acts for a site."""
+
+    process: int
+    connection: socket.socket
+
+    def end(self) -> int:
+        """Its exit status, as of `os.waitstatus_to_exitcode`: minus a signal's number where one ended it."""
+        self.connection.close()
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+
+class ForkedExchange:
+    """As `LocalExchange`, with every site in a process of its own.
+
+    Args:
+        sites: names.
+        opened: as for `LocalExchange`; called in the site's process.
+        absent: as for `LocalExchange`.
+        workers: how many sites work at the same time.
+        pictures: takes what sites show, which would stay in their processes.
+
+    Raises:
+        ConfigError: this process cannot be forked.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[str],
+        opened: Callable[[str], Participant],
+        absent: Mapping[int, Iterable[str]] | None,
+        workers: int,
+        pictures: dict[str, bytes],
+    ):
+        if not hasattr(os, "fork"):
+            raise ConfigError("this system cannot fork a process: leave 'workers' out")
+        if torch.cuda.is_initialized():
+            raise ConfigError("this process has used a GPU already and cannot be forked: start a new one, or leave 'workers' out")
+        import_ahead()
+        self._local = LocalExchange(sites, opened, absent)
+        self._workers = workers
+        self._pictures = pictures
+        self._forks: dict[str, _Fork] = {}
+
+    def present(self, round: int) -> list[str]:
+        """The sites that are not listed as absent in this round, sorted."""
+        return self._local.present(round)
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        waiting = sorted(outgoing)[::-1]
+        replies: dict[str, Reply] = {}
+        with selectors.DefaultSelector() as answers:
+            while waiting or answers.get_map():
+                while waiting and len(answers.get_map()) < self._workers:
+                    site = waiting.pop()
+                    fork = self._asked(site, step, outgoing[site])
+                    answers.register(fork.connection, selectors.EVENT_READ, site)
+                for key, _ in answers.select():
+                    answers.unregister(key.fileobj)
+                    replies[key.data] = self._reply(key.data, step)
+        return replies
+
+    def close(self) -> None:
+        """End all processes."""
+        for fork in self._forks.values():
+            fork.end()
+        self._forks.clear()
+
+    def _asked(self, site: str, step: Step, message: Message) -> _Fork:
+        """The site's process, at work on the step."""
+        words = {"phase": step.phase, "round": step.round, "facts": message.facts}
+        if site not in self._forks:
+            self._forks[site] = self._forked(site)
+        try:
+            send(self._forks[site].connection, Parcel(words, message.states))
+        except OSError:  # it died between two steps: what it remembered on disk is enough for another one
+            self._forks.pop(site).end()
+            self._forks[site] = self._forked(site)
+            send(self._forks[site].connection, Parcel(words, message.states))
+        return self._forks[site]
+
+    def _reply(self, site: str, step: Step) -> Reply:
+        try:
+            parcel = receive(self._forks[site].connection)
+        except (EOFError, ConnectionError):
+            code = self._forks.pop(site).end()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            return Reply(problem=f"site {site}: its process ended in '{step.phase}' of round {step.round} ({how})")
+        if trace := parcel.words.get("trace"):
+            raise RuntimeError(f"site {site} failed in '{step.phase}' of round {step.round}:\n{trace}")
+        if "aborted" in parcel.words:
+            raise Aborted(parcel.words["aborted"])
+        for title, png in parcel.states.pop(_PICTURES, {}).items():
+            self._pictures[title] = png.numpy().tobytes()
+        problem = parcel.words["problem"]
+        return Reply(problem=problem) if problem else Reply(parcel.message)
+
+    def _forked(self, site: str) -> _Fork:
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        process = os.fork()
+        if process == 0:
+            ours.close()
+            for other in self._forks.values():
+                other.connection.close()
+            self._act(site, theirs, parent)
+        theirs.close()
+        return _Fork(process, ours)
+
+    def _act(self, site: str, connection: socket.socket, parent: int) -> NoReturn:
+        """A site's life: step after step, until the parent closes the connection or is gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        known = set(self._pictures)
+        with suppress(BaseException):  # this process never leaves the loop in which it was forked
+            while True:
+                asked = receive(connection)
+                answer = self._answered(site, asked, lambda: os.getppid() != parent)
+                if new := sorted(self._pictures.keys() - known):
+                    shown = {title: torch.frombuffer(bytearray(self._pictures[title]), dtype=torch.uint8) for title in new}
+                    answer.states = {**answer.states, _PICTURES: shown}
+                    known |= shown.keys()
+                send(connection, answer)
+        os._exit(0)
+
+    def _answered(self, site: str, asked: Parcel, orphaned: Callable[[], bool]) -> Parcel:
+        words: dict[str, Any] = {"facts": {}, "problem": ""}
+        try:
+            if orphaned():
+                raise Aborted("the run is gone")
+            reply = self._local.answer(site, Step(asked.words["phase"], asked.words["round"]), asked.message)
+        except Aborted as error:
+            return Parcel({**words, "aborted": str(error)})
+        except Exception:
+            return Parcel({**words, "trace": traceback.format_exc()})
+        if reply.message is None:
+            return Parcel({**words, "problem": reply.problem})
+        return Parcel({**words, "facts": reply.message.facts}, reply.message.states)
+
+
+@contextmanager
+def threads_of_a_site() -> Iterator[None]:
+    """Meanwhile this process, and what is forked from it, computes on OMP_NUM_THREADS threads; on one where that is not set.
+
+    The number of threads decides in which order sums are taken, hence the last bits: it must not depend on the number of workers.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

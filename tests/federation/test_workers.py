@@ -1,0 +1,127 @@
+"""The plain loop with a process a site: the same bits, and what becomes of processes that die, fail or are left alone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from medflare import run_local
+from medflare.core.errors import ConfigError
+from medflare.data.sites.opening import open_site
+from medflare.data.sites.site import Site
+from medflare.federation.local.parcels import Parcel, receive, send
+from medflare.tasks.config import load_task
+from small import tiny_phantom
+
+TINY = tiny_phantom(size=[16, 16])
+SITES = ("A", "B", "C")
+
+
+def run(method: str = "fedavg", **settings: Any) -> dict[str, Any]:
+    return run_local(method, TINY, SITES, **{"rounds": 2, "seed": 3, **settings})
+
+
+def delivered(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))}
+
+
+def at_work(name: str, phase_is: Callable[[int], bool], what: Callable[[], None]) -> Callable[[str, str], Site]:
+    """An opener whose site `name` does `what` before the batches that `phase_is` chooses by their number in its process."""
+    batches = iter(range(10_000))
+
+    def opener(site: str, role: str) -> Site:
+        opened = open_site(site, load_task(TINY), seed=3, role=role)
+        if site == name:
+            opened.abort = lambda: what() is not None if phase_is(next(batches)) else False  # type: ignore[func-returns-value]
+        return opened
+
+    return opener
+
+
+@pytest.mark.parametrize(("method", "settings"), [("fedsm", {}), ("iop_fl", {"outside": ["D"]})])
+def test_any_number_of_workers_gives_the_same_bits(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    runs = {workers: run(method, workers=workers, out=tmp_path / str(workers), **settings) for workers in (1, 3)}
+    assert delivered(tmp_path / "1") == delivered(tmp_path / "3") != {}
+    for part in ("status", "sites", "mean", "traffic", "events"):
+        assert runs[1][part] == runs[3][part]
+    reports = [(tmp_path / str(workers) / "report.html").read_text() for workers in runs]
+    assert reports[0].count("<img") == reports[1].count("<img")  # what sites show reaches the report from their processes, too
+
+
+def test_a_killed_process_is_a_failure_of_its_site(tmp_path: Path) -> None:
+    """The others go on; a new process takes up what the killed one had written."""
+    opener = at_work("B", lambda batch: batch == 0 and not (tmp_path / "killed").exists(), lambda: kill_once(tmp_path / "killed"))
+    results = run(workers=2, rounds=3, min_sites=2, opener=opener, out=tmp_path / "out")
+    assert results["status"] == "COMPLETED"
+    (failure,) = [event for event in results["events"] if event["kind"] == "failed"]
+    assert failure["site"] == "B" and "its process ended in" in failure["message"] and "(signal 9)" in failure["message"]
+    assert results["sites"]["B"]["metrics"]["deployed"]["dice"] is not None
+
+
+def kill_once(mark: Path) -> None:
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_error_of_the_code_ends_the_run_with_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"site B failed in '\w+' of round 0:(.|\n)*ZeroDivisionError"):
+        run(workers=2, opener=at_work("B", lambda batch: True, lambda: divide(0)))
+    assert not psutil.Process().children()
+
+
+def divide(number: int) -> None:
+    _ = 1 / number
+
+
+def test_what_is_not_possible() -> None:
+    with pytest.raises(ConfigError, match="workers = 0: how many sites train at the same time, at least 1"):
+        run(workers=0)
+
+
+@pytest.mark.slow
+def test_interrupted_from_the_keyboard_nothing_stays_behind(tmp_path: Path) -> None:
+    code = f"""
+from medflare import run_local
+run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line: print(line, flush=True))
+"""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes)
+    assert process.stdout is not None
+    assert "round 0" in process.stdout.readline()
+    sites = psutil.Process(process.pid).children()
+    assert len(sites) == 3
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    errors = process.communicate(timeout=60)[1]
+    assert errors.count("Traceback") <= 1 and "KeyboardInterrupt" in errors
+    end = time.monotonic() + 10
+    while any(site.is_running() and site.status() != psutil.STATUS_ZOMBIE for site in sites):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_parcels() -> None:
+    numbers = {"count": torch.tensor(7), "none": torch.zeros(0, 3), "half": torch.tensor([1.5], dtype=torch.bfloat16)}
+    states = {"model": {"w": torch.arange(12.0).reshape(3, 4).T, **numbers}, "flags": {"on": torch.tensor([True, False])}, "empty": {}}
+    here, there = socket.socketpair()
+    with here, there:
+        send(here, Parcel({"facts": {"n": 3}}, states))
+        send(here, Parcel({"facts": {}}))
+        first, second = receive(there), receive(there)
+        here.close()
+        with pytest.raises(EOFError, match="closed"):
+            receive(there)
+    assert first.message.facts == {"n": 3} and second.states == {}
+    assert first.states.keys() == states.keys()
+    for entry, state in states.items():
+        assert [(name, one.dtype) for name, one in first.states[entry].items()] == [(name, one.dtype) for name, one in state.items()]
+        assert all(torch.equal(first.states[entry][name], tensor) for name, tensor in state.items())
+    first.states["model"]["w"].mul_(2)  # nobody else's any more
