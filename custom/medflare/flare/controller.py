@@ -91,7 +91,9 @@ class MedflareController(Controller):
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
         from medflare.flare.exchange.tasks import TaskExchange
+        from medflare.flare.exchange.wire import register_tensors
 
+        register_tensors()
         job = self._job(fl_ctx)
         try:
             run = job.run()

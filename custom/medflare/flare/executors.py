@@ -5,6 +5,7 @@ In a site's own process torch, MONAI and the method are loaded by a thread while
 """
 
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +21,7 @@ from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, MedflareError
 from medflare.flare.exchange.participants import (
+    DATA_ROOT,
     FOLDER,
     LOCAL_FILE,
     SITE_TASK,
@@ -39,8 +41,6 @@ from medflare.flare.simulator.relay import Relay
 
 if TYPE_CHECKING:
     from medflare.federation.participant import Participant
-
-_DATA_ROOT = "MEDFLARE_DATA_ROOT"
 
 
 class MedflareExecutor(Executor):
@@ -65,9 +65,10 @@ class MedflareExecutor(Executor):
         self.resume = resume
         self._participant: Participant | None = None
         self._abort_signal = Signal()
+        share_cleanup_thread()
         self._relay = Relay(os.getppid())
-        self._preload = None if self._relay.there() else Preload(self.method_name)
-        anchor(_DATA_ROOT)
+        self._preload = Preload(self.method_name) if _serves_a_site() and not self._relay.there() else None
+        anchor(DATA_ROOT)
 
     @property
     def method_name(self) -> str:
@@ -136,6 +137,12 @@ class MedflareExecutor(Executor):
         )
 
 
+def _serves_a_site() -> bool:
+    """Whether FLARE started this process; others make executors only to write them into a job."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name.startswith("nvflare.private.")
+
+
 class Preload:
     """Imports what the first task needs, in a thread, while FLARE connects the site."""
 
@@ -145,7 +152,6 @@ class Preload:
         self._thread.start()
 
     def _load(self) -> None:
-        share_cleanup_thread()
         load_ahead(self._method)
 
     def finish(self) -> None:

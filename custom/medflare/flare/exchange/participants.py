@@ -30,6 +30,7 @@ TASK_FILE = "task.json"  # in the job's config folder
 FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
 LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
 SITE_TASK = "medflare.site_task"  # in FLARE's context while a task and the filters of its result run
+DATA_ROOT = "MEDFLARE_DATA_ROOT"  # as `data.loading` reads it
 _MEMBER = "state"
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from medflare.core.errors import MedflareError
-from medflare.flare.exchange.participants import ParticipantSpec, load_ahead
+from medflare.flare.exchange.participants import DATA_ROOT, ParticipantSpec, anchor, load_ahead
 
 _TICK = 1.0  # seconds between two looks at who still lives
 _IDLE = 60.0  # seconds after which a fork without work ends: with many sites and few threads not all stay in memory
@@ -158,6 +158,7 @@ def serve(listener: socket.socket, simulator: int, method: str) -> None:
         method: whose site half the sites run.
     """
     folder = Path(listener.getsockname()).parent
+    anchor(DATA_ROOT)
     _import_everything(method)
     host = Host(listener, folder)
     try:

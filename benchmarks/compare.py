@@ -1,0 +1,155 @@
+"""What an engine costs beside a plain PyTorch loop of the same network on the same images, all measured in one run.
+
+    python benchmarks/compare.py [--sites 4] [--rounds 5] [--repeats 1] [--only floor,loop]
+
+`floor` trains the network on every site's images in turn and averages, with nothing around it: no message, no metric, no file. All
+others run the whole federation: enrolment, validation in every round, selection, delivery, results. Each is a process of its own on
+one thread a site; they take turns, so that a busy machine slows all of them alike, and what counts is the ratio to the floor.
+Seconds and memory are of the process and everything that it started.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+TASK: dict[str, Any] = {"network": {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}}
+
+
+def task_settings() -> dict[str, Any]:
+    from medflare.tasks.config import load_task
+
+    return {**load_task("phantom").to_dict(), **TASK}
+
+
+def floor(sites: int, rounds: int) -> None:
+    """FedAvg by hand."""
+    import torch
+
+    from medflare.data.sites.opening import open_site
+    from medflare.tasks.config import load_task
+
+    task = load_task(task_settings())
+    hospitals = [open_site(f"site-{number + 1}", task) for number in range(sites)]
+    model = hospitals[0].network()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for round in range(rounds):
+        states = []
+        for site in hospitals:
+            model.load_state_dict(weights)
+            model.train()
+            optimizer = site.optimizer(model.parameters())
+            for epoch in range(task.local_epochs):
+                for images, targets, _ in site.batches("train", round, epoch):
+                    optimizer.zero_grad(set_to_none=True)
+                    site.loss(model(images), targets).backward()
+                    optimizer.step()
+            states.append({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+        shares = torch.tensor([float(site.n["train"]) for site in hospitals])
+        shares /= shares.sum()
+        weights = {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in weights}
+
+
+def loop(sites: int, rounds: int, workers: int) -> None:
+    """The plain loop."""
+    from medflare import run_local
+
+    with tempfile.TemporaryDirectory() as out:
+        results = run_local("fedavg", task_settings(), sites, rounds=rounds, seed=0, out=out, workers=workers)
+    assert results["status"] == "COMPLETED", results["reason"]
+
+
+def simulator(sites: int, rounds: int, threads: int) -> None:
+    """The job under `nvflare simulator`."""
+    from medflare.flare.jobs.building import build_job
+
+    with tempfile.TemporaryDirectory() as scratch:
+        job = build_job("fedavg", task_settings(), rounds=rounds, out=Path(scratch) / "job")
+        command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), "-w", f"{scratch}/w", "-n", str(sites), "-t", str(threads)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        results = json.loads((Path(scratch) / "w/server/simulate_job/medflare/results.json").read_text())
+    assert results["status"] == "COMPLETED", results["reason"]
+
+
+def engines(sites: int, rounds: int) -> dict[str, Callable[[], None]]:
+    """name -> what runs it in this process."""
+    return {
+        "floor": lambda: floor(sites, rounds),
+        "loop": lambda: loop(sites, rounds, 1),
+        "loop, 2 workers": lambda: loop(sites, rounds, 2),
+        f"simulator -t {sites}": lambda: simulator(sites, rounds, sites),
+        "simulator -t 2": lambda: simulator(sites, rounds, 2),
+        "simulator -t 1": lambda: simulator(sites, rounds, 1),
+    }
+
+
+def measured(name: str, sites: int, rounds: int) -> dict[str, float]:
+    """Seconds and the peak of the memory (proportional share of pages, MB) of an engine with everything that it starts."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--sites", str(sites), "--rounds", str(rounds)]
+    paths = [str(HERE.parent / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    started = time.monotonic()
+    mark = f"{os.getpid()}-{started}"  # also found in what leaves the tree of processes
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "MEDFLARE_BENCHMARK": mark}
+    process = subprocess.Popen(command, env=environment)
+    peak, done = [0.0], threading.Event()
+    watch = threading.Thread(target=_watch, args=(mark, peak, done), daemon=True)
+    watch.start()
+    code = process.wait()
+    seconds = time.monotonic() - started
+    done.set()
+    watch.join()
+    if code:
+        raise SystemExit(f"{name}: exit code {code}")
+    return {"seconds": seconds, "megabytes": peak[0]}
+
+
+def _watch(mark: str, peak: list[float], done: threading.Event) -> None:
+    while not done.wait(1.0):
+        total = 0.0
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MEDFLARE_BENCHMARK") == mark:
+                    total += process.memory_full_info().pss / 2**20
+            except psutil.Error:
+                continue
+        peak[0] = max(peak[0], total)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sites", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", help="beginnings of names, separated by commas: floor, loop, simulator")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    known = engines(options.sites, options.rounds)
+    if options.one:
+        known[options.one]()
+        return
+    wanted = tuple((options.only or "").split(","))
+    chosen = [name for name in known if name == "floor" or name.startswith(wanted)]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
+    for _ in range(options.repeats):
+        for name in chosen:
+            found[name].append(measured(name, options.sites, options.rounds))
+    middle = {name: {what: median(one[what] for one in runs) for what in ("seconds", "megabytes")} for name, runs in found.items()}
+    print("| engine | seconds | beside the floor | peak memory, MB |\n|---|---|---|---|")
+    for name, values in middle.items():
+        ratio = values["seconds"] / middle["floor"]["seconds"]
+        print(f"| {name} | {values['seconds']:.1f} | {ratio:.2f} | {values['megabytes']:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
