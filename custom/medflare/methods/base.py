@@ -6,7 +6,6 @@ from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-import torch
 from pydantic.dataclasses import dataclass
 from torch import nn
 
@@ -20,7 +19,7 @@ from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation, SiteModel
 from medflare.methods.parts.training import finite_or_none
-from medflare.networks.catalogue import build_network, initial_network
+from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Account
 from medflare.tasks.config import TaskConfig
@@ -86,18 +85,6 @@ class Plan(Generic[S, V]):
     def template(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
         """Shapes and dtypes of that network's state."""
         return self.network(spec, outputs).state_dict()
-
-
-def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-    """The task's network, or one by `spec`, without memory or random numbers (meta device): for names, shapes and layer types.
-
-    Args:
-        task: gives channels, and what the others leave open.
-        spec: the network, see `networks.catalogue`; None: the task's.
-        outputs: output channels; None: the task's.
-    """
-    with torch.device("meta"):
-        return build_network(spec or task.network, task.channels, outputs or task.outputs)
 
 
 @plain_dataclass
@@ -217,6 +204,11 @@ class SiteHalf(ABC, Generic[S]):
         """
 
     @classmethod
+    def needs_features(cls, hyper: S) -> bool:
+        """Whether the half works with a network's features or its head, under these settings; it is never given a network without."""
+        return False
+
+    @classmethod
     def phase(cls, name: str) -> Phase:
         """The declaration of a phase.
 
@@ -280,9 +272,7 @@ class SiteHalf(ABC, Generic[S]):
         """Take up a memory of the half, in this or another process."""
         self.memory.states, self.memory.facts = memory.states, memory.facts
 
-    def network(
-        self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None
-    ) -> FeatureNetwork:
+    def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
         """The half's network for a purpose, built once per process, holding `state`.
 
         Args:

@@ -77,8 +77,17 @@ class Method:
         """
         self._check_pair()
         site, server = self._built(values)
-        if task is not None:
-            self.site_class.check(task, site, server)
+        if task is None:
+            return
+        from medflare.networks.catalogue import check_network
+
+        network = check_network(task)
+        if self.site_class.needs_features(site) and not network.has_features:
+            raise ConfigError(
+                f"method {self.name!r} works with features, and network {task.network['name']} of task {task.name} has none: its output "
+                "is that of no single layer; take another network, or other arguments of it"
+            )
+        self.site_class.check(task, site, server)
 
     def effective(self, values: Mapping[str, Any]) -> Halved:
         """Every hyper-parameter as it is used, under its half: the given values, checked, and the defaults of the others.

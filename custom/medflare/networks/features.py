@@ -23,6 +23,11 @@ class FeatureNetwork(nn.Module):
         self.head = head
         self.settings: dict[str, Any] = {}
 
+    @property
+    def has_features(self) -> bool:
+        """Whether there are features beside the output; methods that need them ask before anything starts."""
+        return True
+
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(features, logits) of images (N, C, H, W).
 

@@ -216,7 +216,9 @@ def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
 def _check_together(task: TaskConfig, place: str) -> None:
     """Settings that are fine alone and wrong in company."""
     if len(task.size) != task.spatial_dims:
-        raise ConfigError(f"{place}: size {list(task.size)} has {len(task.size)} sides, spatial_dims is {task.spatial_dims}; make them agree")
+        raise ConfigError(
+            f"{place}: size {list(task.size)} has {len(task.size)} sides, spatial_dims is {task.spatial_dims}; make them agree"
+        )
     if task.target == "binary" and len(task.labels) != 1:
         raise ConfigError(f"{place}: a binary task has one label, got {list(task.labels)}; use target 'multiclass' or 'multilabel'")
     if task.target == "multiclass" and len(task.labels) < 2:
