@@ -191,7 +191,7 @@ class TestAccount:
             if phase == "enrol":
                 facts = {**identity_of(method, hyper, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
                 return participant.answer("enrol", 0, Message({}, {**facts, "finished": finished}))
-            return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step}))
+            return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step, "run_rounds": 3}))
 
         return ask
 

@@ -65,9 +65,15 @@ class Courier:
         return replies
 
 
-def numbered(message: Message, index: int) -> Message:
-    """The message with the number of its step, by which a site knows a step that it has done before."""
-    return Message(message.states, {**message.facts, "step": index})
+def numbered(message: Message, index: int, rounds: int) -> Message:
+    """The message with what a site must know of the run: a step's number, by which it knows one that it has done before, and its length.
+
+    Args:
+        message: left as it is.
+        index: number of the step in the run.
+        rounds: of the run, for the schedule of the learning rate.
+    """
+    return Message(message.states, {**message.facts, "step": index, "run_rounds": rounds})
 
 
 def total_bytes(messages: Iterable[Message]) -> int:

@@ -15,6 +15,7 @@ from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
+from medflare.tasks.schedules import rate_factor
 
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Participant:
         """The reply to one step. Errors are raised: the engine turns them into a reply that names the site.
 
         The fact "step" of `incoming` counts the steps of the run. One that is asked again is answered from the state that it
-        was answered from before.
+        was answered from before. The fact "run_rounds" says how many rounds the run has, for the schedule of the learning rate.
 
         Args:
             phase: "enrol", "deliver" or a phase of the method's site half.
@@ -104,8 +105,9 @@ class Participant:
         """
         if phase == ENROL:
             return self._enrol(incoming)
-        step = int(incoming.facts.pop("step"))
+        step, rounds = int(incoming.facts.pop("step")), int(incoming.facts.pop("run_rounds"))
         with self._half.ready(step, kept=phase != DELIVER) as half:
+            half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
             return self._deliver(half, incoming) if phase == DELIVER else half.perform(phase, round, incoming)
 
     # -- enrolment -------------------------------------------------------------------------------------------------------------

@@ -80,7 +80,11 @@ class Method:
         if task is None:
             return
         from medflare.networks.catalogue import check_network
+        from medflare.tasks.losses import build_loss
+        from medflare.tasks.optimizers import check_optimizer
 
+        check_optimizer(task.optimizer, f"task {task.name}")
+        build_loss(task)
         network = check_network(task)
         if self.site_class.needs_features(site) and not network.has_features:
             raise ConfigError(

@@ -54,6 +54,8 @@ def check_private(task: TaskConfig) -> None:
                 f"dp_noise: layer {name} ({type(layer).__name__}) of network {task.network['name']} mixes the images of a batch, so "
                 "none has a gradient of its own; set task.network.norm=instance (unet), or take a network without it (small_cnn, vgg11)"
             )
+    if task.sampling["name"] != "shuffle":
+        raise ConfigError("dp_noise: DP-SGD draws every patient with the same probability; set task.sampling=shuffle")
     if reason := pools_images(task):
         raise ConfigError(f"dp_noise: loss {task.loss['name']} gives no image a gradient of its own: {reason}")
 

@@ -15,7 +15,8 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, one_of, takes, unknown
 from medflare.tasks.metrics_table import metrics_of, selection_metrics
-from medflare.tasks.optimizers import OPTIMIZERS
+from medflare.tasks.optimizers import OPTIMIZERS, optimizer_class
+from medflare.tasks.schedules import written_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,7 @@ def _named(value: Any) -> dict[str, Any]:
 class _OptimizerBasics:
     """What every optimiser needs; torch checks the rest when it builds one."""
 
-    name: Annotated[str, one_of(*OPTIMIZERS)]
+    name: str
     lr: Annotated[float, Field(gt=0)]
 
 
@@ -56,20 +57,42 @@ def _optimizer(value: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, config=STRICT)
+class _Clip:
+    """Largest norm of all gradients together, or largest absolute value of each number in them."""
+
+    norm: Annotated[float, Field(gt=0)] | None = None
+    value: Annotated[float, Field(gt=0)] | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Sampling:
+    """How the training images of an epoch are drawn; the weights are those of the groups of `data.sites.sampling`."""
+
+    name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
+    weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
+
+
+@dataclass(frozen=True, config=STRICT)
 class _Slices:
     axis: Annotated[int, one_of(0, 1, 2)] = 2
     keep: Literal["all", "foreground"] = "all"
 
 
-def _written_out(slices: Any) -> Any:
+def _written_out(settings: Any) -> Any:
     """JSON with the defaults, so that they count in the fingerprint; what is no such object is left to the next check."""
-    return dataclasses.asdict(slices) if isinstance(slices, _Slices) else slices
+    return dataclasses.asdict(settings) if isinstance(settings, _Slices | _Clip | _Sampling) else settings
+
+
+def _sampling(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
 
 
 Name = Annotated[str, AfterValidator(_non_empty)]
 Count = Annotated[int, Field(ge=1)]
 Named = Annotated[dict[str, Any], BeforeValidator(_named)]
 Optimizer = Annotated[dict[str, Any], BeforeValidator(_optimizer)]
+Clip = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Clip)]
+Sampling = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Sampling), BeforeValidator(_sampling)]
 Slices = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Slices)]
 
 
@@ -88,6 +111,10 @@ class TaskConfig:
         network: {"name": ..., arguments}, see `networks.catalogue`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
         optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimiser}.
+        schedule: {"name": one of `tasks.schedules`, its settings}, how the learning rate goes over the rounds.
+        clip: {"norm": ...} or {"value": ...}, what every step of the optimizer limits gradients to.
+        sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class as often as the others),
+            or {"name": "weighted", "weights": [...]}, see `data.sites.sampling`.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
         metric: validation metric that selects models; higher is better.
@@ -120,6 +147,9 @@ class TaskConfig:
         default_factory=lambda: {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 255, "b_min": 0.0, "b_max": 1.0, "clip": True}
     )
     augment: tuple[Named, ...] = ()
+    schedule: Named = field(default_factory=lambda: {"name": "constant"})
+    clip: Clip = field(default_factory=lambda: dataclasses.asdict(_Clip()))
+    sampling: Sampling = field(default_factory=lambda: dataclasses.asdict(_Sampling()))
     slices: Slices = field(default_factory=lambda: dataclasses.asdict(_Slices()))
     label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
     unlisted_labels: Literal["error", "drop"] = "error"
@@ -209,6 +239,9 @@ def _read(source: str | Path) -> tuple[str, str]:
 
 def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
     task = checked(TaskConfig, content, place, remedy=_REMEDY)
+    if task.optimizer["name"] not in OPTIMIZERS:
+        optimizer_class(task.optimizer["name"], place)
+    task.schedule.update(written_out(task.schedule, f"{place}: schedule"))
     _check_together(task, place)
     return task
 
@@ -219,6 +252,10 @@ def _check_together(task: TaskConfig, place: str) -> None:
         raise ConfigError(
             f"{place}: size {list(task.size)} has {len(task.size)} sides, spatial_dims is {task.spatial_dims}; make them agree"
         )
+    if None not in task.clip.values():
+        raise ConfigError(f"{place}: clip takes norm or value, got both; leave one of them out")
+    if bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"):
+        raise ConfigError(f"{place}: sampling takes weights where it is weighted, and only there; got {task.sampling}")
     if task.target == "binary" and len(task.labels) != 1:
         raise ConfigError(f"{place}: a binary task has one label, got {list(task.labels)}; use target 'multiclass' or 'multilabel'")
     if task.target == "multiclass" and len(task.labels) < 2:

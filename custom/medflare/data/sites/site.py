@@ -11,6 +11,7 @@ from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
 from medflare.data.sites import scoring
 from medflare.data.sites.batches import in_order, in_random_order
+from medflare.data.sites.sampling import drawing_weights
 from medflare.data.splits import Batch, SiteData, class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
@@ -18,7 +19,7 @@ from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.tasks.metrics import Scores
-from medflare.tasks.optimizers import build_optimizer
+from medflare.tasks.optimizers import build_optimizer, clip_gradients
 
 
 class Site:
@@ -33,6 +34,7 @@ class Site:
 
     Attributes:
         abort: asked before every batch; where it answers True, whatever takes batches raises `Aborted`.
+        rate_factor: what the task's schedule makes of the learning rate in the round at hand; set before every step.
         batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
         notes: what is worth knowing about the data, one line each (absent classes, images left out).
     """
@@ -44,10 +46,12 @@ class Site:
         self.seed = seed
         self.device = torch.device(device)
         self.abort: Callable[[], bool] = lambda: False
+        self.rate_factor = 1.0
         self.batch_limit: int | None = None
         self.notes = list(data.notes)
         self._augmentation = Augmentation(task)
         self._loss = build_loss(task).to(self.device)
+        self._drawing = drawing_weights(task, data.train.targets)
 
     # -- what it has -------------------------------------------------------------------------------------------------------------
 
@@ -83,12 +87,19 @@ class Site:
         return initial_network(self.task, self.seed, purpose, spec, outputs).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
-        """The task's optimiser; `override` replaces or adds arguments, for example lr=1e-4.
+        """The task's optimiser, at the rate of its schedule, clipping gradients as the task says.
+
+        Args:
+            parameters: what it steps.
+            override: replaces or adds arguments, for example lr=1e-4; the schedule's factor comes on top.
 
         Raises:
             ConfigError: an argument that torch's optimiser does not take.
         """
-        return build_optimizer({**self.task.optimizer, **override}, parameters, f"task {self.task.name}")
+        settings = {**self.task.optimizer, **override}
+        optimizer = build_optimizer({**settings, "lr": settings["lr"] * self.rate_factor}, parameters, f"task {self.task.name}")
+        clip_gradients(optimizer, **self.task.clip)
+        return optimizer
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`."""
@@ -101,6 +112,8 @@ class Site:
     ) -> Iterator[Batch]:
         """One pass over a split in random order; equal (seed, name, keys) give equal batches, see `batches.in_random_order`.
 
+        Training images are drawn as the task's sampling says.
+
         Args:
             split: "train", "validation" or "test".
             keys: what sets this pass apart, by habit round, purpose, epoch.
@@ -110,7 +123,8 @@ class Site:
         """
         size = self._bearable(batch_size or self.task.batch_size)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
-        for index in in_random_order(self.n[split], size, drop_last, self.seed, self.name, *keys, "order"):
+        weights = self._drawing if split == "train" else None
+        for index in in_random_order(self.n[split], size, drop_last, self.seed, self.name, *keys, "order", weights=weights):
             batch = self.take(split, index)
             yield self.augmented(batch, random) if augment else batch
 
