@@ -129,7 +129,7 @@ def test_without_a_last_layer_methods_that_need_features_are_refused_by_name() -
         ({"name": "SegResNett"}, r"network: unknown network 'SegResNett'; did you mean SegResNet"),
         ({"name": "SegResNet", "init_filter": 8}, r"network SegResNet: unknown argument 'init_filter'; did you mean init_filters"),
         ({"name": "SegResNet", "out_channels": 8}, r"network SegResNet: out_channels follows from the task; leave it out"),
-        ({"name": "UNet", "channels": [4, 8]}, r"network UNet: argument 'strides' is missing; see MONAI's documentation of UNet"),
+        ({"name": "UNet", "channels": [4, 8]}, r"network UNet: argument 'strides' is missing; see its documentation"),
         ({"name": "UNet", "channels": [4, 8], "strides": [2, 2, 2], "kernel_size": "x"}, r"network UNet: .*; check its arguments"),
         ({"name": "DenseNet121", "pretrained": True}, r"network DenseNet121: weights are not downloaded in a federation"),
     ],
@@ -152,7 +152,7 @@ def test_a_network_must_fit_the_task_before_anything_starts() -> None:
         check_network(small_task(network={"name": "DenseNet121", "block_config": [1, 1, 1, 1]}, size=[32, 32]))
     with pytest.raises(ConfigError, match=r"images of size \[15, 16\] do not pass"):
         check_network(small_task(network={"name": "SegResNet"}, size=[15, 16]))
-    with pytest.raises(ConfigError, match=r"^task squares: network unet: images of size \[15, 16\] do not pass"):
+    with pytest.raises(ConfigError, match=r"^task squares: network unet: two images give logits of shape \[2, 1, 16, 16\], a "):
         check_network(small_task(size=[15, 16]))
 
 

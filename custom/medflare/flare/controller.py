@@ -25,7 +25,7 @@ from medflare.federation.run import Run, refused_run
 from medflare.federation.settings import RUN_SETTINGS, run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange.desk import Desk
-from medflare.flare.exchange.participants import TASK_FILE, authorize, interrupted, rebuild_hint
+from medflare.flare.exchange.participants import TASK_FILE, authorize, authorize_network, interrupted, rebuild_hint
 from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.exchange.tasks import TaskExchange
 from medflare.flare.exchange.tracking import Tracking
@@ -164,13 +164,15 @@ class MedflareController(Controller):
         if self.resume:
             take_up(place.of(interrupted(self.resume)).checkpoints, place.checkpoints)
         halves = self.site_half or aggregator.method_name, aggregator.method_name
+        task = place.task()
         authorize(halves, fl_ctx)
+        authorize_network(task, fl_ctx)
         method = get_method(halves[0], server=halves[1])
         with rebuild_hint():  # the formula goes by the halves' own values, whichever way the job spells them
             aggregator.hyper = method.effective(aggregator.hyper or {})
         return Run(
             method=method,
-            task=place.task(),
+            task=task,
             hyper=aggregator.hyper,
             settings=settings,
             sites=tuple(site for site in sorted(self._members()) if site not in settings.outside),

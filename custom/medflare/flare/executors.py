@@ -27,7 +27,7 @@ from medflare.flare.exchange.participants import (
     ParticipantSpec,
     SiteTask,
     anchor,
-    authorize,
+    authorized,
     interrupted,
     load_ahead,
 )
@@ -112,8 +112,7 @@ class MedflareExecutor(Executor):
 
     def _answer(self, phase: str, round: int, incoming: "Message", fl_ctx: FLContext) -> "Message":
         if self._participant is None:
-            spec = self._spec(fl_ctx)
-            authorize(spec.halves, fl_ctx)
+            spec = authorized(self._spec(fl_ctx), fl_ctx)
             if fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False) and spec.served_before():
                 if self._host.running():
                     return self._host.answer(spec, phase, round, incoming, self._aborted)

@@ -15,6 +15,7 @@ from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
 from medflare.networks.features import FeatureNetwork
 from medflare.networks.library import library_names, library_network
+from medflare.networks.own import imported, own_module
 from medflare.networks.structure import WholeNetwork, example, last_layer
 from medflare.tasks.config import TaskConfig
 
@@ -38,7 +39,7 @@ def build_network(
     """The network that `spec` names, for example {"name": "unet", "channels": [16, 32, 64]}, with random weights.
 
     Args:
-        spec: "name", of `NETWORKS` or of a class in `monai.networks.nets`, and arguments of its own.
+        spec: "name", of `NETWORKS`, of a class in `monai.networks.nets` or of one's own ("package.module:name"), and its arguments.
         in_channels: image channels.
         out_channels: channels of the logits.
         spatial_dims: 2, or 3 for volumes.
@@ -53,14 +54,23 @@ def build_network(
     if name in NETWORKS:
         network = _own(name, settings, in_channels, out_channels, spatial_dims)
     else:
-        library = library_names()
-        if name not in library:
-            raise unknown("network", str(name), {*NETWORKS, *library}, "network")
-        whole = library_network(name, library[name], settings, in_channels, out_channels, spatial_dims, sides)
-        network = WholeNetwork(whole, _last_layer(json.dumps(dict(spec)), in_channels, out_channels, spatial_dims, sides))
+        whole = library_network(str(name), _found(str(name)), settings, in_channels, out_channels, spatial_dims, sides)
+        if isinstance(whole, FeatureNetwork):
+            network = whole
+        else:
+            network = WholeNetwork(whole, _last_layer(json.dumps(dict(spec)), in_channels, out_channels, spatial_dims, sides))
     network.settings = {"spec": dict(spec), "in_channels": in_channels, "out_channels": out_channels}
     network.settings |= {"spatial_dims": spatial_dims, "size": list(sides)}
     return network
+
+
+def _found(name: str) -> Callable[..., Any]:
+    """What builds a network that is none of `NETWORKS`."""
+    if own_module({"name": name}):
+        return imported(name)
+    if name not in library_names():
+        raise unknown("network", name, {*NETWORKS, *library_names()}, "network")
+    return library_names()[name]
 
 
 def _own(name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, spatial_dims: int) -> FeatureNetwork:
@@ -87,7 +97,7 @@ def _last_layer(spec: str, in_channels: int, out_channels: int, spatial_dims: in
     name = settings.pop("name")
 
     def build() -> nn.Module:
-        return library_network(name, library_names()[name], settings, in_channels, out_channels, spatial_dims, size)
+        return library_network(name, _found(name), settings, in_channels, out_channels, spatial_dims, size)
 
     try:
         return last_layer(_without_memory(build), example(in_channels, size, "meta"))

@@ -1,4 +1,4 @@
-"""The networks of `monai.networks.nets` by their names. Whatever the task fixes is given by medflare under MONAI's name for it."""
+"""Networks of `monai.networks.nets` by their names, and others built like them: what the task fixes is given under MONAI's name for it."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -51,11 +51,11 @@ def parameters_of(build: Any) -> dict[str, inspect.Parameter]:
 def library_network(
     name: str, build: Any, settings: Mapping[str, Any], in_channels: int, out_channels: int, spatial_dims: int, size: Sequence[int]
 ) -> nn.Module:
-    """MONAI's network with what the task fixes, and its own arguments.
+    """MONAI's network, or one that is called like MONAI's, with what the task fixes and its own arguments.
 
     Args:
         name: of the network, for messages.
-        build: see `library_names`.
+        build: its class or function, see `library_names`.
         settings: its own arguments.
         in_channels: image channels.
         out_channels: logits.
@@ -84,12 +84,15 @@ def library_network(
     arguments = {argument: value for argument, value in given.items() if argument in takes} | dict(settings)
     needed = [found for found in inspect.signature(build).parameters.values() if found.kind is not found.VAR_KEYWORD]
     if missing := [found.name for found in needed if found.default is found.empty and found.name not in arguments]:
-        raise ConfigError(f"network {name}: argument {missing[0]!r} is missing; see MONAI's documentation of {name}")
+        raise ConfigError(f"network {name}: argument {missing[0]!r} is missing; see its documentation")
     try:
-        return build(**arguments)
+        network = build(**arguments)
     except _PROBLEMS as error:
         reason = "it needs the package einops; pip install 'medflare[transformers]'" if "einops" in str(error) else _line(error)
         raise ConfigError(f"network {name}: {reason}; check its arguments {dict(settings)}") from error
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"network {name}: it made a {type(network).__name__}, which is no torch.nn.Module")
+    return network
 
 
 def _not_taken(name: str, argument: str, own: Sequence[str]) -> ConfigError:

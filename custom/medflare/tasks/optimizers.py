@@ -41,13 +41,16 @@ def optimizer_class(name: str, place: str) -> "type[Optimizer]":
     return usable[name]
 
 
-def build_optimizer(settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str) -> "Optimizer":
+def build_optimizer(
+    settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str, clip: Mapping[str, float | None] | None = None
+) -> "Optimizer":
     """torch's optimiser of `parameters`.
 
     Args:
         settings: {"name": see `optimizer_class`, arguments of torch's class}.
         parameters: what it steps.
         place: the beginning of a message, for example "task brain_lgg".
+        clip: what every step limits gradients to, see `clip_gradients`; None: nothing.
 
     Raises:
         ConfigError: no such name, or an argument or value that torch's class does not take.
@@ -57,9 +60,11 @@ def build_optimizer(settings: Mapping[str, Any], parameters: "Iterable[nn.Parame
     cls = optimizer_class(name, place)
     refuse_arguments(cls, arguments, f"{place}: optimizer {name}", taken=["params"])
     try:
-        return cls(parameters, **arguments)
+        optimizer = cls(parameters, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{place}: optimizer {name}: {error}; see torch.optim.{cls.__name__}") from error
+    clip_gradients(optimizer, **clip or {})
+    return optimizer
 
 
 def check_optimizer(settings: Mapping[str, Any], place: str) -> None:

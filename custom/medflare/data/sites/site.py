@@ -19,7 +19,7 @@ from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.tasks.metrics import Scores
-from medflare.tasks.optimizers import build_optimizer, clip_gradients
+from medflare.tasks.optimizers import build_optimizer
 
 
 class Site:
@@ -87,19 +87,10 @@ class Site:
         return initial_network(self.task, self.seed, purpose, spec, outputs).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
-        """The task's optimiser, at the rate of its schedule, clipping gradients as the task says.
-
-        Args:
-            parameters: what it steps.
-            override: replaces or adds arguments, for example lr=1e-4; the schedule's factor comes on top.
-
-        Raises:
-            ConfigError: an argument that torch's optimiser does not take.
-        """
+        """The task's optimiser at the round's rate, clipping as the task says; `override` replaces or adds arguments, as lr=1e-4."""
         settings = {**self.task.optimizer, **override}
-        optimizer = build_optimizer({**settings, "lr": settings["lr"] * self.rate_factor}, parameters, f"task {self.task.name}")
-        clip_gradients(optimizer, **self.task.clip)
-        return optimizer
+        rate = settings["lr"] * self.rate_factor
+        return build_optimizer({**settings, "lr": rate}, parameters, f"task {self.task.name}", self.task.clip)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`."""
@@ -111,8 +102,6 @@ class Site:
         self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True, drop_last: bool = False
     ) -> Iterator[Batch]:
         """One pass over a split in random order; equal (seed, name, keys) give equal batches, see `batches.in_random_order`.
-
-        Training images are drawn as the task's sampling says.
 
         Args:
             split: "train", "validation" or "test".
