@@ -23,6 +23,7 @@ NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
     "compact_selector": classifiers.compact_selector,
     "deeplab": segmenters.deeplab,
     "efficientnet_b0": classifiers.efficientnet_b0,
+    "efficientnet_lite0": classifiers.efficientnet_lite0,
     "resnet18": classifiers.resnet18,
     "resnet50": classifiers.resnet50,
     "small_cnn": classifiers.small_cnn,

