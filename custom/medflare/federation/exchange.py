@@ -10,6 +10,7 @@ from medflare.federation.screening import not_plain
 from medflare.methods.base import Step
 
 ENROL, DELIVER = "enrol", "deliver"
+START: Final = "start"  # entry of an invitation to enrol: what the task's network starts from, where that is no random draw
 PHASES_OF_ALL: Final = (ENROL, DELIVER)  # answered by the participant, whatever the method
 
 

@@ -6,10 +6,11 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
+from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keep, evaluated
-from medflare.federation.exchange import DELIVER, ENROL
+from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
@@ -120,7 +121,7 @@ class Participant:
         if incoming.facts.get("finished", 0):
             self._half.recall(incoming.facts["finished"])
         else:
-            self._half.begin(role, sites)
+            self._half.begin(role, sites, incoming.states.get(START))
             self.account.ledger.clear()
         return Message({}, {"n": site.n, "class_counts": site.class_counts().tolist(), "events": self._notes(site)})
 
@@ -152,8 +153,9 @@ class Participant:
             self._site = self.opened(role)
         return self._site
 
-    def _made(self, role: str, sites: tuple[str, ...]) -> SiteHalf[Any]:
+    def _made(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteHalf[Any]:
         site = self._opened(role)
+        site.start = start
         half = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
         half.account = self.account
         return half

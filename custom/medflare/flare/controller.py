@@ -18,6 +18,7 @@ from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
+from medflare.data.sites.local import local_settings
 from medflare.evaluation.console import results_table
 from medflare.evaluation.results import FAILED, FOLDER
 from medflare.federation.checkpoint import take_up
@@ -25,7 +26,7 @@ from medflare.federation.run import Run, refused_run
 from medflare.federation.settings import RUN_SETTINGS, run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange.desk import Desk
-from medflare.flare.exchange.participants import TASK_FILE, authorize, authorize_network, interrupted, rebuild_hint
+from medflare.flare.exchange.participants import LOCAL_FILE, TASK_FILE, authorize, authorize_network, interrupted, read_local, rebuild_hint
 from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.exchange.tasks import TaskExchange
 from medflare.flare.exchange.tracking import Tracking
@@ -52,6 +53,15 @@ class JobPlace:
             ConfigError: it is wrong.
         """
         return load_task(Path(self.workspace.get_app_config_dir(self.job)) / TASK_FILE)
+
+    def weights(self) -> Path | None:
+        """Where the server's own settings say that weights to start from lie; None where they say nothing.
+
+        Raises:
+            ConfigError: its local/medflare.json is wrong.
+        """
+        own = local_settings(read_local(Path(self.workspace.get_site_config_dir()) / LOCAL_FILE))
+        return Path(own.weights).expanduser() if own.weights else None
 
     @property
     def results(self) -> Path:
@@ -159,8 +169,7 @@ class MedflareController(Controller):
             MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
         """
         settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
-        place = self._place(fl_ctx)
-        aggregator = self._aggregator()
+        place, aggregator = self._place(fl_ctx), self._aggregator()
         if self.resume:
             take_up(place.of(interrupted(self.resume)).checkpoints, place.checkpoints)
         halves = self.site_half or aggregator.method_name, aggregator.method_name
@@ -178,6 +187,7 @@ class MedflareController(Controller):
             sites=tuple(site for site in sorted(self._members()) if site not in settings.outside),
             aggregation=aggregator.aggregation,
             folder=place.results,
+            weights=place.weights(),
             checkpoints=place.checkpoints,
             say=lambda line: self.log_info(fl_ctx, line),
             about={"engine": "flare"},

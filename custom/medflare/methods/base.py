@@ -96,6 +96,7 @@ class ServerContext:
         aggregation: the formula to aggregate with, where somebody holds it already (FLARE's aggregator component); None: the half's own.
         site_counts: site -> its answer to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
         events: where the half reports what it noticed.
+        start: what the task's network starts from, where that is no random draw; see `networks.weights.starting_state`.
         notes: site -> what this step's aggregation made of it, see `note`; the schedule takes it up after every step.
     """
 
@@ -108,6 +109,7 @@ class ServerContext:
     site_counts: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: EventLog = field(default_factory=EventLog)
     notes: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    start: StateDict | None = None
 
     @property
     def task(self) -> TaskConfig:
@@ -138,7 +140,8 @@ class ServerContext:
             spec: the network, see `networks.catalogue`; None: the task's.
             outputs: output channels; None: the task's.
         """
-        return {n: t.clone() for n, t in initial_network(self.task, self.seed, purpose, spec, outputs).state_dict().items()}
+        network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
+        return {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
 class Kept:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.rng import seeded
@@ -49,7 +49,8 @@ def build_network(
     Raises:
         ConfigError: unknown name or argument, a value that the network refuses, or one for pictures where volumes are asked for.
     """
-    settings = dict(spec)
+    settings = {name: value for name, value in spec.items() if name != "weights"}  # what training starts from, see `weights`
+    spec = dict(settings)
     name = settings.pop("name", None)
     sides = tuple(size or [_SIDE] * spatial_dims)
     if name in NETWORKS:
@@ -59,8 +60,8 @@ def build_network(
         if isinstance(whole, FeatureNetwork):
             network = whole
         else:
-            network = WholeNetwork(whole, _last_layer(json.dumps(dict(spec)), in_channels, out_channels, spatial_dims, sides))
-    network.settings = {"spec": dict(spec), "in_channels": in_channels, "out_channels": out_channels}
+            network = WholeNetwork(whole, _last_layer(json.dumps(spec), in_channels, out_channels, spatial_dims, sides))
+    network.settings = {"spec": spec, "in_channels": in_channels, "out_channels": out_channels}
     network.settings |= {"spatial_dims": spatial_dims, "size": list(sides)}
     return network
 
@@ -139,7 +140,12 @@ def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, output
 
 
 def initial_network(
-    task: TaskConfig, seed: int, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None
+    task: TaskConfig,
+    seed: int,
+    purpose: str = "model",
+    spec: Mapping[str, Any] | None = None,
+    outputs: int | None = None,
+    start: Mapping[str, Tensor] | None = None,
 ) -> FeatureNetwork:
     """A network with its initial weights: a function of (seed, purpose) alone, hence equal on the server and at every site.
 
@@ -149,9 +155,13 @@ def initial_network(
         purpose: "model", "selector", ...: another purpose, other weights.
         spec: another network than the task's.
         outputs: another number of output channels than the task's.
+        start: weights that every network of the task's own kind has instead, see `weights.starting_state`; None: none.
     """
     with seeded(seed, "initial", purpose):
-        return task_network(task, spec, outputs)
+        network = task_network(task, spec, outputs)
+    if start is not None and spec is None and outputs is None:
+        network.load_state_dict(dict(start))
+    return network
 
 
 def check_network(task: TaskConfig) -> FeatureNetwork:

@@ -1,6 +1,6 @@
 """Any module as a `FeatureNetwork`: its head is the last layer, found by following the output back to the layer that computed it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,16 +130,6 @@ def last_layer(network: nn.Module, images: Tensor) -> str | None:
         return None
     name, features = made[node]
     return name if calls[name] == 1 and features.ndim in (2, images.ndim) else None
-
-
-def renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The state with the names of a `WholeNetwork`; entries that it does not know keep theirs.
-
-    Args:
-        state: with the network's own names.
-        names: see `WholeNetwork.names`.
-    """
-    return {names.get(name, name): tensor for name, tensor in state.items()}
 
 
 def example(in_channels: int, size: Sequence[int], device: torch.device | str) -> Tensor:

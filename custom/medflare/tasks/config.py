@@ -56,6 +56,32 @@ def _optimizer(value: Any) -> dict[str, Any]:
     return settings
 
 
+def _file_name(value: str) -> str:
+    if not value or value in (".", "..") or "/" in value or "\\" in value:
+        raise ValueError("a file's name; its folder stands in the server's local/medflare.json, or in MEDFLARE_WEIGHTS")
+    return value
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Weights:
+    """The file that the server reads the first weights from, see `networks.weights`."""
+
+    file: Annotated[str, AfterValidator(_file_name)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    format: Literal["medflare", "torch", "torchvision", "safetensors"]
+    part: Literal["all", "body"] = "all"
+
+
+def _network(value: Any) -> dict[str, Any]:
+    settings = _named(value)
+    if "weights" in settings:
+        try:
+            settings["weights"] = dataclasses.asdict(checked(_Weights, settings["weights"], "weights"))
+        except (ConfigError, TypeError, AttributeError) as error:
+            raise ValueError(f"an object with weights as documented ({error})") from error
+    return settings
+
+
 @dataclass(frozen=True, config=STRICT)
 class _Clip:
     """Largest norm of all gradients together, or largest absolute value of each number in them."""
@@ -90,6 +116,7 @@ def _sampling(value: Any) -> Any:
 Name = Annotated[str, AfterValidator(_non_empty)]
 Count = Annotated[int, Field(ge=1)]
 Named = Annotated[dict[str, Any], BeforeValidator(_named)]
+Network = Annotated[dict[str, Any], BeforeValidator(_network)]
 Optimizer = Annotated[dict[str, Any], BeforeValidator(_optimizer)]
 Clip = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Clip)]
 Sampling = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Sampling), BeforeValidator(_sampling)]
@@ -108,7 +135,8 @@ class TaskConfig:
             label 0 is the background).
         channels: image channels fed to the network, 1 (RGB files become luminance) or 3 (grey files are repeated).
         size: (H, W) in pixels that every image is resized to, or (H, W, D) in voxels.
-        network: {"name": ..., arguments}, see `networks.catalogue`.
+        network: {"name": ..., arguments}, see `networks.catalogue`; "weights": {"file", "sha256", "format", "part"} to start from, see
+            `networks.weights`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
         optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimiser}.
         schedule: {"name": one of `tasks.schedules`, its settings}, how the learning rate goes over the rounds.
@@ -137,7 +165,7 @@ class TaskConfig:
     labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
     channels: Annotated[int, one_of(1, 3)]
     size: Annotated[tuple[Count, ...], takes("[height, width] in pixels, or [height, width, depth] in voxels, each at least 1")]
-    network: Named
+    network: Network
     loss: Named
     optimizer: Optimizer
     batch_size: Count
