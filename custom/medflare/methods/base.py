@@ -170,6 +170,7 @@ class SiteHalf(ABC, Generic[S]):
         Hyper: the hyper-parameters that this half owns.
         server_hyper: the class of hyper-parameters without which a server half cannot serve this one: what it reads of them, or relies on.
         phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
+        freezes: whether the half can leave parts of the network at rest, see `TaskConfig.freeze`; a subclass says so anew.
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
         memory: states and facts that survive until the next task; empty where every round starts from the incoming message alone.
         account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.
@@ -178,6 +179,7 @@ class SiteHalf(ABC, Generic[S]):
     Hyper: ClassVar[type] = SiteHyper
     server_hyper: ClassVar[type] = ServerHyper
     phases: ClassVar[tuple[Phase, ...]] = ()
+    freezes: ClassVar[bool] = False
     unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
 
     def __init__(self, site: Site, plan: Plan[S, Any]):
@@ -308,6 +310,7 @@ class ServerHalf(ABC, Generic[V]):
         Hyper: the hyper-parameters that this half owns.
         site_hyper: the class of hyper-parameters without which this half cannot serve a site half: what it reads of them, or relies on.
         aggregation_class: the formula that the half aggregates models with; FLARE's aggregators run the same one.
+        freezes: as of a site half.
         site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `extended`).
         memory: everything a new server process needs to go on after the last finished step.
     """
@@ -315,6 +318,7 @@ class ServerHalf(ABC, Generic[V]):
     Hyper: ClassVar[type] = ServerHyper
     site_hyper: ClassVar[type] = SiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]]
+    freezes: ClassVar[bool] = False
     site_extension: ClassVar[type[SiteHalf[Any]] | None] = None
 
     def __init__(self, context: ServerContext):

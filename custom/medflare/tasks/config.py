@@ -99,6 +99,14 @@ class _Sampling:
 
 
 @dataclass(frozen=True, config=STRICT)
+class _Freeze:
+    """Parts of the network, by the paths of its modules ("body"), that rest for the first so many rounds."""
+
+    parts: tuple[str, ...] = ()
+    rounds: Annotated[int, Field(ge=0)] = 0
+
+
+@dataclass(frozen=True, config=STRICT)
 class _Slices:
     axis: Annotated[int, one_of(0, 1, 2)] = 2
     keep: Literal["all", "foreground"] = "all"
@@ -106,7 +114,7 @@ class _Slices:
 
 def _written_out(settings: Any) -> Any:
     """JSON with the defaults, so that they count in the fingerprint; what is no such object is left to the next check."""
-    return dataclasses.asdict(settings) if isinstance(settings, _Slices | _Clip | _Sampling) else settings
+    return dataclasses.asdict(settings) if isinstance(settings, _Slices | _Clip | _Sampling | _Freeze) else settings
 
 
 def _sampling(value: Any) -> Any:
@@ -119,6 +127,7 @@ Named = Annotated[dict[str, Any], BeforeValidator(_named)]
 Network = Annotated[dict[str, Any], BeforeValidator(_network)]
 Optimizer = Annotated[dict[str, Any], BeforeValidator(_optimizer)]
 Clip = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Clip)]
+Freeze = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Freeze)]
 Sampling = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Sampling), BeforeValidator(_sampling)]
 Slices = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Slices)]
 
@@ -143,6 +152,7 @@ class TaskConfig:
         clip: {"norm": ...} or {"value": ...}, what every step of the optimizer limits gradients to.
         sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class as often as the others),
             or {"name": "weighted", "weights": [...]}, see `data.sites.sampling`.
+        freeze: {"parts": ["body"], "rounds": ...}: what of the network rests for the first so many rounds, and is not sent meanwhile.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
         metric: validation metric that selects models; higher is better.
@@ -178,6 +188,7 @@ class TaskConfig:
     schedule: Named = field(default_factory=lambda: {"name": "constant"})
     clip: Clip = field(default_factory=lambda: dataclasses.asdict(_Clip()))
     sampling: Sampling = field(default_factory=lambda: dataclasses.asdict(_Sampling()))
+    freeze: Freeze = field(default_factory=lambda: dataclasses.asdict(_Freeze()))
     slices: Slices = field(default_factory=lambda: dataclasses.asdict(_Slices()))
     label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
     unlisted_labels: Literal["error", "drop"] = "error"
@@ -282,6 +293,8 @@ def _check_together(task: TaskConfig, place: str) -> None:
         )
     if None not in task.clip.values():
         raise ConfigError(f"{place}: clip takes norm or value, got both; leave one of them out")
+    if bool(task.freeze["parts"]) != bool(task.freeze["rounds"]):
+        raise ConfigError(f"{place}: freeze takes parts and rounds, both or neither; got {task.freeze}")
     if bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"):
         raise ConfigError(f"{place}: sampling takes weights where it is weighted, and only there; got {task.sampling}")
     if task.target == "binary" and len(task.labels) != 1:

@@ -1,0 +1,73 @@
+"""Parts of the network that rest in the first rounds: they do not move, do not travel, and train afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.methods.catalogue import get_method
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import TaskConfig
+from methods import squares
+from small import small_task
+
+FROZEN: dict[str, Any] = {"freeze": {"parts": ["body"], "rounds": 2}}
+
+
+def head(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if name.startswith("head.")}
+
+
+def play(task: TaskConfig, rounds: int = 3) -> Any:
+    members = {name: squares.half(FedAvgSite, name, task) for name in "ABC"}
+    return squares.play(squares.server(FedAvgServer, task, rounds=rounds, outside=(), halves=members), members)
+
+
+def test_what_rests_neither_moves_nor_travels() -> None:
+    task = small_task(**FROZEN)
+    log, server, _ = play(task)
+    start = initial_network(task, squares.SEED).state_dict()
+    assert [turn.step.phase for turn in log] == ["train_part", "train_part", "train", "validate"]
+    for turn in log[:2]:
+        for message in (*turn.outgoing.values(), *turn.replies.values()):
+            assert set(message.states["model"]) == set(head(start))
+    after = log[2].outgoing["A"].states["model"]
+    assert all(torch.equal(after[name], start[name]) for name in start if name not in head(start)), "batch normalisation too"
+    assert not torch.equal(after["head.weight"], start["head.weight"])
+    assert not all(torch.equal(server.model[name], start[name]) for name in start if name.endswith("conv.weight"))
+
+
+def test_a_network_at_rest_moves_again_afterwards() -> None:
+    network = initial_network(small_task(), 0)
+    with network.at_rest(["body"]):
+        network.train()
+        assert network.training and network.head.training and not network.body.training
+        assert {name for name, weight in network.named_parameters() if weight.requires_grad} == {"head.weight", "head.bias"}
+    assert network.train().body.training and all(weight.requires_grad for weight in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "freeze", "words"),
+    [
+        (
+            "fedsm",
+            {},
+            {"parts": ["body"], "rounds": 2},
+            "method 'fedsm' trains all of the network from the first round; leave out task.freeze",
+        ),
+        ("fedavg", {}, {"parts": ["boddy"], "rounds": 2}, "freeze.parts: the network has no module 'boddy'; it has body, head"),
+        ("fedavg", {}, {"parts": ["body", "head"], "rounds": 2}, "leave nothing to train"),
+        ("fedavg", {"reset_optimizer": False}, {"parts": ["body"], "rounds": 2}, "reset_optimizer=false does not go with task.freeze"),
+        ("fedavg", {}, {"parts": ["body"]}, "freeze takes parts and rounds, both or neither"),
+    ],
+)
+def test_what_is_refused(method: str, hyper: dict[str, Any], freeze: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        get_method(method).check(hyper, small_task(freeze=freeze))
+
+
+def test_it_goes_with_a_robust_mean() -> None:
+    get_method("robust").check({}, small_task(**FROZEN))
+    get_method("fedavg", server="robust").check({}, small_task(**FROZEN))
