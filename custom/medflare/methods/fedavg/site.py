@@ -82,16 +82,15 @@ class FedAvgSite(SiteHalf[F]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
-        """Refuse what cannot be private (see `privacy.check_private`), and moments that outlive the rounds in which parts rest.
+        """With differential privacy, refuse networks and losses that mix the images of a batch, and parts at rest; see `check_private`.
 
         Raises:
-            ConfigError: one of both.
+            ConfigError: one of them.
         """
         if is_private(hyper):
             check_private(task)
-        if task.freeze["parts"] and (is_private(hyper) or not hyper.reset_optimizer):
-            setting, remedy = ("dp_noise", "dp_noise=0") if is_private(hyper) else ("reset_optimizer=false", "reset_optimizer=true")
-            raise ConfigError(f"{setting} does not go with task.freeze, which changes what is trained; set {remedy}")
+            if task.freeze["parts"]:
+                raise ConfigError("dp_noise: rounds in which parts of the network rest are not counted; leave out task.freeze")
 
     def train(self, round: int, incoming: Message) -> Message:
         """Measure the incoming global model, train it (`fit`) and send it back."""
@@ -118,8 +117,10 @@ class FedAvgSite(SiteHalf[F]):
             purpose: names the optimizer's moments in the half's memory.
             train: optimizer -> whatever training returns, as a rule its mean loss.
         """
-        optimizer = self.site.optimizer(trainable(model))
-        with self.continued({purpose: optimizer}):
+        weights = trainable(model)
+        moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network rest
+        optimizer = self.site.optimizer(weights)
+        with self.continued({moments: optimizer}):
             return train(optimizer)
 
     @contextmanager
