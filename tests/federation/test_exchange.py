@@ -66,5 +66,5 @@ def test_facts_that_nobody_can_write_down_stay_outside(fact: object) -> None:
 
 def test_a_message_is_numbered_without_being_changed() -> None:
     plain = message(1, n=3)
-    assert numbered(plain, 7).facts == {"n": 3, "step": 7} and plain.facts == {"n": 3}
-    assert numbered(plain, 7).states is plain.states
+    assert numbered(plain, 7, 9).facts == {"n": 3, "step": 7, "run_rounds": 9} and plain.facts == {"n": 3}
+    assert numbered(plain, 7, 9).states is plain.states

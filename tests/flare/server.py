@@ -14,7 +14,7 @@ from medflare.data.sites.opening import open_site
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.participants import TASK_FILE
+from medflare.flare.exchange.participants import LOCAL_FILE, TASK_FILE
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -41,6 +41,11 @@ class Server:
     def task_file(self) -> Path:
         return self.root / "job" / "config" / TASK_FILE
 
+    @property
+    def local_file(self) -> Path:
+        """The server's own settings; it has none unless a test writes them."""
+        return self.root / "local" / LOCAL_FILE
+
     def get_component(self, name: str) -> Any:
         return self.aggregator if name == "aggregator" else None
 
@@ -52,6 +57,7 @@ class Server:
             get_app_config_dir=lambda job: str(self.root / job / "config"),
             get_run_dir=lambda job: str(self.root / job),
             get_root_dir=lambda: str(self.root),
+            get_site_config_dir=lambda: str(self.local_file.parent),
         )
 
     def fire_event(self, event: str, fl_ctx: FLContext) -> None:

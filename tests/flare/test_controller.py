@@ -99,3 +99,20 @@ def test_settings_that_are_wrong_leave_results(server: Server, settings: dict[st
     results = load_results(server.root)
     assert results["status"] == "FAILED" and said in results["reason"]
     assert server.panics == [results["reason"]]
+
+
+def test_weights_lie_where_the_servers_own_settings_say(server: Server) -> None:
+    weights = {"file": "start.safetensors", "sha256": "0" * 64, "format": "safetensors"}
+    phantom = load_task("phantom").to_dict()
+    server.task_file.write_text(json.dumps({**phantom, "network": {**phantom["network"], "weights": weights}}))
+    server.local_file.parent.mkdir()
+    folder = server.root / "weights"
+    folder.mkdir()
+    (folder / "start.safetensors").write_bytes(b"other")
+    for own, said in (
+        ({"weights": str(folder)}, f"weights {folder / 'start.safetensors'}: the file has the sha256"),
+        ({"wieghts": ""}, "wieghts"),
+    ):
+        server.local_file.write_text(json.dumps(own))
+        server.run(MedflareController(rounds=1, seed=0))
+        assert said in load_results(server.root)["reason"]

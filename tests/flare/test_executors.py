@@ -75,7 +75,7 @@ def enrolment(task: TaskConfig, **changes: Any) -> Message:
 
 
 def model(task: TaskConfig, step: int = 0) -> Message:
-    return Message({"model": initial_network(task, 0).state_dict()}, {"step": step})
+    return Message({"model": initial_network(task, 0).state_dict()}, {"step": step, "run_rounds": 3})
 
 
 def answered(executor: MedflareExecutor, fl_ctx: FLContext, phase: str, message: Message, round: int = 0, abort: bool = False) -> Shareable:

@@ -139,7 +139,7 @@ class TestEveryMethod:
         for step, outgoing, replies in steps:
             phase = method.site_class.phase(step.phase)
             for site, message in outgoing.items():
-                assert message.facts.pop("step") >= 0
+                assert message.facts.pop("step") >= 0 and message.facts.pop("run_rounds") == 2
                 assert phase.unsent(message) is None, (step, site)
             for site, reply in replies.items():
                 assert phase.undeclared(reply, plan) is None, (step, site)

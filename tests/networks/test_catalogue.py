@@ -28,6 +28,7 @@ CLASSIFIERS = [
     ({"name": "resnet18", "small_images": True}, 512),
     ({"name": "resnet50"}, 2048),
     ({"name": "efficientnet_b0"}, 1280),
+    ({"name": "efficientnet_lite0"}, 1280),
 ]
 
 
@@ -71,6 +72,7 @@ def test_published_sizes() -> None:
     assert _size({"name": "resnet18"}, 3, 1000) == 11_689_512
     assert _size({"name": "resnet50"}, 3, 1000) == 25_557_032
     assert _size({"name": "efficientnet_b0"}, 3, 1000) == 5_288_548
+    assert _size({"name": "efficientnet_lite0"}, 3, 1000) == 4_652_008
     assert _size({"name": "compact_selector"}, 3, 4) < 30_000
 
 

@@ -30,7 +30,7 @@ from medflare.privacy.ledger import Budget, Release
 from medflare.privacy.sampling import training_patients
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
-from small import INSTANCE_UNET, tiny_phantom
+from small import INSTANCE_UNET, small_task, tiny_phantom
 
 TINY = tiny_phantom()
 PRIVATE: dict[str, Any] = {"dp_noise": 1.0}
@@ -191,7 +191,7 @@ class TestAccount:
             if phase == "enrol":
                 facts = {**identity_of(method, hyper, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
                 return participant.answer("enrol", 0, Message({}, {**facts, "finished": finished}))
-            return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step}))
+            return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step, "run_rounds": 3}))
 
         return ask
 
@@ -258,3 +258,8 @@ def test_a_run_goes_on_without_a_site_whose_budget_is_spent(tmp_path: Path) -> N
     (event,) = [event for event in results["events"] if event["kind"] == "failed"]
     assert event["site"] == "site-2" and "its own budget is 0.001" in event["message"]
     assert "privacy" not in results["sites"]["site-2"] and results["sites"]["site-1"]["privacy"]["steps"]
+
+
+def test_patients_are_drawn_by_dp_sgd_alone() -> None:
+    with pytest.raises(ConfigError, match=r"^dp_noise: DP-SGD draws every patient with the same probability; set task\.sampling=shuffle$"):
+        privacy.check_private(small_task(network=INSTANCE_UNET, sampling="balanced"))

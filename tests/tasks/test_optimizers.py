@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.tasks.optimizers import OPTIMIZERS, build_optimizer
+from medflare.methods.parts.training import pack_optimizer, unpack_optimizer
+from medflare.tasks.optimizers import OPTIMIZERS, build_optimizer, check_optimizer, clip_gradients
+
+BY_NAME = ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD", "SGD", "Adafactor"]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
@@ -27,11 +30,56 @@ def test_settings_stay_as_they_were() -> None:
     assert settings == {"name": "sgd", "lr": 0.1}
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_moments_go_on_in_another_process(name: str) -> None:
+    settings = {"name": name, "lr": 0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})}
+    check_optimizer(settings, "task x")
+
+    def steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, *gradients: float) -> None:
+        for gradient in gradients:
+            weight.grad = torch.full_like(weight, gradient)
+            optimizer.step()
+
+    first = nn.Parameter(torch.ones(2, 2))
+    optimizer = build_optimizer(settings, [first], "task x")
+    steps(optimizer, first, 1.0, -0.5)
+    second = nn.Parameter(first.detach().clone())
+    fresh = build_optimizer(settings, [second], "task x")
+    unpack_optimizer(fresh, pack_optimizer(optimizer))
+    steps(optimizer, first, 0.25, 0.5)
+    steps(fresh, second, 0.25, 0.5)
+    assert torch.equal(first, second)
+
+
 def test_what_torch_does_not_take() -> None:
     weights = [nn.Parameter(torch.ones(1))]
-    with pytest.raises(ConfigError, match=r"^task x: optimizer adam: .*momentun.*; see torch\.optim\.Adam$"):
-        build_optimizer({"name": "adam", "lr": 0.1, "momentun": 0.9}, weights, "task x")
+    with pytest.raises(ConfigError, match=r"^task x: optimizer adam: unknown argument 'weight_deca'; did you mean weight_decay"):
+        build_optimizer({"name": "adam", "lr": 0.1, "weight_deca": 0.9}, weights, "task x")
     with pytest.raises(ConfigError, match=r"^task x: optimizer sgd: .*; see torch\.optim\.SGD$"):
         build_optimizer({"name": "sgd", "lr": 0.1, "momentum": -1.0}, weights, "task x")
     with pytest.raises(ConfigError, match=r"^task x: unknown optimizer 'adan'; did you mean adam"):
         build_optimizer({"name": "adan", "lr": 0.1}, weights, "task x")
+    with pytest.raises(ConfigError, match=r"^task x: optimizer Adam: a step fails \("):
+        check_optimizer({"name": "Adam", "lr": 0.1, "betas": [0.9, 0.99], "capturable": True, "foreach": True}, "task x")
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Muon"])
+def test_those_that_cannot_train_here_say_why(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^task x: optimizer {name} cannot train here: it .*; take AdamW, SGD or another of torch\.optim$"
+    ):
+        build_optimizer({"name": name, "lr": 0.1}, [nn.Parameter(torch.ones(1))], "task x")
+
+
+def test_every_step_clips_what_it_is_given() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = build_optimizer({"name": "sgd", "lr": 1.0}, [weight], "task x")
+    clip_gradients(optimizer, norm=1.0)
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+    optimizer = build_optimizer({"name": "sgd", "lr": 1.0}, [weight], "task x")
+    clip_gradients(optimizer, value=0.5)
+    weight.grad = torch.tensor([3.0, -0.1])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-1.1, -0.7]))

@@ -42,5 +42,8 @@ def _job(options: argparse.Namespace) -> int:
         embed_code=options.embed_code,
         **run_arguments(options),
     )
+    if options.model is not None:
+        sent = task.network["weights"]
+        print(f"the server reads {sent['file']} of {options.model} (sha256 {sent['sha256'][:16]}...): name it in its local/medflare.json")
     print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: nvflare simulator {folder} -n 4 -t 4 -w workspace")
     return 0

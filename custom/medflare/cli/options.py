@@ -5,7 +5,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -65,6 +65,7 @@ def add_federation_options(parser: argparse.ArgumentParser) -> None:
     """The method with its halves and hyper-parameters, the task, and the settings of the run."""
     add_method_options(parser)
     add_task_options(parser, "a hyper-parameter (lam=0.3, where both halves have it site.beta=1 or server.beta=1)")
+    parser.add_argument("--from", dest="model", type=Path, metavar="MODEL", help="go on from a delivered model of one network (its folder)")
     parser.add_argument("--resplit", type=int, metavar="SEED", help="draw the training / validation / test split anew by patient")
     run = parser.add_argument_group("settings of the run")
     add_rounds(run)
@@ -131,7 +132,7 @@ def chosen_method(options: argparse.Namespace) -> "Method":
 
 
 def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
-    """The hyper-parameters under their halves and the task, from --set, --task and --resplit.
+    """The hyper-parameters under their halves and the task, from --set, --task, --resplit and --from.
 
     Raises:
         ConfigError: a name that neither the method nor the task has, or a value that the task cannot have.
@@ -149,7 +150,23 @@ def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict
     changes = {name: value for name, value in given.items() if name.startswith(_TASK)}
     if options.resplit is not None:
         changes[f"{_TASK}resplit"] = options.resplit
+    if options.model is not None:
+        changes[f"{_TASK}network.weights"] = delivered_weights(options.model)
     return halved(hyper, method.hyper_classes, method.name), task_with(options.task, changes)
+
+
+def delivered_weights(folder: Path) -> dict[str, str]:
+    """What a task says of the weights of a delivered model, to start from them.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        StateError: no delivered model lies there.
+    """
+    from medflare.inference.deployed import WEIGHTS_FILE, load_model
+
+    return {"file": WEIGHTS_FILE, "sha256": load_model(folder).card["sha256"], "format": "medflare"}
 
 
 def set_values(settings: Sequence[str]) -> dict[str, Any]:
@@ -215,21 +232,33 @@ def site_names(text: str) -> list[str]:
     return names
 
 
-@contextmanager
-def data_root(folder: Path | None) -> Iterator[None]:
-    """While it is entered, sites look for their data in `folder`, in this process and in those that it starts; None: as before.
-
-    The environment is the one way that reaches the sites of every engine: FLARE's simulator gives each a process of its own.
-    """
+def data_root(folder: Path | None) -> AbstractContextManager[None]:
+    """While it is entered, sites look for their data in `folder`; None: as before."""
     from medflare.data.loading import ENVIRONMENT
 
-    before = os.environ.get(ENVIRONMENT)
-    if folder is not None:
-        os.environ[ENVIRONMENT] = str(folder.expanduser().resolve())
+    return _environment(ENVIRONMENT, folder)
+
+
+def weights_place(place: Path | None) -> AbstractContextManager[None]:
+    """While it is entered, the server looks for weights to start from in `place`, a file or a folder; None: as before."""
+    from medflare.networks.weights import ENVIRONMENT
+
+    return _environment(ENVIRONMENT, place)
+
+
+@contextmanager
+def _environment(variable: str, path: Path | None) -> Iterator[None]:
+    """While it is entered, a variable holds a path, in this process and in those that it starts; None: as before.
+
+    The environment is the one way that reaches the parties of every engine: FLARE's simulator gives each a process of its own.
+    """
+    before = os.environ.get(variable)
+    if path is not None:
+        os.environ[variable] = str(path.expanduser().resolve())
     try:
         yield
     finally:
         if before is None:
-            os.environ.pop(ENVIRONMENT, None)
+            os.environ.pop(variable, None)
         else:
-            os.environ[ENVIRONMENT] = before
+            os.environ[variable] = before

@@ -13,6 +13,7 @@ from medflare.cli.options import (
     hyper_and_task,
     run_arguments,
     site_names,
+    weights_place,
 )
 from medflare.core.errors import ConfigError
 
@@ -42,12 +43,14 @@ def _add_run(commands: Commands) -> None:
             "medflare run fedsm --sites 4 --engine local --workers 2           # two sites train at the same time, no FLARE",
             "medflare run moon --server-half grace --rounds 20                 # GRACE's aggregation of MOON's sites",
             "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
+            "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  # go on from a delivered model",
         ),
     )
     add_federation_options(parser)
     parser.add_argument("--sites", default="4", help="number of sites (site-1, ...) or comma-separated names (default: %(default)s)")
     parser.add_argument("--engine", choices=("flare", "local"), default="flare", help="FLARE's simulator (default) or a plain loop")
     add_data_root(parser)
+    parser.add_argument("--weights", type=Path, help="file or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")
     parser.add_argument("--threads", type=int, metavar="N", help="sites that train at the same time under FLARE (default: all)")
     _add_workers(parser)
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where results go (default: %(default)s)")
@@ -70,6 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     hyper, task = hyper_and_task(options, method)
     settings = run_arguments(options)
     sites = list(dict.fromkeys([*site_names(options.sites), *settings["outside"]]))
+    weights = options.weights or options.model
     folder = options.out / f"{method.name}-{task.name}-seed{options.seed}"
     if options.engine == "local":
         if given := [name for name in _OF_FLARE if getattr(options, name) is not None]:
@@ -77,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.federation.local.loop import run_local
 
         inside = [site for site in sites if site not in settings["outside"]]
-        with data_root(options.data_root):
+        with data_root(options.data_root), weights_place(weights):
             run_local(
                 options.method, task, inside, rounds=options.rounds, out=folder, workers=options.workers, say=print, **settings, **hyper
             )
@@ -87,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.flare.recipes import MedflareRecipe
 
         recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **settings, **hyper)
-        with data_root(options.data_root):
+        with data_root(options.data_root), weights_place(weights):
             recipe.simulate(sites, folder, threads=options.threads)
     return 0 if show_results(folder) else 1
 

@@ -1,8 +1,10 @@
 """MONAI transforms by configuration: resizing and intensity scaling once per image, random augmentation per training batch."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,20 +15,33 @@ from medflare.core.errors import ConfigError
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.tasks.config import TaskConfig
 
-INTENSITY = ("NormalizeIntensity", "ScaleIntensity", "ScaleIntensityRange", "ScaleIntensityRangePercentiles")
-_SPATIAL = ("Rand2DElastic", "RandAffine", "RandFlip", "RandRotate", "RandRotate90", "RandZoom")
-_PHOTOMETRIC = (
-    "RandAdjustContrast",
-    "RandBiasField",
-    "RandCoarseDropout",
-    "RandGaussianNoise",
-    "RandGaussianSharpen",
-    "RandGaussianSmooth",
-    "RandHistogramShift",
-    "RandScaleIntensity",
-    "RandShiftIntensity",
-)
-AUGMENTATIONS = (*_SPATIAL, *_PHOTOMETRIC)
+# These do not keep one image of one size, or move nothing although they lie among those that do.
+_NOT_SPATIAL = ("RandGridPatch", "RandSimulateLowResolution")
+
+
+@cache
+def intensity_transforms() -> tuple[str, ...]:
+    """Names of MONAI's intensity transforms that do the same to an image every time."""
+    return tuple(name for name in _dictionary_forms("intensity") if not name.startswith("Rand"))
+
+
+@cache
+def spatial_augmentations() -> tuple[str, ...]:
+    """Names of MONAI's random transforms that move the pixels of an image, and its mask along with them."""
+    return tuple(name for name in _dictionary_forms("spatial") if name.startswith("Rand") and name not in _NOT_SPATIAL)
+
+
+@cache
+def photometric_augmentations() -> tuple[str, ...]:
+    """Names of MONAI's random transforms that change intensities alone."""
+    return ("RandSimulateLowResolution", *(name for name in _dictionary_forms("intensity") if name.startswith("Rand")))
+
+
+def _dictionary_forms(room: str) -> list[str]:
+    """Names, without the d, of the transforms of a room of MONAI's that have a dictionary form, sorted."""
+    module = import_module(f"monai.transforms.{room}.dictionary")
+    found = [name for name, cls in vars(module).items() if getattr(cls, "__module__", "") == module.__name__ and name == cls.__name__]
+    return sorted(name.removesuffix("d") for name in found if name.endswith("d"))
 
 
 class Preprocessing:
@@ -34,7 +49,7 @@ class Preprocessing:
 
     def __init__(self, task: TaskConfig):
         self._size = task.size
-        self._intensity = _construct("intensity", INTENSITY, "", task.intensity)
+        self._intensity = _construct("intensity", intensity_transforms(), "", task.intensity)
 
     def image(self, array: np.ndarray) -> Tensor:
         """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or bilinear interpolation.
@@ -74,13 +89,14 @@ class Augmentation:
         self._transforms = [self._build(settings) for settings in task.augment]
 
     def _build(self, settings: Mapping[str, Any]) -> Any:
-        spatial = settings["name"] in _SPATIAL and self._masks
+        name, known = settings["name"], (*spatial_augmentations(), *photometric_augmentations())
+        spatial = name in spatial_augmentations() and self._masks
         keys = ["image", "target"] if spatial else ["image"]
         extra: dict[str, Any] = {"keys": keys}
-        if spatial and settings["name"] not in ("RandFlip", "RandRotate90"):
-            nearest = "nearest-exact" if settings["name"] == "RandZoom" else "nearest"  # the other transforms sample a grid
+        if spatial and "mode" in inspect.signature(_transform_class(f"{name}d")).parameters:
+            nearest = "nearest-exact" if name == "RandZoom" else "nearest"  # the other transforms sample a grid
             extra["mode"] = [settings.get("mode", "bilinear"), nearest]
-        return _construct("augment", AUGMENTATIONS, "d", {**settings, **extra})
+        return _construct("augment", known, "d", {**settings, **extra})
 
     def __call__(self, images: Tensor, targets: Tensor, random: np.random.RandomState) -> tuple[Tensor, Tensor]:
         """A batch, image by image, with draws from `random`.
@@ -102,7 +118,7 @@ class Augmentation:
         return images, targets
 
     def _sample(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
-        sample = {"image": image}
+        sample = {"image": image.clone()}  # some of MONAI's transforms write into what they are given
         if self._masks:
             sample["target"] = target.reshape(-1, *target.shape[-2:]).to(torch.float32)
         for transform in self._transforms:

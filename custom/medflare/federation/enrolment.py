@@ -5,7 +5,7 @@ from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
-from medflare.federation.exchange import ENROL, Courier
+from medflare.federation.exchange import ENROL, START, Courier
 from medflare.methods.base import ServerContext, Step
 
 
@@ -73,7 +73,8 @@ class Enrolment:
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
         invitation = {**self.identity, "sites": list(context.sites)}
         finished = {site: self.finished if site in self.returning else 0 for site in new}
-        outgoing = {site: Message({}, {**invitation, "role": roles[site], "finished": finished[site]}) for site in new}
+        start = {} if context.start is None else {START: context.start}
+        outgoing = {site: Message(dict(start), {**invitation, "role": roles[site], "finished": finished[site]}) for site in new}
         for site, reply in self.courier.ask(Step(ENROL, round), outgoing).items():
             if reply.message is None:
                 problems[site] = reply.problem

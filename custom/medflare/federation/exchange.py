@@ -10,6 +10,7 @@ from medflare.federation.screening import not_plain
 from medflare.methods.base import Step
 
 ENROL, DELIVER = "enrol", "deliver"
+START: Final = "start"  # entry of an invitation to enrol: what the task's network starts from, where that is no random draw
 PHASES_OF_ALL: Final = (ENROL, DELIVER)  # answered by the participant, whatever the method
 
 
@@ -65,9 +66,15 @@ class Courier:
         return replies
 
 
-def numbered(message: Message, index: int) -> Message:
-    """The message with the number of its step, by which a site knows a step that it has done before."""
-    return Message(message.states, {**message.facts, "step": index})
+def numbered(message: Message, index: int, rounds: int) -> Message:
+    """The message with what a site must know of the run: a step's number, by which it knows one that it has done before, and its length.
+
+    Args:
+        message: left as it is.
+        index: number of the step in the run.
+        rounds: of the run, for the schedule of the learning rate.
+    """
+    return Message(message.states, {**message.facts, "step": index, "run_rounds": rounds})
 
 
 def total_bytes(messages: Iterable[Message]) -> int:

@@ -11,7 +11,9 @@ from typing import Any
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
+from medflare.core.states import StateDict
 from medflare.core.store import StateStore, Store
+from medflare.federation.exchange import START
 from medflare.methods.base import SiteHalf
 
 _PREFIX = "half-"
@@ -57,20 +59,27 @@ class RememberedHalf:
     Args:
         name: of the site; a state of another site is not taken.
         store: holds the memory of the half, and in which federation the site is a member.
-        made: (role, inside sites) -> a fresh half.
+        made: (role, inside sites, what its networks start from) -> a fresh half.
     """
 
-    def __init__(self, name: str, store: Store, made: Callable[[str, tuple[str, ...]], SiteHalf[Any]]):
+    def __init__(self, name: str, store: Store, made: Callable[[str, tuple[str, ...], StateDict | None], SiteHalf[Any]]):
         self.name, self.store, self.made = name, store, made
         self._memory = HalfMemory(store)
         self._half: SiteHalf[Any] | None = None
         self._precedes = 0  # the step that the half of this process is ready for
 
-    def begin(self, role: str, sites: tuple[str, ...]) -> None:
-        """A new run: a fresh half, and nothing of an earlier run is remembered."""
-        self._half, self._precedes = self.made(role, sites), 0
+    def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None) -> None:
+        """A new run: a fresh half, and nothing of an earlier run is remembered.
+
+        Args:
+            role: "inside" or "outside".
+            sites: the inside sites.
+            start: what the task's network starts from; None: a random draw.
+        """
+        self._half, self._precedes = self.made(role, sites, start), 0
         self._memory.clear()
-        self.store.save(_MEMBERSHIP, Message({}, {"site": self.name, "sites": list(sites), "role": role}))
+        states = {} if start is None else {START: start}
+        self.store.save(_MEMBERSHIP, Message(states, {"site": self.name, "sites": list(sites), "role": role}))
         self._memory.save(0, self._half.memory)
 
     @contextmanager
@@ -115,7 +124,7 @@ class RememberedHalf:
         kept = self._memory.before(step)
         if kept is None:
             raise StateError(f"site {self.name} has lost what it remembered before step {step}; restore its state or restart the job")
-        half = self.made(membership.facts["role"], tuple(membership.facts["sites"]))
+        half = self.made(membership.facts["role"], tuple(membership.facts["sites"]), membership.states.get(START))
         self._precedes, memory = kept
         half.restore(memory)
         self._half = half

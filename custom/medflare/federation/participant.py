@@ -8,15 +8,17 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
+from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keep, evaluated
-from medflare.federation.exchange import DELIVER, ENROL
+from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
+from medflare.tasks.schedules import rate_factor
 
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class Participant:
         """The reply to one step. Errors are raised: the engine turns them into a reply that names the site.
 
         The fact "step" of `incoming` counts the steps of the run. One that is asked again is answered from the state that it
-        was answered from before.
+        was answered from before. The fact "run_rounds" says how many rounds the run has, for the schedule of the learning rate.
 
         Args:
             phase: "enrol", "deliver" or a phase of the method's site half.
@@ -115,8 +117,9 @@ class Participant:
         """
         if phase == ENROL:
             return self._enrol(incoming)
-        step = int(incoming.facts.pop("step"))
+        step, rounds = int(incoming.facts.pop("step")), int(incoming.facts.pop("run_rounds"))
         with self._half.ready(step, kept=phase != DELIVER) as half:
+            half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
             return self._deliver(half, incoming) if phase == DELIVER else half.perform(phase, round, incoming)
 
     # -- enrolment -------------------------------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ class Participant:
         if incoming.facts.get("finished", 0):
             self._half.recall(incoming.facts["finished"])
         else:
-            self._half.begin(role, sites)
+            self._half.begin(role, sites, incoming.states.get(START))
             self.account.ledger.clear()
         return Message({}, {"n": site.n, "class_counts": site.class_counts().tolist(), "events": self._notes(site)})
 
@@ -161,8 +164,9 @@ class Participant:
             self._site = self.opened(role)
         return self._site
 
-    def _made(self, role: str, sites: tuple[str, ...]) -> SiteHalf[Any]:
+    def _made(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteHalf[Any]:
         site = self._opened(role)
+        site.start = start
         half = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
         half.account = self.account
         return half

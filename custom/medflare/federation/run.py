@@ -22,6 +22,7 @@ from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import ServerContext, ServerHalf
 from medflare.methods.method import Method
+from medflare.networks.weights import starting_state
 from medflare.tasks.config import TaskConfig
 
 MODELS = "models"
@@ -38,6 +39,7 @@ class Run:
         folder: results.json, metrics.jsonl, report.html, models and the checkpoint go here; None: only the returned dict.
         checkpoints: folder for checkpoints where it is not `folder`.
         pictures: title -> PNG for the report; only an engine that has the sites' images anyway fills it.
+        weights: file, or folder of the file, that the task's network starts from; None: see `networks.weights.found`.
         about: what else a reader of the results should know (the engine, for example).
         say: takes progress lines.
         observe: called after every step, for tracking.
@@ -51,6 +53,7 @@ class Run:
     aggregation: Aggregation[Any] | None = None
     folder: Path | None = None
     checkpoints: Path | None = None
+    weights: Path | None = None
     pictures: dict[str, bytes] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
@@ -108,6 +111,7 @@ class Run:
             phases=self.method.site_class.phases,
             aggregation=self.aggregation,
             events=self.events,
+            start=starting_state(self.task, self.settings.seed, self.weights),
         )
         return self.method.make_server(context)
 

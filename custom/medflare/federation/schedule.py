@@ -83,7 +83,7 @@ class Federation:
         for attempt in range(self.rules.repeats + 1):
             started, down, up = time.monotonic(), self.outcome.down_bytes, self.outcome.up_bytes
             asked = self._drawn(step, enrolment.members(step))
-            outgoing = {site: numbered(self.server.configure(step, site), index) for site in asked}
+            outgoing = {site: numbered(self.server.configure(step, site), index, self.server.context.rounds) for site in asked}
             accepted, rejected = self._exchange(step, outgoing)
             if len(accepted) >= min(self._needed, self.rules.sites_per_round or self._needed):
                 break
@@ -134,7 +134,7 @@ class Federation:
         """Every enrolled site, inside and outside, gets its final models and measures them on its own test images."""
         step = Step(DELIVER, self.server.context.rounds, everyone=True)
         enrolment.admit(step.round)
-        outgoing = {site: numbered(self.server.configure_delivery(site), index) for site in sorted(self.outcome.enrolled)}
+        outgoing = {site: numbered(self.server.configure_delivery(site), index, step.round) for site in sorted(self.outcome.enrolled)}
         for site, reply in self._courier.ask(step, outgoing).items():
             if reply.message is None:
                 self.events.add(reply.kind, f"final models not evaluated: {reply.problem}", site=site, round=step.round)

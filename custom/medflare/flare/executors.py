@@ -29,7 +29,7 @@ from medflare.flare.exchange.participants import (
     ParticipantSpec,
     SiteTask,
     anchor,
-    authorize,
+    authorized,
     interrupted,
     load_ahead,
 )
@@ -110,8 +110,7 @@ class MedflareExecutor(Executor):
         return error_reply(reason)
 
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
-        spec = self._spec(fl_ctx)
-        authorize(spec.halves, fl_ctx)
+        spec = authorized(self._spec(fl_ctx), fl_ctx)
         if self._relay.there():
             return self._relay.answer(spec, phase, round, incoming, self._aborted)
         if self._participant is None:

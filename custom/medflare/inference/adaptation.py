@@ -6,14 +6,13 @@ A message of kind "dsbn" or "tent" holds the model that it adapts, whose own kin
 from collections.abc import Callable
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.inference.batch_statistics import TargetStatistics, batch_norm_layers
 from medflare.inference.tent import Tent
-from medflare.networks.catalogue import build_network
+from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
 ADAPTATIONS: Final = ("dsbn", "tent")
@@ -28,8 +27,7 @@ def check_adaptable(task: TaskConfig) -> None:
     Raises:
         ConfigError: it has none.
     """
-    with torch.device("meta"):
-        batch_norm_layers(build_network(task.network, task.channels, task.outputs))
+    batch_norm_layers(meta_network(task))
 
 
 def with_tent(message: Message, task: TaskConfig, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False) -> Message:

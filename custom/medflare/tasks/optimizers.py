@@ -1,36 +1,109 @@
-"""The optimisers that a task may name. Light to import: torch only when one is built."""
+"""The optimisers that a task may name: torch's, by their classes' names or by the short names of the first three. Light to import."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import unknown
+from medflare.core.settings import refuse_arguments, unknown
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
 OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # name -> class in torch.optim
+_REFUSED: Final = {
+    "LBFGS": "it evaluates the loss several times a step, which no training loop here does",
+    "Muon": "it takes weight matrices alone",
+    "SparseAdam": "it takes sparse gradients alone",
+}
 
 
-def build_optimizer(settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str) -> "Optimizer":
-    """torch's optimiser of `parameters`.
+def optimizer_class(name: str, place: str) -> "type[Optimizer]":
+    """The class in torch.optim that a name means.
 
     Args:
-        settings: {"name": one of `OPTIMIZERS`, arguments of torch's class}.
-        parameters: what it steps.
-        place: the beginning of a message, for example "task brain_lgg".
+        name: one of `OPTIMIZERS`, or of a class in torch.optim.
+        place: the beginning of a message.
 
     Raises:
-        ConfigError: a name that is not in the table, or an argument that torch's class does not take.
+        ConfigError: there is none, or none that local training can use, with the reason.
     """
     import torch
 
+    if name in _REFUSED:
+        raise ConfigError(f"{place}: optimizer {name} cannot train here: {_REFUSED[name]}; take AdamW, SGD or another of torch.optim")
+    found = {known: cls for known, cls in vars(torch.optim).items() if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)}
+    usable = {known: cls for known, cls in found.items() if known not in _REFUSED and cls is not torch.optim.Optimizer}
+    usable |= {short: found[known] for short, known in OPTIMIZERS.items()}
+    if name not in usable:
+        raise unknown("optimizer", name, usable, place)
+    return usable[name]
+
+
+def build_optimizer(
+    settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str, clip: Mapping[str, float | None] | None = None
+) -> "Optimizer":
+    """torch's optimiser of `parameters`.
+
+    Args:
+        settings: {"name": see `optimizer_class`, arguments of torch's class}.
+        parameters: what it steps.
+        place: the beginning of a message, for example "task brain_lgg".
+        clip: what every step limits gradients to, see `clip_gradients`; None: nothing.
+
+    Raises:
+        ConfigError: no such name, or an argument or value that torch's class does not take.
+    """
     arguments = dict(settings)
     name = arguments.pop("name")
-    if name not in OPTIMIZERS:
-        raise unknown("optimizer", name, OPTIMIZERS, place)
+    cls = optimizer_class(name, place)
+    refuse_arguments(cls, arguments, f"{place}: optimizer {name}", taken=["params"])
     try:
-        return getattr(torch.optim, OPTIMIZERS[name])(parameters, **arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{place}: optimizer {name}: {error}; see torch.optim.{OPTIMIZERS[name]}") from error
+        optimizer = cls(parameters, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{place}: optimizer {name}: {error}; see torch.optim.{cls.__name__}") from error
+    clip_gradients(optimizer, **clip or {})
+    return optimizer
+
+
+def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
+    """Before anything starts: the optimiser can be built, and takes a step.
+
+    Args:
+        settings: see `build_optimizer`.
+        place: the beginning of a message.
+
+    Raises:
+        ConfigError: see `build_optimizer`.
+    """
+    import torch
+
+    weights = torch.nn.Parameter(torch.ones(2, 2))
+    weights.grad = torch.ones(2, 2)
+    optimizer = build_optimizer(settings, [weights], place)
+    try:
+        optimizer.step()
+    except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
+        raise ConfigError(f"{place}: optimizer {settings['name']}: a step fails ({' '.join(str(error).split())[:200]})") from error
+
+
+def clip_gradients(optimizer: "Optimizer", norm: float | None = None, value: float | None = None) -> None:
+    """From now on every step of the optimiser begins with clipping, whatever changed the gradients before.
+
+    Args:
+        optimizer: steps all parameters that are clipped together.
+        norm: largest norm of all gradients together; None: not limited.
+        value: largest absolute value of each number of a gradient; None: not limited.
+    """
+    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+    def clip(optimizer: "Optimizer", *_: object) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if norm is not None:
+            clip_grad_norm_(parameters, norm)
+        if value is not None:
+            clip_grad_value_(parameters, value)
+
+    if norm is not None or value is not None:
+        optimizer.register_step_pre_hook(clip)

@@ -17,8 +17,10 @@ from medflare.core.errors import ConfigError
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.participants import authorize, load_ahead
+from medflare.flare.exchange.participants import authorize, authorize_network, load_ahead
 from medflare.methods import catalogue
+from medflare.networks import own
+from small import small_task
 
 REMEDY = f'who trusts it adds "{METHOD}." to class_allow_list in local/resources.json'
 
@@ -86,3 +88,16 @@ def test_the_server_asks_its_own_list(tmp_path: Path) -> None:
     reason = f"method '{METHOD}' comes from {METHOD}, which server does not allow; {REMEDY}"
     assert load_results(tmp_path)["reason"] == reason and server.panics == [reason]
     assert METHOD not in sys.modules
+
+
+def test_a_network_of_ones_own_is_asked_for_like_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "_trusted", set())
+    task = small_task(network={"name": "lab_nets.small:Plain"})
+    remedy = 'who trusts it adds "lab_nets." to class_allow_list in local/resources.json'
+    with pytest.raises(ConfigError) as refused:
+        authorize_network(task, party(tmp_path, "medflare."))
+    assert str(refused.value) == f"network 'lab_nets.small:Plain' comes from lab_nets.small, which clinic does not allow; {remedy}"
+    assert not own._trusted
+    assert authorize_network(task, party(tmp_path, "medflare.", "lab_nets.")) == "lab_nets.small"
+    assert own._trusted == {"lab_nets.small"}
+    assert authorize_network(small_task(), party(tmp_path)) == ""

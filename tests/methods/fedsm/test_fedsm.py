@@ -11,6 +11,7 @@ from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedsm.extra import FedSMExtraServer, FedSMExtraSite
 from medflare.methods.fedsm.formulas import GAMMAS, soft_pull
+from medflare.methods.fedsm.selector import selector_spec
 from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
 from methods import squares
@@ -119,3 +120,8 @@ def test_outside_there_is_no_personal_model() -> None:
     played = federation(outside=("O",))
     models = squares.half(FedSMSite, "O", **COMPACT).deliver(played.server.configure_delivery("O"))
     assert models.keys() == {"global", "deployed"} and models["deployed"].facts["kind"] == "super"
+
+
+def test_volumes_have_the_compact_selector() -> None:
+    large = squares.task(size=[16, 16, 16], spatial_dims=3, network={"name": "unet", "channels": [4, 8]})
+    assert selector_spec(squares.plan_of(FedSMSite, FedSMServer, large)) == {"name": "compact_selector"}

@@ -11,8 +11,8 @@ def in_order(count: int, size: int) -> list[Tensor]:
     return _portions(torch.arange(count), size)
 
 
-def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Key) -> list[Tensor]:
-    """The rows of `count` images, shuffled by (seed, keys), in batches of `size` that a network can train on.
+def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Key, weights: Tensor | None = None) -> list[Tensor]:
+    """The rows of `count` images, in an order drawn by (seed, keys), in batches of `size` that a network can train on.
 
     A last batch of one image joins the batch before it, and the only image fills a batch twice: batch normalisation cannot
     train on a single sample. `size` 1 is taken literally.
@@ -23,11 +23,17 @@ def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Ke
         drop_last: whether a last batch that is not full is left out (unless it is the only one).
         seed: of the run.
         keys: what sets this order apart.
+        weights: (count,), of each image in a draw of `count` with replacement; None: every image once.
 
     Returns:
         long (batch,) each; none where there are no images.
     """
-    portions = _portions(torch.randperm(count, generator=torch_generator(seed, *keys)), size)
+    generator = torch_generator(seed, *keys)
+    if weights is None or not count:
+        order = torch.randperm(count, generator=generator)
+    else:
+        order = torch.multinomial(weights, count, replacement=True, generator=generator)
+    portions = _portions(order, size)
     if drop_last and len(portions) > 1 and len(portions[-1]) < size:
         return portions[:-1]
     if size > 1 and portions and len(portions[-1]) == 1:

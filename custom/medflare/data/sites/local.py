@@ -56,6 +56,8 @@ class LocalSettings:
         device: where networks run, as torch spells it.
         outbound: limits of what leaves the site.
         privacy: limit of what training gives away; None for no limit.
+        weights: at the server: the file that a task's network starts from, or the folder of such files; "" for the environment's
+            MEDFLARE_WEIGHTS.
     """
 
     batch_size: Annotated[int, AfterValidator(_trains)] | None = None
@@ -64,6 +66,7 @@ class LocalSettings:
     device: str = "cpu"
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
+    weights: str = ""
 
 
 def local_settings(content: Mapping[str, Any]) -> LocalSettings:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
+from medflare.core.states import StateDict
 from medflare.data.sites import scoring
 from medflare.data.sites.batches import in_order, in_random_order
+from medflare.data.sites.sampling import drawing_weights
 from medflare.data.splits import Batch, SiteData, class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
@@ -33,6 +35,8 @@ class Site:
 
     Attributes:
         abort: asked before every batch; where it answers True, whatever takes batches raises `Aborted`.
+        rate_factor: what the task's schedule makes of the learning rate in the round at hand; set before every step.
+        start: what the task's network starts from; None: a random draw.
         batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
         notes: what is worth knowing about the data, one line each (absent classes, images left out).
     """
@@ -44,10 +48,13 @@ class Site:
         self.seed = seed
         self.device = torch.device(device)
         self.abort: Callable[[], bool] = lambda: False
+        self.rate_factor = 1.0
+        self.start: StateDict | None = None
         self.batch_limit: int | None = None
         self.notes = list(data.notes)
         self._augmentation = Augmentation(task)
         self._loss = build_loss(task).to(self.device)
+        self._drawing = {"train": drawing_weights(task, data.train.targets)}
 
     # -- what it has -------------------------------------------------------------------------------------------------------------
 
@@ -80,15 +87,13 @@ class Site:
             spec: the network; None: the task's.
             outputs: output channels; None: the task's.
         """
-        return initial_network(self.task, self.seed, purpose, spec, outputs).to(self.device)
+        return initial_network(self.task, self.seed, purpose, spec, outputs, self.start).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
-        """The task's optimiser; `override` replaces or adds arguments, for example lr=1e-4.
-
-        Raises:
-            ConfigError: an argument that torch's optimiser does not take.
-        """
-        return build_optimizer({**self.task.optimizer, **override}, parameters, f"task {self.task.name}")
+        """The task's optimiser at the round's rate, clipping as the task says; `override` replaces or adds arguments, as lr=1e-4."""
+        settings = {**self.task.optimizer, **override}
+        settings["lr"] *= self.rate_factor
+        return build_optimizer(settings, parameters, f"task {self.task.name}", self.task.clip)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`."""
@@ -108,9 +113,9 @@ class Site:
             augment: whether the task's random transforms are applied.
             drop_last: whether a last batch that is not full is left out (unless it is the only one).
         """
-        size = self._bearable(batch_size or self.task.batch_size)
+        size, drawing = self._bearable(batch_size or self.task.batch_size), self._drawing.get(split)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
-        for index in in_random_order(self.n[split], size, drop_last, self.seed, self.name, *keys, "order"):
+        for index in in_random_order(self.n[split], size, drop_last, self.seed, self.name, *keys, "order", weights=drawing):
             batch = self.take(split, index)
             yield self.augmented(batch, random) if augment else batch
 

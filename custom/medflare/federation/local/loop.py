@@ -34,6 +34,7 @@ def run_local(
     seed: int,
     outside: Iterable[str] = (),
     data_root: Path | str | None = None,
+    weights: Path | str | None = None,
     resplit: int | None = None,
     site_half: str | None = None,
     server_half: str | None = None,
@@ -57,6 +58,7 @@ def run_local(
         seed: of everything that is drawn.
         outside: sites that never train and only receive the final models.
         data_root: folder with one subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
+        weights: file, or folder of the file, that the task's network.weights name; None: MEDFLARE_WEIGHTS, else an installed package's.
         resplit: draw the splits anew by patient with this seed.
         site_half: method whose site half takes the place of its own; None: its own.
         server_half: method whose server half takes the place of its own; None: its own.
@@ -86,6 +88,7 @@ def run_local(
     steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
     folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, run_settings(steering), inside, folder=folder, about=about, say=say)
+    run.weights = None if weights is None else Path(weights)
 
     def opened(name: str, role: str) -> Site:
         return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
@@ -124,6 +127,7 @@ def resume_local(
     *,
     data_root: Path | str | None = None,
     workers: int | None = None,
+    weights: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Finish an interrupted run of the plain loop from what it left in `folder`; returns the results dict.
@@ -132,6 +136,7 @@ def resume_local(
         folder: the `out` of the interrupted run.
         data_root: as for `run_local`.
         workers: as for `run_local`.
+        weights: as for `run_local`.
         say: takes a progress line a step.
 
     Raises:
@@ -147,6 +152,7 @@ def resume_local(
         site_half=site_half,
         server_half=server_half,
         data_root=data_root,
+        weights=weights,
         out=folder,
         resume=True,
         workers=workers,

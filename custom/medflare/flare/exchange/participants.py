@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from medflare.core.errors import ConfigError, MedflareError
 if TYPE_CHECKING:
     from medflare.data.sites.site import Site
     from medflare.federation.participant import Participant
+    from medflare.tasks.config import TaskConfig
 
 LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see data.sites.local.LocalSettings
 TASK_FILE = "task.json"  # in the job's config folder
@@ -46,6 +47,7 @@ class ParticipantSpec:
         local_file: the site's own settings; may not exist.
         folder: the site's folder in the job.
         resumed: the site's folder in the interrupted job that this one takes up; "" where it takes up none.
+        trusted: module of the task's network, where that is one of its own and the site allows it; see `authorized`.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ParticipantSpec:
     folder: str
     hyper: Mapping[str, Any] = field(default_factory=dict)
     resumed: str = ""
+    trusted: str = ""
 
     @property
     def halves(self) -> tuple[str, str]:
@@ -83,12 +86,15 @@ class ParticipantSpec:
         from medflare.federation.delivery import SiteFolder
         from medflare.federation.participant import Participant
         from medflare.methods.catalogue import get_method
+        from medflare.networks.own import trust
         from medflare.privacy.ledger import budget_of
         from medflare.tasks.config import load_task
 
         folder = Path(self.folder)
         if self.resumed:
             self._take_up(Path(self.resumed) / _MEMBER)
+        if self.trusted:
+            trust(self.trusted)
         task, local = load_task(Path(self.task_file)), local_settings(read_local(Path(self.local_file)))
         method = get_method(self.method, server=self.server_half or None)
         with rebuild_hint():
@@ -124,6 +130,44 @@ class SiteTask:
     spec: ParticipantSpec
 
 
+def authorized(spec: ParticipantSpec, fl_ctx: FLContext) -> ParticipantSpec:
+    """The same with what this party allows, before anything of another distribution is imported.
+
+    Args:
+        spec: names methods and the task.
+        fl_ctx: names this party and finds its policy.
+
+    Raises:
+        ConfigError: the method, or the task's network, is code that this party does not allow.
+    """
+    from medflare.tasks.config import load_task
+
+    authorize(spec.halves, fl_ctx)
+    return replace(spec, trusted=authorize_network(load_task(Path(spec.task_file)), fl_ctx))
+
+
+def authorize_network(task: "TaskConfig", fl_ctx: FLContext) -> str:
+    """Ask this party's policy for a network of one's own, and trust it in this process.
+
+    Args:
+        task: names the network.
+        fl_ctx: names this party and finds its policy.
+
+    Returns:
+        The network's module; empty where it is none of one's own.
+
+    Raises:
+        ConfigError: this party's class_allow_list does not cover it.
+    """
+    from medflare.networks.own import own_module, trust
+
+    module = own_module(task.network)
+    if module:
+        _ask(f"network {task.network['name']!r}", module, str(task.network["name"]).replace(":", "."), fl_ctx)
+        trust(module)
+    return module
+
+
 def authorize(methods: Iterable[str], fl_ctx: FLContext) -> None:
     """Before a method of another distribution is imported: the same policy that FLARE has for the components of a job.
 
@@ -136,15 +180,19 @@ def authorize(methods: Iterable[str], fl_ctx: FLContext) -> None:
     """
     for name in dict.fromkeys(methods):
         module = foreign_module(name)
-        if not module:
-            continue
-        try:
-            ComponentPathAuthorizer().authorize_component_config({"path": f"{module}.METHOD"}, fl_ctx=fl_ctx)
-        except UnsafeComponentError as error:
-            raise ConfigError(
-                f"method {name!r} comes from {module}, which {fl_ctx.get_identity_name()} does not allow; "
-                f'who trusts it adds "{module.split(".")[0]}." to class_allow_list in local/resources.json'
-            ) from error
+        if module:
+            _ask(f"method {name!r}", module, f"{module}.METHOD", fl_ctx)
+
+
+def _ask(what: str, module: str, path: str, fl_ctx: FLContext) -> None:
+    """ConfigError where this party's policy does not cover the path of a piece of code."""
+    try:
+        ComponentPathAuthorizer().authorize_component_config({"path": path}, fl_ctx=fl_ctx)
+    except UnsafeComponentError as error:
+        raise ConfigError(
+            f"{what} comes from {module}, which {fl_ctx.get_identity_name()} does not allow; "
+            f'who trusts it adds "{module.split(".")[0]}." to class_allow_list in local/resources.json'
+        ) from error
 
 
 def foreign_module(method: str) -> str:

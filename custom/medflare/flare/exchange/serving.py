@@ -12,12 +12,13 @@ from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.events import EventLog
+from medflare.data.sites.local import local_settings
 from medflare.evaluation.results import FOLDER
 from medflare.federation.checkpoint import take_up
 from medflare.federation.run import Run, refused_run
 from medflare.federation.settings import run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.exchange.participants import TASK_FILE, authorize, interrupted, rebuild_hint
+from medflare.flare.exchange.participants import LOCAL_FILE, TASK_FILE, authorize, authorize_network, interrupted, read_local, rebuild_hint
 from medflare.flare.exchange.tracking import Tracking
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
@@ -41,6 +42,15 @@ class JobPlace:
             ConfigError: it is wrong.
         """
         return load_task(Path(self.workspace.get_app_config_dir(self.job)) / TASK_FILE)
+
+    def weights(self) -> Path | None:
+        """Where the server's own settings say that weights to start from lie; None where they say nothing.
+
+        Raises:
+            ConfigError: its local/medflare.json is wrong.
+        """
+        own = local_settings(read_local(Path(self.workspace.get_site_config_dir()) / LOCAL_FILE))
+        return Path(own.weights).expanduser() if own.weights else None
 
     @property
     def results(self) -> Path:
@@ -104,18 +114,21 @@ class ServedJob:
         if settings.resume:
             take_up(place.of(interrupted(settings.resume)).checkpoints, place.checkpoints)
         halves = self.site_half or aggregator.method_name, aggregator.method_name
+        task = place.task()
         authorize(halves, self.fl_ctx)
+        authorize_network(task, self.fl_ctx)
         method = get_method(halves[0], server=halves[1])
         with rebuild_hint():  # the formula goes by the halves' own values, whichever way the job spells them
             aggregator.hyper = method.effective(aggregator.hyper or {})
         return Run(
             method=method,
-            task=place.task(),
+            task=task,
             hyper=aggregator.hyper,
             settings=settings,
             sites=tuple(site for site in sorted(self.members()) if site not in settings.outside),
             aggregation=aggregator.aggregation,
             folder=place.results,
+            weights=place.weights(),
             checkpoints=place.checkpoints,
             say=self.say,
             about={"engine": "flare"},

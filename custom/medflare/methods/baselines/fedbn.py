@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.methods.base import meta_network
 from medflare.methods.fedavg.partial import PartialSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.method import Method
 from medflare.methods.parts.partial import LocalPart
+from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
 METHOD = Method(

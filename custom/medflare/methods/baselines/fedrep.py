@@ -65,6 +65,11 @@ class FedRepSite(PartialSite[FedRepHyper]):
         """The network's head."""
         return LocalPart.of_paths(network, ["head"])
 
+    @classmethod
+    def needs_features(cls, hyper: FedRepHyper) -> bool:
+        """The head is what lies behind the features."""
+        return True
+
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
         """The loss of the body's epochs; of the head's, where the body has none."""
 

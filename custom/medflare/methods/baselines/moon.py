@@ -97,6 +97,11 @@ class MoonSite(LocalModelSite[MoonSiteHyper]):
             reason = "meta-train follows a gradient without noise" if hyper.two_step else "the A-distance is measured on training images"
             raise ConfigError(f"dp_noise: {reason}; set two_step=false probe=false")
 
+    @classmethod
+    def needs_features(cls, hyper: MoonSiteHyper) -> bool:
+        """Features are what is contrasted."""
+        return True
+
     def train(self, round: int, incoming: Message) -> Message:
         """Training as in `LocalModelSite`; the trained model is kept as the next round's previous one."""
         reply = super().train(round, incoming)

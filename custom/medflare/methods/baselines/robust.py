@@ -95,6 +95,7 @@ class RobustServer(FedAvgServer[RobustHyper]):
 
     Hyper: ClassVar[type] = RobustHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = RobustAggregation
+    freezes: ClassVar[bool] = True
 
     def __init__(self, context: ServerContext):
         super().__init__(context)

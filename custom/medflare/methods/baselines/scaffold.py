@@ -27,11 +27,12 @@ from medflare.core.rng import seeded
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, blend, copy_state, moved
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
-from medflare.methods.base import MEASURED, Kept, ServerContext, Step, meta_network
+from medflare.methods.base import MEASURED, Kept, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
 from medflare.methods.parts.training import train_epochs
+from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
 METHOD = Method(

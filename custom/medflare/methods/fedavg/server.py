@@ -1,6 +1,7 @@
 """FedAvg's server half: a global model, the formula that makes the next one, and the best round so far."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic.dataclasses import dataclass
@@ -12,7 +13,7 @@ from medflare.core.states import StateDict
 from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, WeightedMean
 from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step, site_models
-from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND
+from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving
 from medflare.methods.parts.selection import Best, mean_validation
 
 
@@ -35,6 +36,7 @@ class FedAvgServer(ServerHalf[G]):
 
     Hyper: ClassVar[type] = FedAvgServerHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = WeightedMean
+    freezes: ClassVar[bool] = True
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
@@ -58,13 +60,18 @@ class FedAvgServer(ServerHalf[G]):
         return len(self._sent) < len(self.model)
 
     def steps(self) -> list[Step]:
-        """The usual schedule, and after it the exchange of the parts that stayed at home, where outside sites need them."""
+        """The usual schedule, at first without what rests; after it the parts that stayed at home, where outside sites need them."""
         share = [Step("share", self.context.rounds, everyone=True)] if self.partial and self.context.outside else []
-        return [*super().steps(), *share]
+        frozen = self.context.task.freeze["rounds"]
+        usual = super().steps()
+        return [*(replace(step, phase="train_part") if step.phase == "train" and step.round < frozen else step for step in usual), *share]
 
     def configure(self, step: Step, site: str) -> Message:
-        """The global model, or what of it the sites share; nothing for the phase "share"."""
-        return Message() if step.phase == "share" else Message({GLOBAL: {name: self.model[name] for name in self._sent}})
+        """The global model, or what of it the sites share or train; nothing for the phase "share"."""
+        if step.phase == "share":
+            return Message()
+        sent = moving(self.context.plan) if step.phase == "train_part" else self._sent
+        return Message({GLOBAL: {name: self.model[name] for name in sent}})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Offer the model that the round began with for delivery, then make the next one; "share" brings what sites kept at home."""
@@ -73,7 +80,7 @@ class FedAvgServer(ServerHalf[G]):
             self.memory.facts["whole"] = True
             return
         self.best.offer(mean_validation(replies, "global"), step.round, self.model)
-        if step.phase == "train":
+        if step.phase in ("train", "train_part"):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
     def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:

@@ -8,14 +8,16 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import nn
 
+from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
-from medflare.core.states import copy_state
+from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Plan, SiteHalf, SiteHyper
+from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.training import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private, privacy_cost, train_privately
@@ -31,6 +33,12 @@ PRIVACY = Fact("privacy", "what the run has cost the site's patients, with DP-SG
 SELECTED_ROUND = Fact("selected_round", "rounds of training behind a model")
 
 TRAIN = Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY))
+TRAIN_PART = Phase(
+    "train_part",
+    sends=(GLOBAL,),
+    answers=(Entry("model", "what of the locally trained model is not at rest, for the weighted mean", lambda plan: moving(plan)),),
+    reports=MEASURED,
+)
 VALIDATE = Phase("validate", sends=(GLOBAL,), reports=MEASURED)
 
 
@@ -49,11 +57,22 @@ class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
 F = TypeVar("F", bound=FedAvgSiteHyper)
 
 
+def resting(plan: Plan[Any, Any]) -> LocalPart:
+    """What rests in the first rounds, see `TaskConfig.freeze`."""
+    return LocalPart.of_paths(plan.network(), plan.task.freeze["parts"])
+
+
+def moving(plan: Plan[Any, Any]) -> StateDict:
+    """Shapes and dtypes of all that does not."""
+    return resting(plan).shared(plan.template())
+
+
 class FedAvgSite(SiteHalf[F]):
     """Trains the incoming global model for the task's local epochs and sends it back."""
 
     Hyper: ClassVar[type] = FedAvgHyper
-    phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE)
+    phases: ClassVar[tuple[Phase, ...]] = (TRAIN, TRAIN_PART, VALIDATE)
+    freezes: ClassVar[bool] = True
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
@@ -63,9 +82,15 @@ class FedAvgSite(SiteHalf[F]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
-        """With differential privacy, refuse networks and losses that mix the images of a batch; see `privacy.check_private`."""
+        """With differential privacy, refuse networks and losses that mix the images of a batch, and parts at rest; see `check_private`.
+
+        Raises:
+            ConfigError: one of them.
+        """
         if is_private(hyper):
             check_private(task)
+            if task.freeze["parts"]:
+                raise ConfigError("dp_noise: rounds in which parts of the network rest are not counted; leave out task.freeze")
 
     def train(self, round: int, incoming: Message) -> Message:
         """Measure the incoming global model, train it (`fit`) and send it back."""
@@ -76,6 +101,14 @@ class FedAvgSite(SiteHalf[F]):
         more = {} if cost is None else {PRIVACY: cost}
         return Message({MODEL: copy_state(model.state_dict())}, self.facts(loss=loss, validation={"global": validation}, **more))
 
+    def train_part(self, round: int, incoming: Message) -> Message:
+        """A round in which parts of the network rest: they are those of the common initial model, and do not travel."""
+        part, own = resting(self.plan), self.site.network().state_dict()
+        state = {**part.kept(copy_state(own)), **incoming.states[GLOBAL]}
+        with self.network("model", state).at_rest(self.site.task.freeze["parts"]):
+            reply = self.train(round, Message({GLOBAL: state}))
+        return Message({MODEL: part.shared(reply.states[MODEL])}, reply.facts)
+
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
         """`train` with the task's optimizer, fresh or with the moments that the last round left; returns its loss.
 
@@ -84,8 +117,10 @@ class FedAvgSite(SiteHalf[F]):
             purpose: names the optimizer's moments in the half's memory.
             train: optimizer -> whatever training returns, as a rule its mean loss.
         """
-        optimizer = self.site.optimizer(trainable(model))
-        with self.continued({purpose: optimizer}):
+        weights = trainable(model)
+        moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network rest
+        optimizer = self.site.optimizer(weights)
+        with self.continued({moments: optimizer}):
             return train(optimizer)
 
     @contextmanager

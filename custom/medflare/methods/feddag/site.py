@@ -58,6 +58,11 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     unprotected = "generator, student and teacher learn from each other on every batch, and the perturbed model shows a bare gradient"
     kept = Kept("kept")  # type 3: the model that never leaves
 
+    @classmethod
+    def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
+        """Generated images are judged by them."""
+        return hyper.ndag
+
     def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
         super().__init__(site, plan)
         self._generation: AdversarialGeneration | None = None

@@ -32,10 +32,12 @@ def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
     """The selector's network: the one asked for, or with "auto" VGG-11 unless it would dwarf the task's own network.
 
     VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published example. "auto" takes the
-    compact selector where VGG-11 is larger than the task's network.
+    compact selector where VGG-11 is larger than the task's network, and for volumes, which VGG-11 does not take.
     """
     if plan.site_hyper.selector != "auto":
         return {"name": plan.site_hyper.selector}
+    if plan.task.spatial_dims != 2:
+        return {"name": COMPACT}
     size = {name: sum(t.numel() for t in plan.template(spec).values()) for name, spec in (("task", None), ("vgg", {"name": VGG11}))}
     return {"name": COMPACT if size["vgg"] > size["task"] else VGG11}
 

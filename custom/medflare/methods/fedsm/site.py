@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medflare.core.errors import ConfigError
 from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
@@ -23,6 +24,8 @@ from medflare.methods.fedsm.personalization import train_apfl, train_meta
 from medflare.methods.fedsm.selector import SENT, SiteSelector, selector_entries
 from medflare.methods.fedsm.super_model import metric_by_gamma, super_model
 from medflare.methods.parts.training import train_epochs
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.schedules import is_scheduled
 
 H = TypeVar("H", bound=FedSMSiteHyper)
 
@@ -53,6 +56,21 @@ class PersonalSite(FedAvgSite[H]):
     def __init__(self, site: Site, plan: Plan[H, Any]):
         super().__init__(site, plan)
         self.selector = SiteSelector(self, self.selector_outputs(plan))
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: H, server_hyper: Any) -> None:
+        """Refuse settings of the task's optimizer where personal models come from steps at rates of their own.
+
+        Raises:
+            ConfigError: Per-FedAvg or pFedMe with a schedule or clipping, which would reach the global model alone.
+        """
+        super().check(task, hyper, server_hyper)
+        asked = [name for name, given in (("schedule", is_scheduled(task.schedule)), ("clip", any(task.clip.values()))) if given]
+        if hyper.personalization in SHARED_META and asked:
+            raise ConfigError(
+                f"personalization = {hyper.personalization} takes steps at rates of its own, which task {task.name}'s {asked[0]} "
+                f"would not reach; leave out {asked[0]}, or take softpull, finetune or apfl"
+            )
 
     @staticmethod
     def selector_outputs(plan: Plan[Any, Any]) -> int:

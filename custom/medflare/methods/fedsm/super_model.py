@@ -11,7 +11,7 @@ from medflare.core.rng import seeded
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import network_with
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model
-from medflare.networks.catalogue import build_network
+from medflare.networks.catalogue import task_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import score
 
@@ -152,7 +152,7 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
     with seeded(0, "deployed"):  # the drawn weights are overwritten; nobody's generator must notice
-        selector = build_network(message.facts["selector"], task.channels, outputs)
+        selector = task_network(task, message.facts["selector"], outputs)
     selector.load_state_dict(message.states["selector"])
     return [network_with(task, message.states[entry]) for entry in wanted], selector.eval(), ["global", *sites]
 

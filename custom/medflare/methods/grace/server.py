@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
-from medflare.methods.base import meta_network
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.grace.formulas import consistent_aggregate
 from medflare.methods.grace.hyper import GraceServerHyper
+from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
 

@@ -45,6 +45,11 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
         if hyper.adam_plus_sgd and hyper.second_order:
             raise ConfigError("adam_plus_sgd knows a first-order update only; set second_order=false or adam_plus_sgd=false")
 
+    @classmethod
+    def needs_features(cls, hyper: GraceSiteHyper) -> bool:
+        """Two steps, alignment and the probe."""
+        return hyper.client != "erm" or hyper.probe
+
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
         """Two-step training with the alignment that `client` names, without it during the warm-up; "erm" is FedAvg's training."""
         hyper = self.hyper

@@ -11,12 +11,13 @@ from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, weighted_mean
 from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, SiteModel, states_of
-from medflare.methods.base import Kept, ServerContext, ServerHalf, Step, meta_network, site_models
+from medflare.methods.base import Kept, ServerContext, ServerHalf, Step, site_models
 from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.site import CLASS_TOTALS, DEPUTY, NORMALISATION, PERSONAL, PROTOTYPES, local_part
 from medflare.methods.prr.supervision import class_names, class_totals
+from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
 _ROUNDS = 50  # of the published schedule, where nobody says how many there will be

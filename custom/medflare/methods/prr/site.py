@@ -76,6 +76,11 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         self.width = prototype_width(site.task, self.hyper.embedding) if self.hyper.refines else 0
         self.best = {role: Best(self.memory, role) for role in ("global", "personal")}
 
+    @classmethod
+    def needs_features(cls, hyper: PRRSiteHyper) -> bool:
+        """With two models or prototypes every batch is asked for them."""
+        return True
+
     # a round
 
     def train(self, round: int, incoming: Message) -> Message:

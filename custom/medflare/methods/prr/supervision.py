@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
-from medflare.methods.base import meta_network
 from medflare.methods.prr.formulas import PrototypeMean, cpa_loss, prototype_gamma
+from medflare.networks.catalogue import meta_network
+from medflare.networks.structure import example
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
@@ -83,7 +84,7 @@ def prototype_width(task: TaskConfig, embedding: str) -> int:
     if embedding == "logits":
         return task.outputs
     with torch.no_grad():
-        return meta_network(task).eval().body(torch.zeros(1, task.channels, *task.size, device="meta")).shape[1]
+        return meta_network(task).eval().features_and_output(example(task.channels, task.size, "meta"))[0].shape[1]
 
 
 class SitePrototypes:

@@ -1,0 +1,136 @@
+"""How the learning rate goes over the rounds: a factor that is a function of the round and the number of rounds alone. Light to import."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from medflare.core.settings import STRICT, checked, unknown
+
+
+@dataclass(frozen=True, config=STRICT)
+class Constant:
+    """The task's rate in every round.
+
+    Attributes:
+        warmup_rounds: first rounds, in which the rate grows evenly; what comes after is spread over the rounds that are left.
+    """
+
+    warmup_rounds: Annotated[int, Field(ge=0)] = 0
+
+    def at(self, round: int, rounds: int) -> float:
+        """The factor of a round after the warm-up.
+
+        Args:
+            round: 0-based, counted from the end of the warm-up.
+            rounds: how many there are from there on.
+        """
+        return 1.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class Step(Constant):
+    """Times `factor` after every `every` rounds.
+
+    Attributes:
+        every: rounds of one rate.
+        factor: what it is multiplied by then.
+    """
+
+    every: Annotated[int, Field(ge=1)] = 10
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+
+    def at(self, round: int, rounds: int) -> float:
+        """factor ** (round // every)."""
+        return self.factor ** (round // self.every)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Cosine(Constant):
+    """Half a cosine from 1 to `minimum`.
+
+    Attributes:
+        minimum: the factor that is reached after the last round.
+    """
+
+    minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def at(self, round: int, rounds: int) -> float:
+        """minimum + (1 - minimum) (1 + cos(π round / rounds)) / 2."""
+        return self.minimum + (1 - self.minimum) * (1 + math.cos(math.pi * round / rounds)) / 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class Polynomial(Constant):
+    """A power of what is left of the rounds, from 1 to `minimum`.
+
+    Attributes:
+        power: 1 is a straight line; nnU-Net has 0.9.
+        minimum: the factor that is reached after the last round.
+    """
+
+    power: Annotated[float, Field(gt=0)] = 0.9
+    minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def at(self, round: int, rounds: int) -> float:
+        """minimum + (1 - minimum) (1 - round / rounds) ** power."""
+        return self.minimum + (1 - self.minimum) * (1 - round / rounds) ** self.power
+
+
+SCHEDULES: Final[dict[str, type[Constant]]] = {"constant": Constant, "step": Step, "cosine": Cosine, "polynomial": Polynomial}
+
+
+def written_out(settings: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The settings with their defaults.
+
+    Args:
+        settings: {"name": one of `SCHEDULES`, its settings}.
+        place: the beginning of a message.
+
+    Raises:
+        ConfigError: no such schedule, or a setting or value that it does not take.
+
+    Examples:
+        >>> written_out({"name": "step", "every": 5}, "task x: schedule")
+        {'name': 'step', 'warmup_rounds': 0, 'every': 5, 'factor': 0.1}
+    """
+    return {"name": settings["name"], **dataclasses.asdict(_built(settings, place))}
+
+
+def rate_factor(settings: Mapping[str, Any], round: int, rounds: int) -> float:
+    """What the learning rate of a round is multiplied by.
+
+    Args:
+        settings: see `written_out`.
+        round: 0-based; steps after the last round have the last one's.
+        rounds: of the run.
+
+    Examples:
+        >>> [rate_factor({"name": "polynomial", "power": 1.0, "warmup_rounds": 1}, round, 5) for round in range(5)]
+        [0.5, 1.0, 0.75, 0.5, 0.25]
+    """
+    schedule = _built(settings, "schedule")
+    round = min(round, rounds - 1)
+    if round < schedule.warmup_rounds:
+        return (round + 1) / (schedule.warmup_rounds + 1)
+    return schedule.at(round - schedule.warmup_rounds, rounds - schedule.warmup_rounds)
+
+
+def is_scheduled(settings: Mapping[str, Any]) -> bool:
+    """Whether any round has another rate than the task's.
+
+    Args:
+        settings: see `written_out`.
+    """
+    return settings["name"] != "constant" or bool(settings.get("warmup_rounds"))
+
+
+def _built(settings: Mapping[str, Any], place: str) -> Constant:
+    arguments = dict(settings)
+    name = arguments.pop("name")
+    if name not in SCHEDULES:
+        raise unknown("schedule", name, SCHEDULES, place)
+    return checked(SCHEDULES[name], arguments, f"{place} {name}")

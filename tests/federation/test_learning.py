@@ -1,0 +1,76 @@
+"""A task's schedule, clipping, sampling, and MONAI's network, loss and optimizer by name, in whole runs of the plain loop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import medflare
+from medflare.core.errors import ConfigError
+from medflare.data.sites.site import Site
+from medflare.federation.local import resume_local
+from medflare.methods.catalogue import get_method
+from small import small_task, tiny_phantom
+
+NAMED: dict[str, Any] = {
+    "network": {"name": "BasicUNet", "features": [4, 4, 4, 4, 4, 4], "norm": "batch"},
+    "loss": {"name": "DiceFocalLoss"},
+    "optimizer": {"name": "NAdam", "lr": 0.01},
+    "schedule": {"name": "cosine", "warmup_rounds": 1},
+    "clip": {"norm": 1.0},
+    "sampling": "balanced",
+    "augment": [{"name": "RandGridDistortion", "prob": 0.5}, {"name": "RandGibbsNoise", "prob": 0.5}],
+}
+
+
+@pytest.mark.parametrize("method", ["fedrep", "fedsm", "feddag", "grace", "iop_fl", "moon", "prr", "scaffold"])
+def test_every_method_trains_by_names_alone(method: str) -> None:
+    results = medflare.run_local(method, tiny_phantom(**NAMED), 2, rounds=1, seed=0)
+    assert results["status"] == "COMPLETED", results["reason"]
+
+
+def test_the_rate_is_that_of_the_round_after_a_restart_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    build = Site.optimizer
+
+    def noted(site: Site, *given: Any, **override: Any) -> Any:
+        optimizer = build(site, *given, **override)
+        rates.append(optimizer.param_groups[0]["lr"])
+        return optimizer
+
+    monkeypatch.setattr(Site, "optimizer", noted)
+    task = tiny_phantom(optimizer={"name": "sgd", "lr": 1.0}, schedule={"name": "polynomial", "power": 1.0})
+
+    class Dead(Exception):
+        pass
+
+    def die(line: str) -> None:
+        if len(rates) >= 4:
+            raise Dead
+
+    with pytest.raises(Dead):
+        medflare.run_local("fedavg", task, 2, rounds=4, seed=0, out=tmp_path, say=die)
+    assert rates == [1.0, 1.0, 0.75, 0.75]
+    resume_local(tmp_path)
+    assert rates[-4:] == [0.5, 0.5, 0.25, 0.25]
+
+
+def test_personal_models_with_rates_of_their_own_refuse_what_would_not_reach_them() -> None:
+    method = get_method("fedsm")
+    for changes, name in (({"schedule": {"name": "cosine"}}, "schedule"), ({"clip": {"value": 1.0}}, "clip")):
+        method.check({"personalization": "softpull"}, small_task(**changes))
+        with pytest.raises(ConfigError, match=f"^personalization = pfedme takes steps at rates of its own, .* {name} would not reach"):
+            method.check({"personalization": "pfedme"}, small_task(**changes))
+
+
+def test_what_cannot_be_learnt_is_refused_before_anything_starts() -> None:
+    for changes, words in (
+        (
+            {"optimizer": {"name": "RMSprop", "lr": 0.1, "momentun": 0.9}},
+            "optimizer RMSprop: unknown argument 'momentun'; did you mean momentum",
+        ),
+        ({"loss": {"name": "BendingEnergyLoss"}}, "loss BendingEnergyLoss: it does not take logits and targets"),
+        ({"network": {"name": "DenseNet121"}}, "network DenseNet121: "),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            get_method("fedavg").check({}, small_task(**changes))

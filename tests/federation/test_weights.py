@@ -1,0 +1,76 @@
+"""Runs that start from weights: every site from what the server sends, with a memory of it, whichever part is its own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import medflare
+from medflare.core.store import StateStore
+from medflare.data.sites.opening import open_site
+from medflare.federation.local import SITES, STATE, resume_local
+from medflare.inference.deployed import load_model
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import load_task
+from small import tiny_phantom
+
+
+@pytest.fixture(scope="module")
+def delivered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model that a run delivered, and the task that goes on from it."""
+    folder = tmp_path_factory.mktemp("first")
+    medflare.run_local("fedavg", tiny_phantom(), 2, rounds=1, seed=3, out=folder)
+    model = folder / "models" / "global"
+    weights = {"file": "model.safetensors", "sha256": load_model(model).card["sha256"], "format": "medflare"}
+    task = tiny_phantom()
+    return model, {**task, "network": {**task["network"], "weights": weights}}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "prr"])
+def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered: tuple[Path, dict[str, Any]], method: str) -> None:
+    model, task = delivered
+    results = medflare.run_local(method, task, 2, rounds=1, seed=0, out=tmp_path, weights=model)
+    assert results["status"] == "COMPLETED", results["reason"]
+    start = load_model(model).message.states["model"]
+    found = StateStore(tmp_path / SITES / "site-1" / STATE).load("membership")
+    assert found is not None and all(torch.equal(found.states["start"][name], start[name]) for name in start)
+    step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    site = open_site("site-1", load_task(task), seed=0)
+    site.start = start
+    expected = site.score(site.predictor(site.network()), "validation", ["dice"]).values["dice"]
+    assert step["sites"]["site-1"]["validation"]["global"] == pytest.approx(expected)
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:
+    model, task = delivered
+
+    class Dead(Exception):
+        pass
+
+    lines: list[str] = []
+
+    def die(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            raise Dead
+
+    whole = medflare.run_local("fedrep", task, 2, rounds=2, seed=0, head_epochs=1, out=tmp_path / "whole", weights=model)
+    with pytest.raises(Dead):
+        medflare.run_local("fedrep", task, 2, rounds=2, seed=0, head_epochs=1, out=tmp_path / "killed", weights=model, say=die)
+    resumed = resume_local(tmp_path / "killed", weights=model)
+    assert resumed["sites"] == whole["sites"]
+
+
+def test_a_file_that_is_not_there_fails_the_run_before_a_site_is_asked(delivered: tuple[Path, dict[str, Any]]) -> None:
+    results = medflare.run_local("fedavg", delivered[1], 2, rounds=1, seed=0)
+    assert results["status"] == "FAILED" and results["reason"].startswith("weights model.safetensors: no such file here")
+
+
+def test_only_networks_of_the_tasks_own_kind_start_there(delivered: tuple[Path, dict[str, Any]]) -> None:
+    model, content = delivered
+    task, start = load_task(content), load_model(model).message.states["model"]
+    assert torch.equal(initial_network(task, 0, "personal", start=start).state_dict()["head.weight"], start["head.weight"])
+    selector = initial_network(task, 0, "selector", {"name": "compact_selector"}, 2, start)
+    assert not set(selector.state_dict()) & {"head.conv.weight"} and selector.state_dict()["head.weight"].shape[0] == 2

@@ -1,0 +1,89 @@
+"""Networks of one's own: imported where the process was told to, built by what the task fixes, refused otherwise."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.networks import own
+from medflare.networks.catalogue import build_network
+from medflare.networks.own import VARIABLE, imported, own_module
+
+CODE = """
+from torch import nn
+from medflare.networks.features import FeatureNetwork
+
+LOUD = 1
+
+class Plain(nn.Module):
+    def __init__(self, in_channels, out_channels, spatial_dims, width=4):
+        super().__init__()
+        assert spatial_dims == 2
+        self.first, self.last = nn.Conv2d(in_channels, width, 3, padding=1), nn.Conv2d(width, out_channels, 1)
+
+    def forward(self, images):
+        return self.last(self.first(images).relu())
+
+def cut(in_channels, out_channels):
+    return FeatureNetwork(nn.Conv2d(in_channels, 3, 1), nn.Conv2d(3, out_channels, 1))
+
+def wrong(in_channels, out_channels):
+    return "no network"
+"""
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lab_nets").mkdir()
+    (tmp_path / "lab_nets" / "__init__.py").write_text("")
+    (tmp_path / "lab_nets" / "small.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(own, "_trusted", set())
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def test_nothing_is_imported_that_nobody_trusts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for named in ("", "lab", "lab_nets.other", "other,lab_net"):
+        monkeypatch.setenv(VARIABLE, named)
+        with pytest.raises(
+            ConfigError, match=r"^network lab_nets\.small:Plain: it is code of lab_nets, .* sets MEDFLARE_NETWORKS=lab_nets"
+        ):
+            build_network({"name": "lab_nets.small:Plain"}, 1, 2)
+    with pytest.raises(ConfigError, match="it is code of os"):
+        build_network({"name": "os:system", "command": "true"}, 1, 2)
+
+
+@pytest.mark.parametrize("named", ["lab_nets", "lab_nets.", "other, lab_nets.small"])
+def test_by_the_environment(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.setenv(VARIABLE, named)
+    features, logits = build_network({"name": "lab_nets.small:Plain", "width": 6}, 1, 2).features_and_output(torch.rand(2, 1, 8, 8))
+    assert features.shape == (2, 6, 8, 8) and logits.shape == (2, 2, 8, 8)
+
+
+def test_by_a_word_of_the_process_and_as_body_and_head_already() -> None:
+    own.trust("lab_nets.small")
+    network = build_network({"name": "lab_nets.small:cut"}, 1, 2)
+    assert set(network.state_dict()) == {"body.weight", "body.bias", "head.weight", "head.bias"}
+    assert network.settings["spec"] == {"name": "lab_nets.small:cut"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("lab_nets.small:Plane", {}, r"it cannot be imported \(.*Plane.*\)"),
+        ("lab_nets.small:LOUD", {}, r"it is a int; name a class or a function"),
+        ("lab_nets.small:wrong", {}, r"it made a str, which is no torch.nn.Module"),
+        ("lab_nets.small:Plain", {"widht": 3}, r"unknown argument 'widht'; did you mean width"),
+    ],
+)
+def test_what_is_wrong_with_it_is_one_line(name: str, arguments: dict[str, int], words: str) -> None:
+    own.trust("lab_nets.small")
+    with pytest.raises(ConfigError, match=f"^network {name}: {words}"):
+        build_network({"name": name, **arguments}, 1, 2)
+
+
+def test_other_networks_have_no_module() -> None:
+    assert own_module({"name": "unet"}) == own_module({}) == "" and own_module({"name": "lab_nets.small:Plain"}) == "lab_nets.small"
+    with pytest.raises(ConfigError):
+        imported("lab_nets.small:Plain")

@@ -1,0 +1,202 @@
+"""Weights to start from: found, checked by their hash, read without running anything, fitted to the network."""
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.inference.deployed import plain_message, save_model
+from medflare.networks.catalogue import initial_network
+from medflare.networks.weights import ENVIRONMENT, PACKAGE, starting_state
+from medflare.tasks.config import TaskConfig
+from small import small_task
+
+NETWORK: dict[str, Any] = {"name": "SegResNet", "init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}
+
+
+def saying(path: Path, format: str, part: str = "all", network: dict[str, Any] = NETWORK, **changes: Any) -> TaskConfig:
+    """A task that starts from a file as it is now."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "0" * 64
+    weights = {"file": path.name, "sha256": digest, "format": format, "part": part}
+    return small_task(network={**network, "weights": weights}, **changes)
+
+
+def other_state() -> dict[str, torch.Tensor]:
+    """Weights of the network that no seed 0 draws."""
+    return initial_network(small_task(network=NETWORK), 9).state_dict()
+
+
+def own_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same under MONAI's names."""
+    return {("conv_final.2.conv." + name[5:] if name.startswith("head.") else name[5:]): tensor for name, tensor in state.items()}
+
+
+def equal(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_without_weights_there_is_nothing() -> None:
+    assert starting_state(small_task(), 0) is None
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch", "medflare", "torchvision"])
+def test_every_format(tmp_path: Path, format: str) -> None:
+    state, path = other_state(), tmp_path / "weights.bin"
+    if format == "medflare":
+        save_model(tmp_path / "model", small_task(network=NETWORK), plain_message(state), {})
+        path = tmp_path / "model" / "model.safetensors"
+    elif format == "safetensors":
+        save_file(own_names(state), path)
+    elif format == "torch":
+        torch.save({"state_dict": own_names(state)}, path)
+    else:  # other names, the same order
+        torch.save({f"layer{number}": tensor for number, tensor in enumerate(state.values())}, path)
+    found = starting_state(saying(path, format), 0, path)
+    assert found is not None and equal(found, state)
+    in_folder = starting_state(saying(path, format), 0, path.parent)
+    assert in_folder is not None and equal(in_folder, state)
+    body = starting_state(saying(path, format, "body"), 0, path)
+    random = initial_network(small_task(network=NETWORK), 0).state_dict()
+    assert body is not None
+    assert all(torch.equal(body[name], (random if name.startswith("head.") else state)[name]) for name in body)
+
+
+def test_a_body_goes_with_another_number_of_outputs(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file(own_names(other_state()), path)
+    three: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
+    found = starting_state(saying(path, "safetensors", "body", **three), 0, path)
+    assert found is not None and len(found["head.bias"]) == 3
+    with pytest.raises(ConfigError, match=r"they do not fit network SegResNet of task squares: head.bias, head.weight missing, unexpected"):
+        starting_state(saying(path, "safetensors", **three), 0, path)
+
+
+def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file(own_names(other_state()), path)
+    task = saying(path, "safetensors")
+    with pytest.raises(ConfigError, match=r"^weights weights.safetensors: no such file here; give the server its folder"):
+        starting_state(task, 0)
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
+    assert starting_state(task, 0) is not None
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("ran"),))
+
+
+def test_a_pickle_is_refused_by_name_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("plain.pkl", pickle.dumps(Evil())), ("torch.pth", None)):
+        path = tmp_path / name
+        if content is None:
+            torch.save({"weights": Evil()}, path)
+        else:
+            path.write_bytes(content)
+        for format in ("torch", "torchvision"):
+            with pytest.raises(
+                ConfigError, match=f"^weights {path}: not a file of tensors alone; a pickle of anything else is never loaded"
+            ):
+                starting_state(saying(path, format), 0, path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_whatever_else_is_wrong_with_a_file(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad"
+    save_file(own_names(other_state()), good)
+    task = saying(good, "safetensors")
+    save_file(own_names(initial_network(small_task(network=NETWORK), 4).state_dict()), good)
+    with pytest.raises(
+        ConfigError, match=r"^weights .*good.safetensors: the file has the sha256 \w{16}\.\.\., task squares wants \w{16}\.\.\.$"
+    ):
+        starting_state(task, 0, good)
+    bad.write_bytes(b"nothing")
+    for format, words in (("safetensors", "no safetensors file"), ("medflare", "not a readable state file")):
+        with pytest.raises(ConfigError, match=words):
+            starting_state(saying(bad, format), 0, bad)
+    torch.save([1, 2], bad)
+    with pytest.raises(ConfigError, match="it holds no state dict"):
+        starting_state(saying(bad, "torch"), 0, bad)
+    save_file({**own_names(other_state()), "more": torch.zeros(1)}, bad)
+    with pytest.raises(ConfigError, match="more missing, unexpected"):
+        starting_state(saying(bad, "safetensors"), 0, bad)
+    broken = own_names(other_state())
+    broken["conv_final.2.conv.bias"][0] = torch.nan
+    save_file(broken, bad)
+    with pytest.raises(ConfigError, match=r"head\.bias holds NaN or infinity"):
+        starting_state(saying(bad, "safetensors"), 0, bad)
+    save_model(tmp_path / "two", small_task(), Message({"model": other_state(), "b": other_state()}, {"kind": "super"}), {})
+    with pytest.raises(ConfigError, match="a model of kind 'super' is more than one network"):
+        starting_state(saying(tmp_path / "two" / "model.safetensors", "medflare"), 0, tmp_path / "two")
+
+
+def test_torchvisions_layers_are_matched_in_their_order(tmp_path: Path) -> None:
+    """ResNet-18 as torchvision names it: the same layers as MONAI's, old files without the counters of batch normalisation."""
+    task = small_task("classification", network={"name": "resnet18"}, size=[32, 32], channels=3)
+    state = initial_network(task, 5).state_dict()
+    names = {name: f"fc.{name[5:]}" if name.startswith("head.") else name[5:] for name in state if not name.endswith("num_batches_tracked")}
+    theirs = {name: state[ours] for ours, name in names.items()}
+    theirs |= {"fc.weight": torch.zeros(1000, 512), "fc.bias": torch.zeros(1000)}
+    torch.save(theirs, path := tmp_path / "resnet18.pth")
+    told = saying(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task))
+    found = starting_state(told, 0, path)
+    assert found is not None and all(torch.equal(found[name], state[name]) for name in names if name.startswith("body."))
+    torch.save(dict(reversed(theirs.items())), path)
+    with pytest.raises(ConfigError, match="they do not fit network resnet18"):
+        starting_state(saying(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task)), 0, path)
+
+
+def _of(task: TaskConfig) -> dict[str, Any]:
+    return {name: value for name, value in task.to_dict().items() if name not in ("network", "kind")}
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"file": "../a", "sha256": "0" * 64, "format": "torch"}, "file must be a file's name; its folder stands in the server's"),
+        ({"file": "a", "sha256": "0" * 63, "format": "torch"}, "sha256"),
+        ({"file": "a", "sha256": "0" * 64, "format": "pickle"}, "format must be one of medflare, torch, torchvision, safetensors"),
+        ({"file": "a", "sha256": "0" * 64, "format": "torch", "parts": "body"}, "unknown setting 'parts'; did you mean part"),
+        ("a.pth", "weights"),
+    ],
+)
+def test_bad_settings(weights: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        small_task(network={**NETWORK, "weights": weights})
+    assert "\n" not in str(refused.value)
+
+
+def test_efficientnet_lite0_knows_imagenet() -> None:
+    """The published weights fit strictly, and two photographs that everybody has are what they show."""
+    pytest.importorskip(PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])")
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    weights = {
+        "file": "efficientnet-lite0-57934424.pth",
+        "sha256": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+        "format": "torchvision",
+    }
+    thousand = {"target": "multiclass", "labels": [str(label) for label in range(1000)], "channels": 3, "size": [224, 224]}
+    task = small_task("classification", **thousand, network={"name": "efficientnet_lite0", "weights": weights})
+    start = starting_state(task, 0)
+    network = initial_network(task, 0, start=start).eval()
+    assert isinstance(network, nn.Module) and len(network.state_dict()) == 296
+    ramp = torch.linspace(-1, 1, 3 * 64 * 64).reshape(1, 3, 64, 64)
+    expected = torch.tensor([-0.459170, -0.127022, 0.936315, 0.626068, 0.809393, 0.911737])
+    with torch.no_grad():
+        torch.testing.assert_close(network(ramp)[0, :6], expected, rtol=1e-4, atol=1e-4)
+        for picture, label in zip(load_sample_images().images, (698, 985), strict=True):  # a palace, a daisy
+            side, (height, width) = min(picture.shape[:2]), picture.shape[:2]
+            top, left = (height - side) // 2, (width - side) // 2
+            square = Image.fromarray(picture[top : top + side, left : left + side]).resize((224, 224), Image.Resampling.BICUBIC)
+            image = torch.tensor(list(square.tobytes()), dtype=torch.float32).reshape(1, 224, 224, 3).movedim(-1, 1) / 127.5 - 1
+            assert network(image).argmax().item() == label

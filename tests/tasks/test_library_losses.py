@@ -1,0 +1,84 @@
+"""MONAI's losses by name: on a task's logits and targets they give what MONAI gives."""
+
+from typing import Any
+
+import pytest
+import torch
+from monai import losses
+
+from medflare.core.errors import ConfigError
+from medflare.tasks.library_losses import library_losses, trial
+from medflare.tasks.losses import build_loss, pools_images
+from small import small_task
+
+THREE: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
+
+
+def test_activation_and_one_hot_follow_from_the_target() -> None:
+    binary, multiclass = small_task(), small_task(**THREE)
+    logits, targets = trial(binary)
+    expected = losses.TverskyLoss(sigmoid=True)(logits, targets.float())
+    torch.testing.assert_close(build_loss(binary, {"name": "TverskyLoss"})(logits, targets), expected)
+    logits, targets = trial(multiclass)
+    expected = losses.DiceFocalLoss(softmax=True, to_onehot_y=True)(logits, targets[:, None])
+    torch.testing.assert_close(build_loss(multiclass, {"name": "DiceFocalLoss"})(logits, targets), expected)
+    own = build_loss(multiclass, {"name": "DiceLoss", "sigmoid": True, "include_background": False})
+    expected = losses.DiceLoss(sigmoid=True, include_background=False, to_onehot_y=True)(logits, targets[:, None])
+    torch.testing.assert_close(own(logits, targets), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss", "GeneralizedDiceLoss", "GeneralizedDiceFocalLoss", "TverskyLoss", "MCCLoss"],
+)
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+@pytest.mark.parametrize("target", [{}, THREE, {"target": "multilabel", "labels": ["a", "b"]}], ids=["binary", "multiclass", "multilabel"])
+def test_usual_ones_take_every_target_in_two_and_three_dimensions(name: str, kind: str, target: dict[str, Any]) -> None:
+    if kind == "classification":
+        target = {"target": "binary", "labels": ["a"], **target}
+    for changes in ({}, {"spatial_dims": 3, "size": [16, 16, 16]}):
+        task = small_task(kind, **target, **changes)
+        logits, targets = trial(task)
+        assert build_loss(task, {"name": name})(logits, targets).ndim == 0
+
+
+def test_class_weights() -> None:
+    task = small_task(**THREE)
+    logits, targets = trial(task)
+    weighted = build_loss(task, {"name": "DiceCELoss", "weight": [1.0, 2.0, 0.5]})(logits, targets)
+    assert weighted != build_loss(task, {"name": "DiceCELoss"})(logits, targets)
+
+
+def test_every_name_works_or_is_refused_in_one_line() -> None:
+    usable, lines = set(), dict[str, str]()
+    for name in library_losses():
+        if name == "PerceptualLoss":  # would look for weights on the internet
+            continue
+        try:
+            build_loss(small_task(), {"name": name})
+            usable.add(name)
+        except ConfigError as refused:
+            lines[name] = str(refused)
+    assert all(line.startswith(f"loss {name}: ") and "\n" not in line for name, line in lines.items())
+    assert {"SSIMLoss", "HausdorffDTLoss", "SoftDiceclDiceLoss", "DiceLoss"} <= usable
+    assert not {"BoxGIoULoss", "BendingEnergyLoss", "MaskedLoss"} & usable
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"name": "DiceLos"}, r"loss: unknown loss 'DiceLos'; did you mean DiceLoss"),
+        ({"name": "DiceLoss", "batched": True}, r"loss DiceLoss: unknown argument 'batched'; did you mean batch"),
+        ({"name": "DiceLoss", "to_onehot_y": True}, r"loss DiceLoss: unknown argument 'to_onehot_y'"),
+        ({"name": "DiceLoss", "reduction": "none"}, r"loss DiceLoss: "),
+        ({"name": "TverskyLoss", "reduction": "most"}, r"loss TverskyLoss: "),
+    ],
+)
+def test_bad_losses(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        build_loss(small_task(), spec)
+
+
+def test_what_mixes_images_is_not_for_private_training() -> None:
+    assert pools_images(small_task(loss={"name": "DiceFocalLoss"})) is None
+    assert "not the mean of its images' losses" in str(pools_images(small_task(loss={"name": "DiceFocalLoss", "batch": True})))
