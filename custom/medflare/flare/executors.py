@@ -35,7 +35,7 @@ from medflare.flare.exchange.participants import (
 )
 from medflare.flare.exchange.signs import Pulse, expect_answers, wait_for_work
 from medflare.flare.exchange.streams import share_cleanup_thread
-from medflare.flare.exchange.wire import arrays_bytes, error_reply, to_message, to_shareable
+from medflare.flare.exchange.wire import arrays_bytes, error_reply, register_tensors, to_message, to_shareable
 from medflare.flare.names import by_name, named_classes
 from medflare.flare.simulator.relay import Relay
 
@@ -76,11 +76,13 @@ class MedflareExecutor(Executor):
         return self.method or self.default_method
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Before the first task have everything imported; before every poll wait until there is work."""
+        """Have everything imported before the first task; wait for work before every poll; be able to send what is to be sent."""
         if event_type == EventType.ABOUT_TO_START_RUN and self._preload is not None:
             self._preload.finish()
         elif event_type == EventType.BEFORE_PULL_TASK:
             wait_for_work(fl_ctx)
+        elif event_type == EventType.BEFORE_SEND_TASK_RESULT and "torch" in sys.modules:
+            register_tensors()  # code that a job or a filter brings may have left a tensor where none belongs
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """The answer to one task; whatever goes wrong becomes a reply that says so on one line.

@@ -84,9 +84,9 @@ def register_decomposers() -> None:
 
 
 def register_tensors() -> None:
-    """Let FLARE read torch tensors in this process: a message that holds one is then refused as that site's fault.
+    """Let FLARE write and read torch tensors: a result that holds one is then refused as its site's fault.
 
-    For a type that it cannot read FLARE ends the whole job.
+    For a type that its server cannot read FLARE ends the whole job.
     """
     from nvflare.app_opt.pt.decomposers import TensorDecomposer
 
