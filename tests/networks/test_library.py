@@ -152,6 +152,12 @@ def test_a_network_must_fit_the_task_before_anything_starts() -> None:
         check_network(small_task(network={"name": "DenseNet121", "block_config": [1, 1, 1, 1]}, size=[32, 32]))
     with pytest.raises(ConfigError, match=r"images of size \[15, 16\] do not pass"):
         check_network(small_task(network={"name": "SegResNet"}, size=[15, 16]))
+    with pytest.raises(ConfigError, match=r"^network DiffusionModelUNet: images of size .* do not pass \(.*timesteps"):
+        check_network(
+            small_task(
+                network={"name": "DiffusionModelUNet", "channels": [32, 32], "attention_levels": [False, False], "num_res_blocks": 1}
+            )
+        )
     with pytest.raises(ConfigError, match=r"^task squares: network unet: two images give logits of shape \[2, 1, 16, 16\], a "):
         check_network(small_task(size=[15, 16]))
 

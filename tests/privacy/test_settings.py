@@ -263,3 +263,11 @@ def test_a_run_goes_on_without_a_site_whose_budget_is_spent(tmp_path: Path) -> N
 def test_patients_are_drawn_by_dp_sgd_alone() -> None:
     with pytest.raises(ConfigError, match=r"^dp_noise: DP-SGD draws every patient with the same probability; set task\.sampling=shuffle$"):
         privacy.check_private(small_task(network=INSTANCE_UNET, sampling="balanced"))
+
+
+@pytest.mark.parametrize(("name", "works"), [("UNet", True), ("SegResNet", False)])
+def test_a_network_of_monais_is_tried_before_training(name: str, works: bool) -> None:
+    own = {"UNet": {"channels": [4, 8], "strides": [2]}, "SegResNet": {"blocks_down": [1, 1], "blocks_up": [1]}}[name]
+    results = medflare.run_local("fedavg", tiny_phantom(network={"name": name, **own}), 2, rounds=1, seed=0, dp_noise=1.0)
+    assert results["status"] == ("COMPLETED" if works else "FAILED")
+    assert works or f"dp_noise: network {name} gives no gradient of each image" in results["reason"]

@@ -17,12 +17,13 @@ from medflare.tasks.config import TaskConfig
 
 # These do not keep one image of one size, or move nothing although they lie among those that do.
 _NOT_SPATIAL = ("RandGridPatch", "RandSimulateLowResolution")
+_NOT_INTENSITY = ("ComputeHoVerMaps", "ForegroundMask", "MaskIntensity")  # they need or make something beside the image
 
 
 @cache
 def intensity_transforms() -> tuple[str, ...]:
     """Names of MONAI's intensity transforms that do the same to an image every time."""
-    return tuple(name for name in _dictionary_forms("intensity") if not name.startswith("Rand"))
+    return tuple(name for name in _dictionary_forms("intensity") if not name.startswith("Rand") and name not in _NOT_INTENSITY)
 
 
 @cache

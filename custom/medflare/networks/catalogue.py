@@ -14,7 +14,7 @@ from medflare.core.rng import seeded
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
 from medflare.networks.features import FeatureNetwork
-from medflare.networks.library import library_names, library_network
+from medflare.networks.library import PROBLEMS, library_names, library_network
 from medflare.networks.own import imported, own_module
 from medflare.networks.structure import WholeNetwork, example, last_layer
 from medflare.tasks.config import TaskConfig
@@ -103,7 +103,7 @@ def _last_layer(spec: str, in_channels: int, out_channels: int, spatial_dims: in
 
     try:
         return last_layer(_without_memory(build), example(in_channels, size, "meta"))
-    except (RuntimeError, ValueError, IndexError, NotImplementedError, ConfigError) as error:
+    except (*PROBLEMS, ConfigError) as error:
         raise ConfigError(f"network {name}: images of size {list(size)} do not pass ({' '.join(str(error).split())[:200]})") from error
 
 
@@ -178,7 +178,7 @@ def check_network(task: TaskConfig) -> FeatureNetwork:
     try:
         with torch.no_grad():
             found = tuple(network.eval()(example(task.channels, task.size, "meta")).shape)
-    except (RuntimeError, ValueError, IndexError) as error:
+    except PROBLEMS as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{place}: images of size {list(task.size)} do not pass ({reason}); change size or network") from error
     if found != wanted:

@@ -21,7 +21,8 @@ _TASKS: Final = (*_CHANNELS, *_OUTPUTS, *_DIMS, *_SIZES, *_SHAPES)
 # activation behind it. The first two are not for a task to change.
 _FIXED: Final = {"pretrained": False, "progress": False, "classification": True}
 _DEFAULTS: Final = {"post_activation": None}
-_PROBLEMS: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError, ZeroDivisionError)
+# What networks raise that are given what they cannot take, while they are made or run.
+PROBLEMS: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError, ZeroDivisionError)
 
 
 @cache
@@ -87,7 +88,7 @@ def library_network(
         raise ConfigError(f"network {name}: argument {missing[0]!r} is missing; see its documentation")
     try:
         network = build(**arguments)
-    except _PROBLEMS as error:
+    except PROBLEMS as error:
         reason = "it needs the package einops; pip install 'medflare[transformers]'" if "einops" in str(error) else _line(error)
         raise ConfigError(f"network {name}: {reason}; check its arguments {dict(settings)}") from error
     if not isinstance(network, nn.Module):

@@ -18,8 +18,10 @@ from opacus.accountants import RDPAccountant
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
+from medflare.core.errors import ConfigError
 from medflare.core.rng import seeded
 from medflare.data.sites.site import Site
+from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Release
 from medflare.privacy.sampling import drawn_patients, training_patients
 
@@ -57,6 +59,28 @@ class NoisyOptimizer(DPOptimizer):
         for parameter in self.params:
             noise = torch.from_numpy(self.random.normal(0.0, deviation, tuple(parameter.shape)))
             parameter.grad = parameter.summed_grad.view_as(parameter) + noise.to(parameter)
+
+
+def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
+    """Refuse a network of which Opacus cannot take the gradient of each image; it is given up afterwards.
+
+    Args:
+        network: whose gradients are tried.
+        images: two of them (2, C, ...).
+
+    Raises:
+        ConfigError: a layer that Opacus does not know, or that changes its input in place.
+    """
+    try:
+        hooks = GradSampleModule(network, loss_reduction="mean")
+        with seeded(0, "check gradients"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            hooks(images).sum().backward()
+    except (NotImplementedError, RuntimeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"dp_noise: network {network.settings['spec']['name']} gives no gradient of each image ({' '.join(str(error).split())[:150]}); "
+            "choose an activation that changes nothing in place, or take unet, small_cnn or vgg11"
+        ) from error
 
 
 def train_dp_sgd(

@@ -22,6 +22,7 @@ from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.sites.site import Site
 from medflare.networks.catalogue import meta_network
+from medflare.networks.structure import WholeNetwork, example
 from medflare.privacy.ledger import Account, Release
 from medflare.privacy.sampling import training_patients
 from medflare.tasks.config import TaskConfig
@@ -64,9 +65,11 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
     """What only the site can tell.
 
     Raises:
-        ConfigError: Opacus is missing, or δ is so large that giving away one patient outright would be allowed.
+        ConfigError: Opacus is missing or cannot handle the network, or δ is so large that giving away one patient would be allowed.
     """
-    _dp_sgd(site)
+    dp_sgd, network = _dp_sgd(site), site.network()
+    if isinstance(network, WholeNetwork):  # ours are known to work
+        dp_sgd.check_gradients(network, example(site.task.channels, site.task.size, site.device))
     patients = training_patients(site)
     if hyper.dp_delta * patients >= 1:
         raise ConfigError(

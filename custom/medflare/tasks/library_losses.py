@@ -49,6 +49,8 @@ class LibraryLoss(nn.Module):
         if not any(activation in arguments for activation in _ACTIVATIONS):
             given |= {"use_softmax": self._multiclass, "softmax": self._multiclass, "sigmoid": not self._multiclass}
         takes = inspect.signature(cls).parameters
+        if "pretrained" in takes:
+            raise ConfigError(f"loss {name}: it looks through a network whose weights it would download; take another loss")
         values = {argument: value for argument, value in given.items() if argument in takes} | dict(arguments)
         if isinstance(values.get("weight"), list):
             values["weight"] = torch.tensor(values["weight"], dtype=torch.float32)
