@@ -10,7 +10,16 @@ from sklearn import metrics
 from medflare.core import packages
 from medflare.core.rng import numpy_generator
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import boundary_distance, foreground, patient_mean, pooled_overlap, score, structures
+from medflare.tasks.metrics import (
+    boundary_distance,
+    by_patient,
+    foreground,
+    overlap_counts,
+    patient_mean,
+    pooled_overlap,
+    score,
+    structures,
+)
 
 TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
@@ -25,7 +34,7 @@ def _masks(*rows: list[int]) -> torch.Tensor:
 def test_overlap_is_pooled_over_a_patients_images() -> None:
     predicted = _masks([1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1])
     truth = _masks([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1])
-    dice, iou = pooled_overlap(predicted, truth, torch.tensor([0, 0, 1]), 2)
+    dice, iou = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 0, 1]), 2)
     # patient 0: 4 hits of 6 predicted and 4 true; patient 1: 1 hit of 1 and 2
     torch.testing.assert_close(dice, torch.tensor([[2 * 4 / 10], [2 / 3]], dtype=torch.float64))
     torch.testing.assert_close(iou, torch.tensor([[4 / 6], [1 / 2]], dtype=torch.float64))
@@ -33,11 +42,11 @@ def test_overlap_is_pooled_over_a_patients_images() -> None:
 
 def test_empty_slices_of_a_patient_cost_nothing_and_false_alarms_do() -> None:
     predicted, truth = _masks([1, 1, 0, 0], [0, 0, 0, 0]), _masks([1, 1, 0, 0], [0, 0, 0, 0])
-    together, _ = pooled_overlap(predicted, truth, torch.tensor([0, 0]), 1)
+    together, _ = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 0]), 1)
     assert together.item() == 1
-    apart, _ = pooled_overlap(predicted, truth, torch.tensor([0, 1]), 2)
+    apart, _ = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 1]), 2)
     assert apart[0].item() == 1 and apart[1].isnan()
-    alarm, _ = pooled_overlap(_masks([1, 0, 0, 0]), _masks([0, 0, 0, 0]), torch.tensor([0]), 1)
+    alarm, _ = pooled_overlap(overlap_counts(_masks([1, 0, 0, 0]), _masks([0, 0, 0, 0])), torch.tensor([0]), 1)
     assert alarm.item() == 0
 
 
@@ -56,7 +65,7 @@ def test_boundary_distance_against_definition() -> None:
     distances = cdist(edge(masks[0]), edge(masks[1]))
     expected = max(np.percentile(distances.min(axis=1), 95), np.percentile(distances.min(axis=0), 95))
     first, second = (torch.tensor(mask)[None, None] for mask in masks)
-    assert boundary_distance(first, second, torch.tensor([0]), 1).item() == pytest.approx(expected, abs=1e-4)
+    assert boundary_distance(first, second).item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_boundary_distance_without_scipy_is_undefined_and_says_why(make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +98,7 @@ def test_boundary_distance_per_patient() -> None:
     empty = torch.zeros_like(square)
     truth = torch.stack([square, square, square, square, empty])[:, None]
     predicted = torch.stack([square.roll(2, 0), square.roll(4, 0), empty, square, square])[:, None]
-    distances = boundary_distance(predicted, truth, torch.tensor([0, 0, 1, 0, 2]), 3)
+    distances = by_patient(boundary_distance(predicted, truth), torch.tensor([0, 0, 1, 0, 2]), 3)
     assert distances[0].item() == pytest.approx((2 + 4 + 0) / 3)
     assert distances[1:].isnan().all()  # an empty mask has no boundary to measure from
 

@@ -93,7 +93,8 @@ def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> dict[s
     scores = site.score(module, "test")
     for metric, reason in scores.undefined.items():
         log.add("undefined", f"{role} {metric}: {reason}", site=site.name)
-    for metric, count in (("dice and iou", scores.left_out), ("hd95", scores.hd95_left_out)):
+    distance = "hd95" if site.task.spatial_dims == 2 else "hd95_mm"
+    for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             words = f"{role} {metric}: undefined for {count} patients and structures, left out of the means"
             log.add("undefined", words, site=site.name)

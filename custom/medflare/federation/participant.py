@@ -142,6 +142,8 @@ class Participant:
         log = EventLog()
         for note in site.notes:
             log.add("warning", note, site=self.name)
+        for line in site.data.left_out:
+            log.add("left_out", line, site=self.name)
         return log.to_list()
 
     def _opened(self, role: str) -> Site:

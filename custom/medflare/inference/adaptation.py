@@ -29,7 +29,7 @@ def check_adaptable(task: TaskConfig) -> None:
         ConfigError: it has none.
     """
     with torch.device("meta"):
-        batch_norm_layers(build_network(task.network, task.channels, task.outputs))
+        batch_norm_layers(build_network(task.network, task.image_channels, task.outputs, task.spatial_dims))
 
 
 def with_tent(message: Message, task: TaskConfig, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False) -> Message:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.versions import installed_versions
-from medflare.data.readers import PICTURES
+from medflare.data.files.readers import PICTURES
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig

@@ -98,7 +98,7 @@ def network_with(
     """
     chosen = task.network if spec is None else spec
     with seeded(0, "deployed"):  # the initial weights are overwritten; drawing them must not disturb anybody's generator
-        network = build_network(chosen, task.channels, outputs or task.outputs)
+        network = build_network(chosen, task.image_channels, outputs or task.outputs, task.spatial_dims)
     if reason := misfit(state, network.state_dict()):
         raise StateError(
             f"these weights do not fit the network '{chosen['name']}' of task {task.name}: {reason}; "

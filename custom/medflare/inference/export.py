@@ -115,7 +115,7 @@ def largest_difference(model: Predictor, exported: Predictor, batches: Sequence[
 def random_batches(task: TaskConfig) -> list[Tensor]:
     """Normally distributed images in batches of different sizes; the same every time."""
     generator = torch_generator(0, "export")
-    return [torch.randn(size, task.channels, *task.size, generator=generator) for size in _BATCHES]
+    return [torch.randn(size, task.image_channels, *task.size, generator=generator) for size in _BATCHES]
 
 
 def picture_batches(task: TaskConfig, images: Sequence[Path], out: Path) -> dict[str, list[Tensor]]:
@@ -183,7 +183,7 @@ def traced(model: nn.Module, task: TaskConfig) -> torch.jit.ScriptModule:
     """
     try:
         with torch.no_grad():
-            return torch.jit.trace(_graph(model), torch.rand(2, task.channels, *task.size), check_trace=False)
+            return torch.jit.trace(_graph(model), torch.rand(2, task.image_channels, *task.size), check_trace=False)
     except Exception as error:  # a tracer meets whatever a network does in Python
         raise _unrecordable(error, "torchscript") from error
 
@@ -199,7 +199,7 @@ def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> list[Pre
         raise ConfigError(f"ONNX export needs {', '.join(missing)}; pip install 'medflare[export]'")
     import onnxruntime
 
-    example, file = torch.rand(2, stored.task.channels, *stored.task.size), folder / "model.onnx"
+    example, file = torch.rand(2, stored.task.image_channels, *stored.task.size), folder / "model.onnx"
     try:
         torch.onnx.export(
             _graph(model),

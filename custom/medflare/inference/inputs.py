@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError
-from medflare.data.readers import DICOM, NIFTI, PICTURES, is_dicom, suffix
+from medflare.data.files.readers import DICOM, NIFTI, PICTURES, is_dicom, suffix
 
 _INDEX = "DICOMDIR"  # lists the files of a medium and holds no image
 

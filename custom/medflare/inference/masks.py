@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically
-from medflare.data.readers import NIFTI, suffix
+from medflare.data.files.readers import NIFTI, suffix
 from medflare.data.targets import stored_values
 from medflare.inference.inputs import Input
 from medflare.tasks.config import TaskConfig

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
 from medflare.core.store import write_atomically
-from medflare.data.readers import read_image
+from medflare.data.files.readers import read_image
 from medflare.data.sites.scoring import scoring_batch
 from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
@@ -221,7 +221,7 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
     Raises:
         DataError: the file cannot be read as an image.
     """
-    array, preprocessing = read_image(source.path, task.channels), Preprocessing(task)
+    array, preprocessing = read_image(source.path, task.image_channels), Preprocessing(task)
     volume, axis = array.ndim == 4, task.slices["axis"] + 1
     pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])] if volume else [array]
     height, width = pictures[0].shape[1:]

@@ -97,7 +97,7 @@ def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, output
         outputs: output channels; None: the task's.
     """
     with torch.device("meta"):
-        return build_network(spec or task.network, task.channels, outputs or task.outputs)
+        return build_network(spec or task.network, task.image_channels, outputs or task.outputs, task.spatial_dims)
 
 
 @plain_dataclass
@@ -280,9 +280,7 @@ class SiteHalf(ABC, Generic[S]):
         """Take up a memory of the half, in this or another process."""
         self.memory.states, self.memory.facts = memory.states, memory.facts
 
-    def network(
-        self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None
-    ) -> FeatureNetwork:
+    def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
         """The half's network for a purpose, built once per process, holding `state`.
 
         Args:

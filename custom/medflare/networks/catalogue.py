@@ -1,5 +1,6 @@
 """Networks by configuration. Every one is a `features.FeatureNetwork`: it returns features and output, as alignment and prototypes need."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,29 +24,39 @@ NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
 }
 
 
-def build_network(spec: Mapping[str, Any], in_channels: int, out_channels: int) -> FeatureNetwork:
+def build_network(spec: Mapping[str, Any], in_channels: int, out_channels: int, spatial_dims: int = 2) -> FeatureNetwork:
     """The network that `spec` names, for example {"name": "unet", "channels": [16, 32, 64]}, with random weights.
 
     Args:
         spec: "name" and arguments of the network's function.
         in_channels: image channels.
         out_channels: channels of the logits.
+        spatial_dims: of the images, 2 or 3.
 
     Raises:
-        ConfigError: unknown name or argument, or a value that the network refuses.
+        ConfigError: unknown name or argument, a value that the network refuses, or one that knows pictures only for volumes.
     """
     settings = dict(spec)
     name = settings.pop("name", None)
     if name not in NETWORKS:
         raise unknown("network", str(name), NETWORKS, "network")
     build = NETWORKS[name]
-    refuse_arguments(build, settings, f"network {name}", taken=["in_channels", "out_channels"])
+    given = ("in_channels", "out_channels", "spatial_dims")
+    refuse_arguments(build, settings, f"network {name}", taken=given)
+    dims = {"spatial_dims": spatial_dims} if _knows_volumes(build) else {}
+    if spatial_dims != 2 and not dims:
+        able = ", ".join(other for other, function in sorted(NETWORKS.items()) if _knows_volumes(function))
+        raise ConfigError(f"network {name} is for pictures, the task has spatial_dims {spatial_dims}; use {able}")
     try:
-        network = build(in_channels, out_channels, **settings)
+        network = build(in_channels, out_channels, **settings, **dims)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"network {name}: {' '.join(str(error).split())}; check its arguments {settings}") from error
-    network.settings = {"spec": dict(spec), "in_channels": in_channels, "out_channels": out_channels}
+    network.settings = {"spec": dict(spec), "in_channels": in_channels, "out_channels": out_channels, "spatial_dims": spatial_dims}
     return network
+
+
+def _knows_volumes(build: Callable[..., FeatureNetwork]) -> bool:
+    return "spatial_dims" in inspect.signature(build).parameters
 
 
 def initial_network(
@@ -61,4 +72,4 @@ def initial_network(
         outputs: another number of output channels than the task's.
     """
     with seeded(seed, "initial", purpose):
-        return build_network(spec or task.network, task.channels, outputs or task.outputs)
+        return build_network(spec or task.network, task.image_channels, outputs or task.outputs, task.spatial_dims)

@@ -29,8 +29,8 @@ def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureN
     return _initialised(network)
 
 
-def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64) -> FeatureNetwork:
-    """A small model selector: two linear layers on a `side` x `side` thumbnail, 28 thousand parameters for RGB.
+def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden: int = 64, spatial_dims: int = 2) -> FeatureNetwork:
+    """A small model selector: two linear layers on a thumbnail, 28 thousand parameters for RGB.
 
     Thumbnails carry what tells sites apart (brightness, contrast, colour, framing; nothing is normalised away), and the short
     way to them learns in tens of steps, as many as a federation has rounds when the selector takes one step a round.
@@ -38,10 +38,12 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
     Args:
         in_channels: image channels.
         out_channels: logits.
-        side: of the thumbnail in pixels.
+        side: of the thumbnail in pixels, along every dimension.
         hidden: width of the feature.
+        spatial_dims: of the images, 2 or 3.
     """
-    body = nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(in_channels * side * side, hidden), nn.ReLU())
+    pool = nn.AdaptiveAvgPool2d(side) if spatial_dims == 2 else nn.AdaptiveAvgPool3d(side)
+    body = nn.Sequential(pool, nn.Flatten(), nn.Linear(in_channels * side**spatial_dims, hidden), nn.ReLU())
     return FeatureNetwork(body, nn.Linear(hidden, out_channels))
 
 

@@ -17,8 +17,9 @@ def unet(
     channels: Sequence[int] = (16, 32, 64, 128),
     norm: str = "instance",
     num_res_units: int = 0,
+    spatial_dims: int = 2,
 ) -> FeatureNetwork:
-    """MONAI's U-Net (2-D, stride 2 between levels) up to its last decoder map, and a 1 x 1 convolution as head.
+    """MONAI's U-Net (stride 2 between levels) up to its last decoder map, and a 1 x 1 convolution as head.
 
     Args:
         in_channels: image channels.
@@ -26,18 +27,21 @@ def unet(
         channels: feature maps by level; the image's sides must be multiples of 2 ** (levels - 1).
         norm: "instance" (no state, as FedSM) or "batch".
         num_res_units: residual units per level, 0 for plain convolutions.
+        spatial_dims: of the images, 2 or 3.
 
     Raises:
         ValueError: an unknown norm.
     """
     from monai.networks.blocks.acti_norm import ADN
+    from monai.networks.layers.factories import Conv
     from monai.networks.nets.unet import UNet
 
     if norm not in _NORMS:
         raise ValueError(f"norm must be {' or '.join(_NORMS)}, got {norm!r}")
-    body = UNet(2, in_channels, channels[0], channels, strides=[2] * (len(channels) - 1), num_res_units=num_res_units, norm=norm)
-    last = ADN(ordering="NA", in_channels=channels[0], act="prelu", norm=norm, norm_dim=2)
-    return FeatureNetwork(nn.Sequential(body, last), nn.Conv2d(channels[0], out_channels, kernel_size=1))
+    strides = [2] * (len(channels) - 1)
+    body = UNet(spatial_dims, in_channels, channels[0], channels, strides=strides, num_res_units=num_res_units, norm=norm)
+    last = ADN(ordering="NA", in_channels=channels[0], act="prelu", norm=norm, norm_dim=spatial_dims)
+    return FeatureNetwork(nn.Sequential(body, last), Conv["conv", spatial_dims](channels[0], out_channels, kernel_size=1))
 
 
 class _DilatedResNet(nn.Module):

@@ -49,7 +49,7 @@ def check_private(task: TaskConfig) -> None:
         ConfigError: a layer or the loss mixes the images of a batch; names it and the remedy.
     """
     with torch.device("meta"):
-        network = build_network(task.network, task.channels, task.outputs)
+        network = build_network(task.network, task.image_channels, task.outputs, task.spatial_dims)
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
             raise ConfigError(

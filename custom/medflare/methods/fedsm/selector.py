@@ -32,10 +32,12 @@ def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
     """The selector's network: the one asked for, or with "auto" VGG-11 unless it would dwarf the task's own network.
 
     VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published example. "auto" takes the
-    compact selector where VGG-11 is larger than the task's network.
+    compact selector where VGG-11 is larger than the task's network, and for volumes, which VGG-11 cannot read.
     """
     if plan.site_hyper.selector != "auto":
         return {"name": plan.site_hyper.selector}
+    if plan.task.spatial_dims == 3:
+        return {"name": COMPACT}
     size = {name: sum(t.numel() for t in plan.template(spec).values()) for name, spec in (("task", None), ("vgg", {"name": VGG11}))}
     return {"name": COMPACT if size["vgg"] > size["task"] else VGG11}
 
@@ -96,7 +98,7 @@ class SiteSelector:
 
     @torch.no_grad()
     def scores(self, state: StateDict, split: str) -> Tensor:
-        """Softmax scores (N, outputs) of the split's images, on the CPU.
+        """Softmax scores (N, outputs) of the split's images, or with `fit` "patch" of their windows, on the CPU.
 
         Args:
             state: the selector's weights.
@@ -184,9 +186,9 @@ def accumulate_gradient(model: nn.Module, site: Site, keys: tuple[Key, ...], los
 
 
 def _losses(model: nn.Module, site: Site, batches: Iterator[Batch], loss: SelectorLoss) -> Iterator[tuple[Tensor, float]]:
-    """Each batch's mean loss and its share of the training images."""
+    """Each batch's mean loss and its share of the training samples."""
     for batch in batches:
-        yield loss(model(batch.images), batch), len(batch.images) / site.n["train"]
+        yield loss(model(batch.images), batch), len(batch.images) / (site.n["train"] * site.fitting.per_image)
 
 
 def gradient_of(model: nn.Module) -> StateDict:
