@@ -9,7 +9,8 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_splits, read_datalist
-from medflare.data.files.readers import read_image, read_mask, whole_numbers
+from medflare.data.files.channels import files_of, read_picture
+from medflare.data.files.readers import read_mask, whole_numbers
 from medflare.data.files.volumes import Grid, read_channels, read_volume, turned
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
@@ -55,41 +56,18 @@ class FileSource:
         return listed_splits(self._root)
 
     def image(self, entry: Entry) -> np.ndarray:
-        """The entry's image, see `readers.read_image` and `volumes.turned`.
+        """The entry's image, see `channels.read_picture` and `volumes.turned`.
 
         Raises:
             DataError: it cannot be read, or its channels are not those of the task.
         """
-        files = self._files(entry)
+        files = files_of(entry.channels, self._task, entry.place) if entry.channels else entry.files
         if self._task.spatial_dims == 3:
             array, stored = read_channels(files, self._task.image_channels)
             array, here = turned(array, stored, self._task)
             self._grids = (entry, stored, here)
             return array
-        if len(files) == 1 and files[0] is not None:
-            return read_image(files[0], self._task.image_channels)
-        arrays = {file: read_image(file, 1) for file in files if file is not None}
-        first = arrays[entry.image]
-        for file, array in arrays.items():
-            if array.shape != first.shape:
-                raise DataError(f"{file}: {size_of(array)}, {entry.name} is {size_of(first)}; store all channels at one size")
-        return np.concatenate([np.zeros_like(first) if file is None else arrays[file] for file in files])
-
-    def _files(self, entry: Entry) -> tuple[Path | None, ...]:
-        """The entry's files, None for a channel that is to be zeros."""
-        task = self._task
-        if not entry.channels:
-            return entry.files
-        named = task.channels if isinstance(task.channels, tuple) else tuple(map(str, range(task.channels)))
-        if len(entry.channels) != len(named):
-            raise DataError(f"{entry.place}: {len(entry.channels)} files for {len(named)} channels ({', '.join(named)}); list one for each")
-        there = [file is not None and (task.missing_channels == "error" or file.exists()) for file in entry.channels]
-        if not all(there) and task.missing_channels == "error":
-            missing = named[there.index(False)]
-            raise DataError(f"{entry.place}: channel {missing} is missing; add its file, or say missing_channels 'zeros' in the task")
-        if not any(there):
-            raise DataError(f"{entry.place}: none of the image's files exists; correct the paths or restore the files")
-        return tuple(file if here else None for file, here in zip(entry.channels, there, strict=True))
+        return read_picture(files, self._task)
 
     def spacing(self, entry: Entry) -> Spacing | None:
         """Millimetres between the voxels of the entry's volume along the task's axes."""

@@ -179,6 +179,11 @@ class TaskConfig:
         return self.channels if isinstance(self.channels, int) else len(self.channels)
 
     @property
+    def channel_names(self) -> tuple[str, ...]:
+        """Names of the image channels; none where the task gives their number alone."""
+        return () if isinstance(self.channels, int) else self.channels
+
+    @property
     def outputs(self) -> int:
         """Output channels of the network: 1 for binary, one per label otherwise."""
         return 1 if self.target == "binary" else len(self.labels)
@@ -292,6 +297,8 @@ def _check_images(task: TaskConfig, place: str) -> None:
         for name, given, unset in (("orientation", task.orientation, "RAS"), ("spacing", task.spacing, None)):
             if given != unset:
                 raise ConfigError(f"{place}: {name} is for volumes (spatial_dims 3), slices are used as stored; leave it out")
+    if task.embedded and (task.spatial_dims == 3 or task.channels not in (1, 3)):
+        raise ConfigError(f"{place}: embedded {task.embedded!r} is pictures of 1 or 3 channels; leave it out, or make them agree")
     if task.fit == "patch" and task.kind == "classification":
         raise ConfigError(f"{place}: fit 'patch' is for segmentation, a class belongs to a whole image; use 'resize'")
     if task.fit == "resize" and task.patches_per_image != 1:

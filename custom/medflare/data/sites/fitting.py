@@ -101,10 +101,10 @@ class Patches:
         """
         waiting: list[tuple[int, Tensor, Tensor]] = []
         for row in range(len(data)):
-            sample = self._padded(data, row)
-            for place in window_places(sample["image"], self.size):
-                target = sample["target"][place].to(data.targets[row].dtype)
-                waiting.append((row, sample["image"][place], target if data.targets[row].ndim > len(self.size) else target[0]))
+            image, target = data.image(row), data.targets[row]
+            windows = windows_of(image, self.size)
+            cut = windows_of(target.reshape(-1, *image.shape[1:]).float(), self.size).to(target.dtype)
+            waiting += zip([row] * len(windows), windows, cut.reshape(len(cut), *target.shape[: -len(self.size)], *self.size), strict=True)
             while len(waiting) >= size or (waiting and row == len(data) - 1):
                 rows, images, targets = zip(*waiting[:size], strict=True)
                 del waiting[:size]
@@ -151,21 +151,24 @@ def padded_to(image: Tensor, size: tuple[int, ...]) -> Tensor:
         return SpatialPad([max(pair) for pair in zip(size, image.shape[1:], strict=True)])(image)
 
 
-def window_places(image: Tensor, size: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """Where windows lie that cover an image side by side; the last ones are moved back to its border.
+def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Windows (n, C, *size) side by side that cover an image (C, ...); the last ones are moved back to its border.
 
     Args:
-        image: (C, ...), no side smaller than the window's.
+        image: padded where it is smaller than a window.
         size: of the window.
 
     Examples:
-        >>> window_places(torch.zeros(1, 5), (3,))
-        [(slice(None, None, None), slice(0, 3, None)), (slice(None, None, None), slice(2, 5, None))]
+        >>> windows_of(torch.arange(5.0)[None], (3,))
+        tensor([[[0., 1., 2.]],
+        <BLANKLINE>
+                [[2., 3., 4.]]])
     """
     from monai.data.utils import dense_patch_slices
 
-    places = dense_patch_slices(image.shape[1:], size, size)
-    return [(slice(None), *(slice(int(side.start), int(side.stop)) for side in place)) for place in places]
+    padded = padded_to(image, size)
+    places = [(slice(None), *place) for place in dense_patch_slices(padded.shape[1:], size, size)]
+    return torch.stack([padded[place] for place in places])
 
 
 def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
