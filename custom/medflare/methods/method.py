@@ -78,6 +78,9 @@ class Method:
         self._check_pair()
         site, server = self._built(values)
         if task is not None:
+            from medflare.networks.dry_run import check_size
+
+            check_size(task)
             self.site_class.check(task, site, server)
 
     def effective(self, values: Mapping[str, Any]) -> Halved:

@@ -19,6 +19,7 @@ from medflare.data.splits import SiteData, class_counts
 from medflare.data.targets import encode_label
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
+from medflare.networks.dry_run import check_memory, check_size
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
@@ -65,6 +66,9 @@ def check_task(task: TaskConfig) -> None:
     Raises:
         ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
     """
+    check_size(task)
+    if task.spatial_dims == 3:
+        check_memory(task, 2, torch.device("cpu"), f"task {task.name}")
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
     images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))
