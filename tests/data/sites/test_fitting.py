@@ -95,8 +95,7 @@ def test_a_site_trains_on_patches_and_predicts_whole_volumes(tmp_path: Path) -> 
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}
 
 
-def test_a_network_of_one_voxel_kernels_gives_one_answer_resized_or_by_the_window(tmp_path: Path, make_task: Callable[..., TaskConfig]) -> None:
-    """Pictures can be patches as well: sizes of their own, one by one."""
+def test_pictures_can_be_patches_as_well(make_task: Callable[..., TaskConfig]) -> None:
     task = make_task(fit="patch", size=[8, 8])
     images = tuple(torch.rand(1, side, 12) for side in (9, 20))
     data = OneByOne(images, tuple((image[0] > 0.5).long() for image in images), ("p", "q"), ("p", "q"))

@@ -19,7 +19,7 @@ from medflare.tasks.config import TaskConfig
 
 Predictor = Callable[[Tensor], Tensor]  # images (N, C, ...) -> probabilities (N, outputs, ...) or (N, outputs)
 Taken = tuple[Tensor, Tensor]  # images (B, C, *size) and targets (B, ...)
-_OVERLAP = 0.25  # of neighbouring windows, as a share of a side; MONAI's default
+OVERLAP = 0.25  # of neighbouring windows, as a share of a side; MONAI's default
 
 
 class Fitting(Protocol):
@@ -183,5 +183,5 @@ def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
         return predictor
     from monai.inferers.inferer import SlidingWindowInferer
 
-    inferer = SlidingWindowInferer(task.size, batch, overlap=_OVERLAP, mode="gaussian")
+    inferer = SlidingWindowInferer(task.size, batch, overlap=OVERLAP, mode="gaussian")
     return lambda images: inferer(images, predictor)
