@@ -24,16 +24,6 @@ from medflare.tasks.config import TaskConfig
 
 _META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
-_SAVER = {
-    "_target_": "SaveImaged",
-    "keys": "pred",
-    "output_dir": "@output_dir",
-    "output_postfix": "seg",
-    "output_dtype": "$torch.uint8",
-    "separate_folder": False,
-    "resample": False,
-    "print_log": False,
-}
 _LUMA = "torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)"  # as tasks.readers
 
 
@@ -130,7 +120,7 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
     output = "@inferer(item['image'][None].to(@device), @network)[0].detach().cpu()"
     saving = _volume_masks(task) if volumes else _segmentation(task) if task.kind == "segmentation" else _classification()
     return {
-        "imports": ["$import pathlib", "$import torch", "$import monai"],
+        "imports": ["$import pathlib", "$import torch", "$import monai", *(["$import nibabel"] if volumes else [])],
         "bundle_root": ".",
         "device": "$torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
         "dataset_dir": "$@bundle_root + '/images'",
@@ -209,10 +199,14 @@ def _volume_preprocessing(task: TaskConfig) -> list[Any]:
 def _volume_masks(task: TaskConfig) -> dict[str, Any]:
     """NIfTI masks on the grid of the file: class numbers, or one channel per structure (multilabel)."""
     label = "p.argmax(dim=0, keepdim=True)" if task.target == "multiclass" else "(p > 0.5)"
+    # nibabel and not SaveImaged, which refuses a volume whose axes are not those of its affine in turn
+    name = "pathlib.Path(item['image'].meta['filename_or_obj']).name.split('.nii')[0] + '_seg.nii.gz'"
+    mask = "item['pred'].as_tensor().movedim(0, -1).numpy().astype('uint8')"
+    image = f"nibabel.Nifti1Image({mask}[..., 0] if len(item['pred']) == 1 else {mask}, item['pred'].affine.numpy())"
     steps = [
         {"_target_": "Invertd", "keys": "pred", "transform": "@preprocessing", "orig_keys": "image", "nearest_interp": False},
-        {"_target_": "Lambdad", "keys": "pred", "func": f"$lambda p: {label}.to(torch.uint8)"},
-        {**_SAVER, "output_ext": ".nii.gz"},
+        {"_target_": "Lambdad", "keys": "pred", "func": f"$lambda p: {label}"},
+        f"$lambda item: (pathlib.Path(@output_dir).mkdir(exist_ok=True), nibabel.save({image}, pathlib.Path(@output_dir) / ({name})))",
     ]
     return {"postprocessing": {"_target_": "Compose", "transforms": steps}}
 
@@ -223,7 +217,17 @@ def _segmentation(task: TaskConfig) -> dict[str, Any]:
     mode = f"{{'mode': 'area'}} if size[0] <= {height} and size[1] <= {width} else {{'mode': 'bilinear', 'align_corners': False}}"
     restored = f"(lambda size: torch.nn.functional.interpolate(item['pred'][None], size, **({mode}))[0])(item['size'])"
     label = "p.argmax(dim=0, keepdim=True)" if task.target == "multiclass" else "(p > 0.5)"
-    saver = {**_SAVER, "output_ext": ".nii.gz" if task.target == "multilabel" else ".png"}
+    saver = {
+        "_target_": "SaveImaged",
+        "keys": "pred",
+        "output_dir": "@output_dir",
+        "output_postfix": "seg",
+        "output_ext": ".nii.gz" if task.target == "multilabel" else ".png",
+        "output_dtype": "$torch.uint8",
+        "separate_folder": False,
+        "resample": False,
+        "print_log": False,
+    }
     steps = [
         f"$lambda item: {{**item, 'pred': {restored}}}",
         {"_target_": "Lambdad", "keys": "pred", "func": f"$lambda p: {label}.to(torch.uint8)"},
