@@ -76,7 +76,13 @@ def test_a_label_of_another_grid_and_pictures_in_a_task_of_volumes(tmp_path: Pat
 
 def test_a_task_of_pictures_with_a_file_for_each_channel(tmp_path: Path, make_site: Callable[..., Path], edit: Edit) -> None:
     folder = make_site()
-    edit(folder, lambda listed: [entry.update(image=[entry["image"], "images/0.png"]) for entries in listed.values() for entry in entries])
+
+    def twice(listed: dict[str, Any]) -> None:
+        for entries in listed.values():
+            for entry in entries:
+                entry["image"] = [entry["image"], "images/0.png"]
+
+    edit(folder, twice)
     data = load_site_data("A", load_task({**TASK, "spatial_dims": 2, "size": [16, 16]}), folder)
     assert data.train.image(1).shape == (2, 16, 16) and torch.equal(data.train.image(1)[1], data.train.image(0)[0])
 

@@ -39,7 +39,8 @@ def _test_images(root: Path, site: str) -> list[Path]:
 
 @pytest.mark.parametrize(("method", "site"), [("fedsm", "A"), ("iop_fl", "O"), ("grace", "O")])
 def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, site: str, root: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"iop_fl": {"route_epochs": 1, "radius": 1}, "grace": {"client": "erm", "tta": "dsbn"}}.get(method, {})
+    settings: dict[str, dict[str, Any]] = {"iop_fl": {"route_epochs": 1, "radius": 1}, "grace": {"client": "erm", "tta": "dsbn"}}
+    options = settings.get(method, {})
     task = load_task({**PATCHES, "size": [8, 8, 4]})
     outside = [site] if site == "O" else []
     results = run_local(method, task, ["A", "BB"], outside=outside, rounds=1, seed=0, data_root=root, out=tmp_path / "run", **options)
@@ -112,8 +113,9 @@ def test_a_dicom_series_gets_a_nifti_mask_where_the_patient_lies(tmp_path: Path,
 
 
 def test_channels_are_found_by_their_names_and_a_missing_one_is_told(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
     for name in ("P1_pre", "P1_flair", "P2-flair", "P3"):
-        write(tmp_path / f"in/{name}.nii.gz" if (tmp_path / "in").mkdir(exist_ok=True) is None else tmp_path, np.ones(SHAPE, np.float32))
+        write(tmp_path / f"in/{name}.nii.gz", np.ones(SHAPE, np.float32))
     inputs, _ = find_inputs([tmp_path / "in"], tmp_path / "out", ("pre", "flair"))
     found = {source.name: [file and file.name for file in source.channels] for source in inputs}
     assert found == {"P1": ["P1_pre.nii.gz", "P1_flair.nii.gz"], "P2": [None, "P2-flair.nii.gz"], "P3": []}

@@ -34,11 +34,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("fit", ["resize", "patch"])
 @pytest.mark.parametrize("method", RUNS)
-def test_a_method_trains_on_volumes(method: str, fit: str, root: Path) -> None:
+def test_a_method_trains_on_volumes(method: str, fit: str, root: Path, tmp_path: Path) -> None:
     options = dict(RUNS[method])
-    results = run_local(method, PATCHES if fit == "patch" else TASK, ["A", "BB"], rounds=1, seed=0, data_root=root, **options)
+    results = run_local(method, PATCHES if fit == "patch" else TASK, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **options)
     assert results["status"] == "COMPLETED", results["reason"]
     for name, site in results["sites"].items():
+        assert (tmp_path / f"sites/{name}/pictures/middle slices.png").stat().st_size > 500
         measured = site["metrics"]["deployed"]
         assert measured.keys() == {"dice", "iou", "hd95_mm", "surface_dice"} and measured["dice"] is not None, name
 

@@ -8,7 +8,7 @@ from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
-from medflare.federation.delivery import Keep, evaluated
+from medflare.federation.delivery import Keep, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL
 from medflare.federation.memory import RememberedHalf
 from medflare.methods.base import SiteHalf
@@ -162,8 +162,9 @@ class Participant:
 
     def _deliver(self, half: SiteHalf[Any], incoming: Message) -> Message:
         """Final models and pictures made, measured and handed to the engine to keep."""
-        facts = evaluated(half.site, half.deliver(incoming), self.keep)
-        for name, png in half.pictures(incoming).items():
+        models = half.deliver(incoming)
+        facts = evaluated(half.site, models, self.keep)
+        for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():
             self.show(name, png)
         cost = half.privacy()
         return Message({}, facts if cost is None else {**facts, "privacy": cost})

@@ -24,7 +24,7 @@ def test_a_volume_lies_along_the_tasks_axes_however_it_is_stored(tmp_path: Path,
     assert [np.sign(here.affine[axis, axis]) for axis in range(3)] == [-1, -1, 1]
     place = np.array([3, 4, 5, 1])  # a voxel as stored, and the same millimetres on the turned grid
     index = np.linalg.inv(here.affine) @ stored.affine @ place
-    assert there[(0, *index[:3].round().astype(int))] == VOLUME[3, 4, 5]
+    assert there[0][tuple(index[:3].round().astype(int))] == VOLUME[3, 4, 5]
     back = turned_back(torch.as_tensor(there), here, stored, task)
     np.testing.assert_array_equal(back[0].numpy(), VOLUME)
 

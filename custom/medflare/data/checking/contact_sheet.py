@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
-from scipy import ndimage
 
 from medflare.core.store import write_atomically
+from medflare.data.sites.montage import draw_outline
 from medflare.data.splits import Samples, SiteData, middle_slice
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import structures
@@ -59,8 +59,7 @@ def _thumbnail(split: Samples, number: int, task: TaskConfig, low: float, high: 
     if masks is not None:
         canvas = np.array(picture)
         for mask, colour in zip(masks.numpy(), _COLOURS * 8, strict=False):
-            large = np.asarray(Image.fromarray(mask).resize((_SIDE, _SIDE), Image.Resampling.NEAREST))
-            canvas[large & ~ndimage.binary_erosion(large)] = colour
+            draw_outline(canvas, mask, colour)
         return Image.fromarray(canvas)
     named = (
         [task.labels[int(c)] for c in np.atleast_1d(split.targets[number].numpy().nonzero()[0])] if task.target == "multilabel" else None
