@@ -51,6 +51,18 @@ def test_patches_teach_what_whole_volumes_are_scored_on(root: Path) -> None:
     assert results[0] == results[1], "equal seeds draw equal patches"
 
 
+def test_what_was_left_out_is_an_event(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A", patients={"training": 4, "validation": 2, "test": 2})
+    (folder / "p1_flair.nii.gz").write_bytes(b"broken")
+    task = {**PATCHES, "unreadable": "skip", "unreadable_limit": {"share": 0.2}}
+    results = run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=tmp_path, out=tmp_path / "out")
+    (event,) = (event for event in results["events"] if event["kind"] == "left_out")
+    assert event["site"] == "A" and "p1_flair.nii.gz: cannot be read as an image" in event["message"]
+    assert results["sites"]["A"]["n"]["train"] == 3 and "p1_flair.nii.gz" in (tmp_path / "out/report.html").read_text()
+    failed = run_local("fedavg", PATCHES, ["A"], rounds=1, seed=0, data_root=tmp_path)
+    assert failed["status"] == "FAILED" and "p1_flair.nii.gz" in failed["reason"]
+
+
 @pytest.mark.parametrize(
     ("method", "hyper", "task", "message"),
     [

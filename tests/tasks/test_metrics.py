@@ -20,6 +20,7 @@ from medflare.tasks.metrics import (
     score,
     structures,
 )
+from volumes import cube_task
 
 TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
@@ -200,3 +201,31 @@ def test_nothing_to_score_and_broken_models(make_task: TaskOf) -> None:
     for kind, shape, truth in (("segmentation", (1, 1, 8, 8), torch.ones(1, 8, 8)), ("classification", (1, 3), torch.tensor([0]))):
         broken = score(torch.full(shape, math.nan), truth.long(), ["a"], make_task(kind), make_task(kind).metrics)
         assert set(broken.values.values()) == {None} and "NaN" in broken.undefined[make_task(kind).metric]
+
+
+# -- volumes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_surfaces_of_volumes_are_measured_in_millimetres_and_per_patient() -> None:
+    task = cube_task()
+    truth = torch.zeros(2, 8, 8, 8, dtype=torch.long)
+    truth[:, 2:6, 2:6, 2:6] = 1
+    moved = truth.roll(1, dims=3)[:, None].float()  # by one voxel along the third axis
+    measured = score(moved, truth, ["p", "p"], task, task.metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
+    assert measured.values["hd95_mm"] == pytest.approx((3 + 5) / 2) and measured.values["dice"] == pytest.approx(0.75)
+    alike = score(moved, truth, ["p", "q"], cube_task(surface_tolerance=5.0), task.metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
+    assert alike.values["surface_dice"] == 1 > (measured.values["surface_dice"] or 0)
+    unknown = score(moved, truth, ["p", "q"], task, task.metrics, [None, None])
+    assert unknown.values["hd95_mm"] is None and "how many millimetres" in unknown.undefined["surface_dice"]
+
+
+def test_images_of_sizes_of_their_own_are_scored_one_by_one() -> None:
+    task = cube_task(target="multiclass", labels=["background", "cube", "core"])
+    truths = [torch.zeros(side, 6, 6, dtype=torch.long) for side in (5, 7)]
+    for truth in truths:
+        truth[1:4, 1:4, 1:4], truth[2, 2, 2] = 1, 2
+    perfect = [torch.nn.functional.one_hot(truth, 3).movedim(-1, 0).float() for truth in truths]
+    scores = score(perfect, truths, ["p", "q"], task, task.metrics, [(1.0, 1.0, 1.0)] * 2)
+    assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}
+    perfect[1][:] = math.nan
+    assert score(perfect, truths, ["p", "q"], task, ["dice"]).values["dice"] is None
