@@ -6,6 +6,9 @@ from typing import Any
 
 import nibabel
 import numpy as np
+import pydicom
+from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 import small
 from medflare.tasks.config import TaskConfig, load_task
@@ -70,4 +73,26 @@ def make_volumes(folder: Path, shape: tuple[int, int, int] = SHAPE, patients: di
             listed[split].append({"image": files, "label": f"p{number}_mask.nii.gz", "patient": f"p{number}"})
             number += 1
     (folder / "datalist.json").write_text(json.dumps(listed))
+    return folder
+
+
+def dicom_series(folder: Path, slices: int = 4) -> Path:
+    """Axial CT slices of 6 rows and 5 columns, 2 mm thick; pixel values tell column, row and slice."""
+    folder.mkdir()
+    for number in range(slices):
+        meta = FileMetaDataset()
+        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
+        meta.MediaStorageSOPInstanceUID = generate_uid()
+        file = FileDataset(str(folder / f"{number}.dcm"), {}, file_meta=meta, preamble=b"\0" * 128)
+        file.SOPClassUID, file.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
+        file.SeriesInstanceUID, file.StudyInstanceUID, file.Modality, file.InstanceNumber = "1.2.3", "1.2", "CT", number + 1
+        file.PatientID, file.PatientName, file.FrameOfReferenceUID = "p", "p", "1.2.4"
+        file.Rows, file.Columns, file.PixelSpacing, file.SliceThickness = 6, 5, [0.5, 0.25], 2
+        file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 2 * number]
+        file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
+        file.BitsAllocated = file.BitsStored = 16
+        file.HighBit, file.PixelRepresentation = 15, 0
+        rows, columns = np.mgrid[:6, :5]
+        file.PixelData = (columns + 10 * rows + 100 * number).astype(np.uint16).tobytes()
+        pydicom.dcmwrite(folder / f"{number}.dcm", file)
     return folder

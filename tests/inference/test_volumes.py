@@ -8,11 +8,13 @@ from typing import Any
 
 import nibabel
 import numpy as np
+import pydicom
 import pytest
 import torch
 from torch import Tensor, nn
 
-from medflare.core.errors import ExportError
+from medflare.core import packages
+from medflare.core.errors import ConfigError, ExportError
 from medflare.data.sites.opening import open_site
 from medflare.federation.local import run_local
 from medflare.inference.deployed import StoredModel, load_model, plain_message
@@ -22,7 +24,8 @@ from medflare.inference.predict import fit, predict, prediction_model, predictio
 from medflare.methods.catalogue import build_deployed
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
-from volumes import PATCHES, SHAPE, affine, cube_task, make_volumes, write
+from small import SEGMENTATION as SLICES
+from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_volumes, write
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +164,30 @@ def test_volumes_that_are_resized_make_no_bundle(tmp_path: Path) -> None:
     stored = StoredModel(task, plain_message(initial_network(task, 0).state_dict()), {"task": task.to_dict(), "kind": "plain"})
     with pytest.raises(ExportError, match=r"cannot resize volumes as they were for training; export torchscript or onnx"):
         export(stored, "monai", tmp_path)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) -> None:
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    dicom_series(tmp_path / "ct")
+    task = cube_task(fit="patch", channels=1) if dims == 3 else load_task({**SLICES, "size": [8, 8]})
+    for folder in ("first", "second"):
+        summary = predict(_bright(task), [tmp_path / "ct"], tmp_path / folder, builder=lambda task, message: Bright(), seg=True)
+        assert summary.failed == [] and summary.images == 1
+    seg = pydicom.dcmread(tmp_path / "first/ct_seg.dcm")
+    assert (seg.Modality, seg.PatientID, seg.FrameOfReferenceUID) == ("SEG", "p", "1.2.4")
+    assert [str(segment.SegmentLabel) for segment in seg.SegmentSequence] == list(task.labels)
+    assert seg.SOPInstanceUID == pydicom.dcmread(tmp_path / "second/ct_seg.dcm").SOPInstanceUID
+    predict(_bright(task), [tmp_path / "ct"], tmp_path / "nifti", builder=lambda task, message: Bright())
+    mask = np.asarray(nibabel.load(tmp_path / "nifti/ct_seg.nii.gz").dataobj)
+    places = [float(frame.PlanePositionSequence[0].ImagePositionPatient[2]) for frame in seg.PerFrameFunctionalGroupsSequence]
+    frames = seg.pixel_array.reshape(-1, 6, 5)
+    for frame, height in zip(frames, places, strict=True):
+        np.testing.assert_array_equal(frame, mask[:, :, round((height - 30) / 2)].T)
+    assert mask.any() and frames.sum() == mask.sum()
+
+
+def test_segmentation_objects_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=r"DICOM-SEG \(the extra medflare\[dicomseg\]\) needs the package highdicom, which is"):
+        predict(_bright(cube_task()), [tmp_path], tmp_path / "out", seg=True)

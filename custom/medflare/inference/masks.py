@@ -16,6 +16,7 @@ from medflare.core.store import write_atomically
 from medflare.data.files.readers import NIFTI, suffix
 from medflare.data.files.volumes import Grid
 from medflare.data.targets import stored_values
+from medflare.inference.dicom_seg import dicom_seg
 from medflare.inference.inputs import Input
 from medflare.tasks.config import TaskConfig
 
@@ -71,23 +72,35 @@ def _most_probable_value(probabilities: Tensor, values: list[list[int]]) -> Tens
     return torch.tensor(candidates)[likelihood.argmax(dim=0)]
 
 
-def pixels(mask: np.ndarray, task: TaskConfig) -> dict[str, int]:
-    """Pixels of every foreground label in what `label_map` gave for one picture.
+def label_masks(mask: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
+    """Where every foreground label is in what `label_map` gave for one picture or volume.
 
     Args:
         mask: (M, ...) of stored values.
         task: gives target, labels and their stored values.
 
     Returns:
-        Label -> pixels, the background left out.
+        Label -> bool (...), the background left out.
     """
     if task.target == "multilabel" and not task.label_values:
-        return {label: int(part.sum()) for label, part in zip(task.labels, mask, strict=True)}
-    counted = {label: int(np.isin(mask, listed).sum()) for label, listed in zip(task.labels, stored_values(task), strict=True)}
-    return dict(list(counted.items())[task.target == "multiclass" :])  # there, the first label is the background
+        return {label: part > 0 for label, part in zip(task.labels, mask, strict=True)}
+    found = {label: np.isin(mask[0], listed) for label, listed in zip(task.labels, stored_values(task), strict=True)}
+    return dict(list(found.items())[task.target == "multiclass" :])  # there, the first label is the background
 
 
-def write_masks(source: Input, masks: np.ndarray, task: TaskConfig, out: Path, grid: Grid | None = None) -> list[Path]:
+def pixels(mask: np.ndarray, task: TaskConfig) -> dict[str, int]:
+    """Pixels of every foreground label in what `label_map` gave for one picture or volume.
+
+    Args:
+        mask: (M, ...) of stored values.
+        task: gives target, labels and their stored values.
+    """
+    return {label: int(found.sum()) for label, found in label_masks(mask, task).items()}
+
+
+def write_masks(
+    source: Input, masks: np.ndarray, task: TaskConfig, out: Path, grid: Grid | None = None, *, seg: bool = False
+) -> list[Path]:
     """One file per mask: PNG for a picture; NIfTI with the stored affine, axes and header for NIfTI; NIfTI for a DICOM volume.
 
     Args:
@@ -96,10 +109,16 @@ def write_masks(source: Input, masks: np.ndarray, task: TaskConfig, out: Path, g
         task: gives the labels, for the files' names.
         out: the output folder.
         grid: where the voxels of a volume lie as stored, for a task of volumes.
+        seg: write a DICOM series' masks as one DICOM segmentation, NAME_seg.dcm.
 
     Returns:
         The files, named after the input: NAME_seg.png, NAME_seg.nii.gz, or NAME_seg_LABEL... with a mask per label.
     """
+    if seg and source.path.is_dir():
+        structures = label_masks(masks if grid else np.swapaxes(masks, 1, 2), task)
+        file = out / f"{source.name}_seg.dcm"
+        write_atomically(file, dicom_seg(source.path, structures, grid.affine if grid else _dicom_affine(source.path), task))
+        return [file]
     files = []
     for number, mask in enumerate(masks):
         label = f"_{re.sub(r'[^A-Za-z0-9]+', '-', task.labels[number])}" if len(masks) > 1 else ""

@@ -29,6 +29,7 @@ from medflare.data.sites.scoring import predict_each, scoring_batch
 from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import Adaptive, Builder, StoredModel, build
+from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.inference.tent import Tent
@@ -133,6 +134,7 @@ def predict(
     builder: Builder = build,
     adapt: str = "auto",
     device: str = "cpu",
+    seg: bool = False,
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
@@ -145,14 +147,17 @@ def predict(
         builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
         adapt: one of `ADAPTATIONS`, see `prediction_model`.
         device: as torch spells it.
+        seg: write the masks of a DICOM series as a DICOM segmentation.
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
         progress: called with (inputs done, inputs in all).
 
     Raises:
-        ConfigError: an unknown adaptation or device, or a network that cannot adapt.
+        ConfigError: an unknown adaptation or device, a network that cannot adapt, or a missing package.
         StateError: weights that do not fit the task, or an output folder that cannot be written.
     """
     task = stored.task
+    if seg:
+        check_writable()
     inputs, problems = find_inputs(images, out, task.channel_names)
     summary = Summary(out / TABLE, len(inputs) + len(problems), say, progress)
     model = prediction_model(stored, builder, adapt).to(checked_device(device)).eval()
@@ -167,8 +172,11 @@ def predict(
     rows: list[dict[str, Any]] = []
     for prediction in predictions(model, prepared, task, device):
         if torch.isfinite(prediction.probabilities).all():
-            rows += _written(prediction, task, out)
-            summary.add(prediction.answered)
+            try:
+                rows += _written(prediction, task, out, seg)
+                summary.add(prediction.answered)
+            except DataError as error:
+                summary.fail(str(error))
         else:
             summary.fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
     _write_table(summary.table, rows)
@@ -306,7 +314,7 @@ class _Answers:
 # -- results ---------------------------------------------------------------------------------------------------------------
 
 
-def _written(prediction: Prediction, task: TaskConfig, out: Path) -> list[dict[str, Any]]:
+def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:
     """Writes an input's masks, if the task segments, and gives its rows of the table: one per picture or slice."""
     prepared = prediction.prepared
     if task.kind == "classification":
@@ -315,7 +323,7 @@ def _written(prediction: Prediction, task: TaskConfig, out: Path) -> list[dict[s
         masks = [label_map(_in_place(p, prepared, task), task) for p in prediction.probabilities]
         try:
             whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
-            files = write_masks(prepared.source, whole, task, out, prepared.grids and prepared.grids[0])
+            files = write_masks(prepared.source, whole, task, out, prepared.grids and prepared.grids[0], seg=seg)
         except OSError as error:
             raise StateError(f"{out}: masks cannot be written here ({error.strerror or error}); give --out another folder") from error
         named = ";".join(str(file.relative_to(out)) for file in files)

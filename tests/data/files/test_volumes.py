@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-import pydicom
 import pytest
 import torch
-from pydicom.dataset import FileDataset, FileMetaDataset
-from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 from medflare.core.errors import DataError
 from medflare.data.files.volumes import Grid, read_channels, read_volume, turned, turned_back
-from volumes import SHAPE, SPACING, affine, cube_task, write
+from volumes import SHAPE, SPACING, affine, cube_task, dicom_series, write
 
 VOLUME = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
 
@@ -101,28 +98,6 @@ def test_a_grid_that_nobody_knows_differs_by_its_shape_alone() -> None:
     known, unknown = Grid(SHAPE, affine()), Grid(SHAPE, np.eye(4), known=False)
     assert known.difference(unknown) == "" and unknown.spacing is None
     assert turned(VOLUME[None], unknown, cube_task())[1] is unknown
-
-
-def dicom_series(folder: Path, slices: int = 4) -> Path:
-    """Axial CT slices of 6 rows and 5 columns, 2 mm thick; pixel values tell column, row and slice."""
-    folder.mkdir()
-    for number in range(slices):
-        meta = FileMetaDataset()
-        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
-        meta.MediaStorageSOPInstanceUID = generate_uid()
-        file = FileDataset(str(folder / f"{number}.dcm"), {}, file_meta=meta, preamble=b"\0" * 128)
-        file.SOPClassUID, file.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
-        file.SeriesInstanceUID, file.StudyInstanceUID, file.Modality, file.InstanceNumber = "1.2.3", "1.2", "CT", number + 1
-        file.PatientID, file.PatientName, file.FrameOfReferenceUID = "p", "p", "1.2.4"
-        file.Rows, file.Columns, file.PixelSpacing, file.SliceThickness = 6, 5, [0.5, 0.25], 2
-        file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 2 * number]
-        file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
-        file.BitsAllocated = file.BitsStored = 16
-        file.HighBit, file.PixelRepresentation = 15, 0
-        rows, columns = np.mgrid[:6, :5]
-        file.PixelData = (columns + 10 * rows + 100 * number).astype(np.uint16).tobytes()
-        pydicom.dcmwrite(folder / f"{number}.dcm", file)
-    return folder
 
 
 def test_a_dicom_series_has_its_place_in_space(tmp_path: Path) -> None:
