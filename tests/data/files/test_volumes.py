@@ -107,3 +107,14 @@ def test_a_dicom_series_has_its_place_in_space(tmp_path: Path) -> None:
     np.testing.assert_allclose(grid.affine @ [3, 2, 1, 1], [-10 - 0.75, -20 - 1.0, 32, 1], atol=1e-6)  # LPS to RAS
     with pytest.raises(DataError, match=r"0.dcm: one DICOM file is no volume here; give the folder of its series"):
         read_volume(tmp_path / "ct/0.dcm")
+
+
+def test_a_series_that_lost_a_slice_is_no_volume(tmp_path: Path) -> None:
+    folder = dicom_series(tmp_path / "ct", slices=5)
+    (folder / "2.dcm").unlink()
+    with pytest.raises(DataError, match=r"ct: slices lie 2 to 4 mm apart; restore what is missing, or resample the volume"):
+        read_volume(folder)
+    broken = dicom_series(tmp_path / "broken")
+    (broken / "3.dcm").write_bytes((broken / "3.dcm").read_bytes()[:200])
+    with pytest.raises(DataError, match=r"broken: "):
+        read_volume(broken)

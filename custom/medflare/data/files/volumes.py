@@ -4,6 +4,7 @@ Arrays are laid out (channels, i, j, k) and an affine maps voxel numbers (i, j, 
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.readers import DICOM, NIFTI, explained, finite, kind_of, of_channels
+from medflare.data.files.readers import DICOM, NIFTI, explained, finite, is_dicom, kind_of, of_channels
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
 _ALIGNED = 3.0  # degrees that an axis may lean away from the patient's and still count as one of them
+_UNEVEN = 0.1  # of the distance of slices, by which it may vary
 _SAME = 1e-2  # millimetres between two grids that count as one: files round their affines
 
 
@@ -182,19 +184,32 @@ def _read_nifti(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
 
 
 def _read_dicom(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
-    import warnings
-
     from monai.data.image_reader import PydicomReader
 
     reader = PydicomReader()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")  # `known` tells
+        warnings.simplefilter("ignore")  # of what MONAI warns of, `known` and `_check_series` tell
         stored = reader.read(path)
         array, meta = reader.get_data(stored)
     first = stored[0] if isinstance(stored, list) else stored
     if not hasattr(first, "SegmentSequence") and (not isinstance(stored, list) or int(first.get("NumberOfFrames") or 1) > 1):
         raise DataError(f"{path}: one DICOM file is no volume here; give the folder of its series, or convert it to NIfTI")
-    return array, np.asarray(meta["affine"], np.float64), hasattr(first, "ImagePositionPatient") or hasattr(first, "SegmentSequence")
+    placed = hasattr(first, "ImagePositionPatient") and hasattr(first, "ImageOrientationPatient")
+    if placed and isinstance(stored, list):
+        _check_series(stored, array.shape[2], path)
+    return array, np.asarray(meta["affine"], np.float64), placed or hasattr(first, "SegmentSequence")
+
+
+def _check_series(slices: Sequence[Any], read: int, path: Path) -> None:
+    """Refuse what MONAI would stack all the same: slices that are lost or not evenly spaced."""
+    files = sum(file.is_file() and is_dicom(file) for file in path.iterdir())
+    if read != files:
+        raise DataError(f"{path}: {files - read} of {files} files make no slice of the series; repair them, or give every series a folder")
+    right, down = np.split(np.array(slices[0].ImageOrientationPatient, np.float64), 2)
+    places = np.sort([np.array(one.ImagePositionPatient, np.float64) @ np.cross(right, down) for one in slices])
+    gaps = np.diff(places)
+    if len(gaps) and np.ptp(gaps) > _UNEVEN * np.median(gaps):
+        raise DataError(f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; restore what is missing, or resample the volume")
 
 
 def _check_affine(affine: np.ndarray, path: Path) -> None:
