@@ -65,7 +65,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@if test -t 1; then quiet=; else quiet=--quiet; fi; \
 	echo "medflare: installing what the tests need"; \
-	$(PIP) $$quiet --no-build-isolation --editable ".[dev,docs,export,pretrained,privacy,transformers]"
+	$(PIP) $$quiet --no-build-isolation --editable ".[dev,dicomseg,docs,export,pretrained,privacy,transformers]"
 	@touch $@
 
 # Debian's Python comes without ensurepip; there, pip of the interpreter itself fills the environment.

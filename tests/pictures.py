@@ -88,7 +88,7 @@ def forget_decoded_sites() -> None:
 
 def numbered_split(number: int, task: TaskConfig) -> Split:
     """Image n is filled with n, its mask has n pixels, and it is of patient pn."""
-    images = torch.arange(number).float()[:, None, None, None].expand(number, task.channels, *task.size).contiguous()
+    images = torch.arange(number).float()[:, None, None, None].expand(number, task.image_channels, *task.size).contiguous()
     pixels = torch.arange(task.size[0] * task.size[1]).view(*task.size)
     targets = torch.stack([(pixels < n).long() for n in range(number)]) if number else torch.zeros(0, *task.size, dtype=torch.long)
     return Split(images, targets, tuple(f"p{n}" for n in range(number)), tuple(f"{n}.png" for n in range(number)))

@@ -116,5 +116,5 @@ def test_add_a_task(tmp_path: Path) -> None:
     path = tmp_path / f"{json.loads(block)['name']}.json"
     path.write_text(block, encoding="utf-8")
     task = load_task(path)
-    logits = build_network(task.network, task.channels, task.outputs)(torch.zeros(2, task.channels, *task.size))
+    logits = build_network(task.network, task.image_channels, task.outputs)(torch.zeros(2, task.image_channels, *task.size))
     assert task.probabilities(logits).shape == (2, len(task.labels))

@@ -13,6 +13,7 @@ from medflare.data.cache import decoded_once
 from medflare.data.loading import load_site_data
 from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
+from small import stacked
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]
@@ -51,7 +52,7 @@ def test_cache_folder_serves_the_next_process(make_site: SiteOf, make_task: Task
     with patch.object(cache, "decode", side_effect=AssertionError("decoded twice")):
         again = load_site_data("A", make_task(), folder, cache=kept)
     for name in ("train", "validation", "test"):
-        torch.testing.assert_close(again.split(name).images, first.split(name).images, rtol=0, atol=0)
+        torch.testing.assert_close(stacked(again.split(name)).images, stacked(first.split(name)).images, rtol=0, atol=0)
         assert again.split(name).names == first.split(name).names and again.split(name).patients == first.split(name).patients
         assert again.split(name).targets.dtype == first.split(name).targets.dtype
 
@@ -63,8 +64,8 @@ def test_cache_notices_changes_and_damage(make_site: SiteOf, make_task: TaskOf, 
     os.utime(folder / "images/0.png", ns=(1, 1))
     cache._memory.clear()
     after = load_site_data("A", make_task(), folder, cache=kept)
-    assert not torch.equal(after.train.images[0], before.train.images[0])
-    torch.testing.assert_close(after.train.images[0], before.train.images[1])
+    assert not torch.equal(stacked(after.train).images[0], stacked(before.train).images[0])
+    torch.testing.assert_close(stacked(after.train).images[0], stacked(before.train).images[1])
     (file,) = kept.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-20] ^= 255

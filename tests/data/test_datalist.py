@@ -65,7 +65,10 @@ def test_one_mask_or_several(tmp_path: Path) -> None:
         ('{"training": {}}', "'training' must be a list"),
         ('{"training": ["a.png"]}', r"training\[0\]: an entry is an object .*, found \"a.png\"$"),
         ('{"training": [{"label": "m.png"}]}', r"training\[0\]: setting 'image' is missing; an entry is an object"),
-        ('{"training": [{"image": 3, "label": "m.png"}]}', r"training\[0\]: image must be text, got 3"),
+        (
+            '{"training": [{"image": 3, "label": "m.png"}]}',
+            r"training\[0\]: image must be an image file, or a list of files, one a channel, null for none, got 3",
+        ),
         ('{"training": [{"image": "a.png"}]}', r"\]: setting 'label' is missing; an entry is .*; complete it or take it out"),
         ('{"training": [{"image": "a.png", "label": null}]}', r"training\[0\]: setting 'label' is missing"),
         ('{"training": [{"image": "a.png", "label": 1}]}', r"training\[0\]: label must be a mask file or a list of mask files, got 1$"),

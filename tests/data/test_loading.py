@@ -11,6 +11,7 @@ from PIL import Image
 from medflare.core.errors import DataError
 from medflare.data.loading import ENVIRONMENT, load_site_data, resolve_data_root
 from medflare.tasks.config import TaskConfig, load_task
+from small import stacked
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]
@@ -65,9 +66,11 @@ def test_resplit(make_site: SiteOf, make_task: TaskOf) -> None:
     assert patients != [set(given.split(name).patients) for name in ("train", "validation", "test")]
     row = drawn.test.names.index(drawn.test.names[0])
     whole = {
-        name: image for split in (given.train, given.validation, given.test) for name, image in zip(split.names, split.images, strict=True)
+        name: image
+        for split in (given.train, given.validation, given.test)
+        for name, image in zip(split.names, stacked(split).images, strict=True)
     }
-    torch.testing.assert_close(drawn.test.images[row], whole[drawn.test.names[row]])
+    torch.testing.assert_close(stacked(drawn.test).images[row], whole[drawn.test.names[row]])
 
 
 def test_absent_class_and_dropped_images_are_notes(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -98,7 +101,7 @@ def test_one_image_sites(make_site: SiteOf, make_task: TaskOf) -> None:
     with pytest.raises(DataError, match=r"site B: 1 patient\(s\) in 'training' cannot be split"):
         load_site_data("B", make_task(), single)
     outside = load_site_data("B", make_task(), single, role="outside")
-    assert (len(outside.train), len(outside.test)) == (0, 1) and outside.train.images.shape == (0, 1, 16, 16)
+    assert (len(outside.train), len(outside.test)) == (0, 1) and stacked(outside.train).images.shape == (0, 1, 16, 16)
 
 
 def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
@@ -123,10 +126,10 @@ def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: E
 def test_embedded_federation(make_task: TaskOf) -> None:
     task = load_task("phantom")
     first, second = (load_site_data(name, task, None) for name in ("site-1", "site-2"))
-    assert first.train.images.shape[1:] == (3, 64, 64) and first.train.targets.shape[1:] == (2, 64, 64)
+    assert stacked(first.train).images.shape[1:] == (3, 64, 64) and first.train.targets.shape[1:] == (2, 64, 64)
     assert not set(first.train.patients) & set(first.test.patients)
     assert (first.train.targets[:, 0] >= first.train.targets[:, 1]).all()  # the cup lies in the disc
-    assert abs(first.train.images.mean() - second.train.images.mean()) > 0.02
+    assert abs(stacked(first.train).images.mean() - stacked(second.train).images.mean()) > 0.02
     resplit = load_site_data("site-1", load_task({**task.to_dict(), "resplit": 1}), None)
     assert len(resplit.train) == len(first.train) and resplit.train.names != first.train.names
 
@@ -149,7 +152,7 @@ def test_real_sites(shared_data: Callable[[str], Path], preset: str, site: str, 
         assert found == sizes
     else:
         assert sum(found) < 278 and "left out" in data.notes[0]
-    assert data.train.images.isfinite().all() and data.train.images.shape[1:] == (task.channels, *task.size)
+    assert stacked(data.train).images.isfinite().all() and stacked(data.train).images.shape[1:] == (task.image_channels, *task.size)
     assert not set(data.train.patients) & (set(data.validation.patients) | set(data.test.patients))
     if preset == "ham10000":
         assert data.notes == ("class akiec is absent from the training images",)

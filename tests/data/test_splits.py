@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medflare.data.loading import load_site_data
-from medflare.data.splits import Batch, SiteData, Split, class_counts
+from medflare.data.splits import Batch, OneByOne, SiteData, Split, class_counts, joined
 from medflare.tasks.config import TaskConfig
 
 TaskOf = Callable[..., TaskConfig]
@@ -45,3 +45,15 @@ def test_a_batch_is_its_parts() -> None:
 def test_the_length_of_a_split() -> None:
     split = Split(torch.zeros(2, 1, 4, 4), torch.zeros(2), ("p", "p"), ("a.png", "b.png"))
     assert len(split) == 2 and SiteData(split, split, split).notes == ()
+
+
+def test_joined_splits_keep_patients_apart_and_images_as_they_are() -> None:
+    pictures = Split(torch.rand(2, 1, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long), ("p", "q"), ("a", "b"))
+    both = joined([pictures, pictures], ["0", "1"])
+    assert isinstance(both, Split) and both.images.shape == (4, 1, 4, 4) and both.patients == ("0/p", "0/q", "1/p", "1/q")
+    volumes = OneByOne((torch.ones(1, 3, 4, 5), torch.ones(1, 2, 2, 2)), (torch.ones(3, 4, 5), torch.ones(2, 2, 2)), ("p", "q"), ("a", "b"))
+    several = joined([volumes, volumes], ["0", "1"])
+    assert isinstance(several, OneByOne) and [tuple(image.shape[1:]) for image in several.images] == [(3, 4, 5), (2, 2, 2)] * 2
+    assert len(several.targets) == len(several) == 4
+    images, targets = several.take(torch.tensor([1, 3]))
+    assert images.shape == (2, 1, 2, 2, 2) and targets.shape == (2, 2, 2, 2)

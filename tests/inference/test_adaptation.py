@@ -15,6 +15,7 @@ from medflare.inference.tent import Tent
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig
 from methods import squares
+from small import stacked
 
 
 @pytest.fixture(params=["segmentation", "classification"])
@@ -30,7 +31,7 @@ def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path:
     save_model(tmp_path, task, message, {})
     module = load_model(tmp_path).build(build_deployed)
     assert type(module) is kind
-    images = squares.site("O", task).data.test.images
+    images = stacked(squares.site("O", task).data.test).images
     if isinstance(module, TargetStatistics):
         module.adapt([images])
     if isinstance(module, Tent):
@@ -45,8 +46,8 @@ def test_dsbn_is_delivered_with_the_sites_statistics(task: TaskConfig, tmp_path:
     message = dsbn_for(site, plain, partial(build_deployed, task))
     save_model(tmp_path, task, message, {})
     expected = TargetStatistics(build_deployed(task, plain))
-    expected.adapt([site.data.test.images])
-    images = site.data.test.images
+    expected.adapt([stacked(site.data.test).images])
+    images = stacked(site.data.test).images
     torch.testing.assert_close(load_model(tmp_path).build(build_deployed)(images), expected(images))
     assert with_tent(plain, task).states.keys() == with_dsbn(plain).states.keys() == {"model"}
     assert plain.states.keys() == {"model"} and plain.facts["kind"] == "plain"
@@ -55,7 +56,7 @@ def test_dsbn_is_delivered_with_the_sites_statistics(task: TaskConfig, tmp_path:
 def test_dsbn_at_a_site_without_test_images_keeps_the_trained_statistics() -> None:
     plain, build = plain_message(squares.start()), partial(build_deployed, squares.SEGMENTATION)
     message = dsbn_for(squares.site("O", counts=(3, 0, 0)), plain, build)
-    images = squares.site("O").data.test.images
+    images = stacked(squares.site("O").data.test).images
     torch.testing.assert_close(build(message)(images), build(plain)(images))
 
 

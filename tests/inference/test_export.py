@@ -23,6 +23,7 @@ from medflare.inference.export import export, largest_difference, random_batches
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig, load_task
+from small import stacked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),
@@ -95,7 +96,7 @@ def test_a_site_adapted_model_keeps_its_statistics(
     site = open_site("O", segmentation, role="outside", data_root=data_root)
     stored = StoredModel(plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {})
     export(stored, "torchscript", tmp_path, builder=build_deployed)
-    images, recorded = site.data.test.images, torch.jit.load(tmp_path / "model.ts")
+    images, recorded = stacked(site.data.test).images, torch.jit.load(tmp_path / "model.ts")
     with torch.no_grad():
         torch.testing.assert_close(recorded(images), built(stored)(images), rtol=0, atol=1e-6)
         assert not torch.allclose(recorded(images), built(plain)(images), atol=1e-3)

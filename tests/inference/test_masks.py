@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from medflare.core.errors import ConfigError
-from medflare.data.readers import read_image, read_mask
+from medflare.data.files.readers import read_image, read_mask
 from medflare.data.targets import encode_mask
 from medflare.inference.inputs import Input
 from medflare.inference.masks import label_map, pixels, restored, write_masks

@@ -10,7 +10,8 @@ from torch.func import functional_call
 from medflare.core.errors import ConfigError
 from medflare.core.rng import seeded
 from medflare.methods.catalogue import get_method
-from medflare.networks.catalogue import build_network, check_network, initial_network, meta_network
+from medflare.networks.catalogue import build_network, initial_network, meta_network
+from medflare.networks.dry_run import check_network
 from medflare.networks.library import library_names
 from medflare.networks.structure import WholeNetwork
 from small import small_task

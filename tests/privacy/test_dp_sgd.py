@@ -18,6 +18,7 @@ from medflare.data.splits import SiteData, Split
 from medflare.privacy.dp_sgd import epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release
 from methods import squares
+from small import stacked
 
 HUGE = 1e9  # a norm that clips nothing
 
@@ -132,7 +133,7 @@ def test_task_networks_have_the_gradients_that_autograd_finds(name: str) -> None
     task = squares.task(kind, network=network, batch_size=3)
     site = squares.site(task=task, counts=(3, 1, 1))
     gradients = []
-    for image, target in zip(site.data.train.images, site.data.train.targets, strict=True):
+    for image, target in zip(stacked(site.data.train).images, site.data.train.targets, strict=True):
         model = site.network().train()
         gradients.append(torch.autograd.grad(site.loss(model(image[None]), target[None]), list(model.parameters())))
     norms = [torch.cat([part.flatten() for part in gradient]).norm().item() for gradient in gradients]

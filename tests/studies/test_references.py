@@ -10,6 +10,7 @@ from medflare.studies import references
 from medflare.studies.references import centralised, pooled, single_site
 from medflare.studies.setting import Setting
 from medflare.tasks.config import load_task
+from small import stacked
 
 
 def split(count: int, value: float) -> Split:
@@ -22,7 +23,7 @@ def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
     both = pooled([one, other])
     assert [len(both.split(name)) for name in ("train", "validation", "test")] == [5, 2, 3]
     assert set(both.train.patients) == {"0/p", "1/p"}
-    assert both.train.images.flatten(1).mean(1).tolist() == [0, 0, 1, 1, 1]
+    assert stacked(both.train).images.flatten(1).mean(1).tolist() == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("reference", [single_site, centralised])

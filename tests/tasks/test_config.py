@@ -14,12 +14,13 @@ from pictures import SEGMENTATION
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
 FINGERPRINTS = {
-    "brain_lgg": "0a868f74a3c0d0bd",
-    "fundus_vessels": "d7ec552eedec5b1e",
-    "ham10000": "87f72df02d41f554",
-    "ham10000_3class": "14dcddcfcd4fa28f",
-    "phantom": "2e497ea153aaf705",
-    "phantom_grades": "caa0d391d041eb0e",
+    "brain_lgg": "435a09c617a0e639",
+    "brain_lgg_3d": "86d24eee16f4297f",
+    "fundus_vessels": "59061bdc8aabc39b",
+    "ham10000": "91ef6a00920b570b",
+    "ham10000_3class": "37a654bfa67cacd4",
+    "phantom": "e67b5a45b9b3f1a1",
+    "phantom_grades": "715638e8657d368d",
 }
 
 
@@ -29,7 +30,9 @@ def test_presets_are_those_of_the_repository_and_each_can_train() -> None:
     assert {"phantom", "brain_lgg", "ham10000", "ham10000_3class", "fundus_vessels"} <= set(presets())
 
 
-@pytest.mark.parametrize("name", ["phantom", "phantom_grades", "brain_lgg", "ham10000", "ham10000_3class", "fundus_vessels"])
+@pytest.mark.parametrize(
+    "name", ["phantom", "phantom_grades", "brain_lgg", "brain_lgg_3d", "ham10000", "ham10000_3class", "fundus_vessels"]
+)
 def test_preset(name: str) -> None:
     task = load_task(name)
     check_task(task)
@@ -61,8 +64,21 @@ def test_defaults_count_in_the_fingerprint() -> None:
         ({"chanels": 1}, "unknown setting 'chanels'; did you mean channels"),
         ({"kind": "detection"}, "kind must be one of segmentation, classification, got 'detection'"),
         ({"target": "single"}, "target must be one of binary, multiclass, multilabel, got 'single'"),
-        ({"channels": 2}, "channels must be one of 1, 3, got 2"),
-        ({"channels": True}, "channels must be a whole number, got True"),
+        ({"channels": 0}, "channels must be a number of image channels, at least 1, or a list of their names, all different, got 0"),
+        ({"channels": True}, "channels must be a number of image channels, at least 1, or a list of their names, all different, got True"),
+        (
+            {"channels": ["t1", "t1"]},
+            "channels must be a number of image channels, at least 1, or a list of their names, all different, got ['t1', 't1']",
+        ),
+        ({"orientation": "RAX"}, "orientation must be three letters, one each of L or R, A or P, S or I, got 'RAX'"),
+        ({"orientation": "LPS"}, "orientation is for volumes (spatial_dims 3), slices are used as stored; leave it out"),
+        ({"spatial_dims": 3, "size": [8, 8, 8], "spacing": [1, 0, 1]}, "spacing must be three millimetres above 0, or null as stored"),
+        ({"spatial_dims": 3, "size": [8, 8, 8], "spacing": [1, -2, 1]}, "spacing must be three millimetres above 0, or null as stored"),
+        ({"spatial_dims": 3}, "size [16, 16] has 2 sides, spatial_dims is 3; make them agree"),
+        ({"fit": "patches"}, "fit must be one of resize, patch, got 'patches'"),
+        ({"patches_per_image": 2}, "patches_per_image is for fit 'patch', this task has 'resize'; leave it out"),
+        ({"missing_channels": "zeros"}, "missing_channels 'zeros' needs the channels' names, channels is 1; list them"),
+        ({"unreadable_limit": {"share": 2}}, "unreadable_limit.share must be at most 1, got 2"),
         ({"size": [64]}, "size [64] has 1 sides, spatial_dims is 2; make them agree"),
         ({"size": [0, 64]}, "size must be [height, width] in pixels, or [height, width, depth] in voxels, each at least 1, got [0, 64]"),
         ({"size": 64}, "size must be [height, width] in pixels, or [height, width, depth] in voxels, each at least 1, got 64"),
@@ -75,18 +91,18 @@ def test_defaults_count_in_the_fingerprint() -> None:
         ({"metric": "auc_macro"}, "unknown metric 'auc_macro'; known: dice, iou"),
         ({"metric": "hd95"}, "unknown metric 'hd95'; known: dice, iou"),
         ({"metric": 3}, "metric must be text, got 3"),
-        ({"network": "unet"}, 'network must be an object like {"name": ..., arguments}, got \'unet\''),
-        ({"loss": {"ce_weight": 1}}, 'loss must be an object like {"name": ..., arguments}, got {\'ce_weight\': 1}'),
+        ({"network": "unet"}, "network must be an object like {\"name\": ..., arguments}, got 'unet'"),
+        ({"loss": {"ce_weight": 1}}, "loss must be an object like {\"name\": ..., arguments}, got {'ce_weight': 1}"),
         ({"optimizer": {"name": "adam", "lr": -1}}, "optimizer.lr must be above 0, got -1"),
         ({"optimizer": {"name": "adam", "lr": "1e-3"}}, "optimizer.lr must be a number, got '1e-3'"),
         ({"optimizer": {"name": "adam", "lr": float("inf")}}, "optimizer.lr must be a finite number, got inf"),
         ({"optimizer": {"name": "lion", "lr": 1}}, "unknown optimizer 'lion'; known: ASGD, Ada"),
         ({"optimizer": {"name": "adam"}}, "setting 'optimizer.lr' is missing; see app_configs/ for working examples"),
-        ({"optimizer": "adam"}, 'optimizer must be an object like {"name": ..., arguments}, got \'adam\''),
+        ({"optimizer": "adam"}, "optimizer must be an object like {\"name\": ..., arguments}, got 'adam'"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be a whole number, got 2.5"),
         ({"local_epochs": True}, "local_epochs must be a whole number, got True"),
-        ({"augment": [{"prob": 1}]}, 'augment[0] must be an object like {"name": ..., arguments}, got {\'prob\': 1}'),
+        ({"augment": [{"prob": 1}]}, "augment[0] must be an object like {\"name\": ..., arguments}, got {'prob': 1}"),
         ({"augment": {"name": "RandFlip"}}, "augment must be a list, got {'name': 'RandFlip'}"),
         ({"slices": {"axes": 2}}, "slices: unknown setting 'axes'; did you mean axis? known: axis, keep"),
         ({"slices": {"axis": 3}}, "slices.axis must be one of 0, 1, 2, got 3"),

@@ -10,7 +10,17 @@ from sklearn import metrics
 from medflare.core import packages
 from medflare.core.rng import numpy_generator
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import boundary_distance, foreground, patient_mean, pooled_overlap, score, structures
+from medflare.tasks.metrics import (
+    boundary_distance,
+    by_patient,
+    foreground,
+    overlap_counts,
+    patient_mean,
+    pooled_overlap,
+    score,
+    structures,
+)
+from volumes import cube_task
 
 TaskOf = Callable[..., TaskConfig]
 ALL = ("dice", "iou", "hd95")
@@ -25,7 +35,7 @@ def _masks(*rows: list[int]) -> torch.Tensor:
 def test_overlap_is_pooled_over_a_patients_images() -> None:
     predicted = _masks([1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1])
     truth = _masks([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1])
-    dice, iou = pooled_overlap(predicted, truth, torch.tensor([0, 0, 1]), 2)
+    dice, iou = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 0, 1]), 2)
     # patient 0: 4 hits of 6 predicted and 4 true; patient 1: 1 hit of 1 and 2
     torch.testing.assert_close(dice, torch.tensor([[2 * 4 / 10], [2 / 3]], dtype=torch.float64))
     torch.testing.assert_close(iou, torch.tensor([[4 / 6], [1 / 2]], dtype=torch.float64))
@@ -33,11 +43,11 @@ def test_overlap_is_pooled_over_a_patients_images() -> None:
 
 def test_empty_slices_of_a_patient_cost_nothing_and_false_alarms_do() -> None:
     predicted, truth = _masks([1, 1, 0, 0], [0, 0, 0, 0]), _masks([1, 1, 0, 0], [0, 0, 0, 0])
-    together, _ = pooled_overlap(predicted, truth, torch.tensor([0, 0]), 1)
+    together, _ = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 0]), 1)
     assert together.item() == 1
-    apart, _ = pooled_overlap(predicted, truth, torch.tensor([0, 1]), 2)
+    apart, _ = pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0, 1]), 2)
     assert apart[0].item() == 1 and apart[1].isnan()
-    alarm, _ = pooled_overlap(_masks([1, 0, 0, 0]), _masks([0, 0, 0, 0]), torch.tensor([0]), 1)
+    alarm, _ = pooled_overlap(overlap_counts(_masks([1, 0, 0, 0]), _masks([0, 0, 0, 0])), torch.tensor([0]), 1)
     assert alarm.item() == 0
 
 
@@ -56,7 +66,7 @@ def test_boundary_distance_against_definition() -> None:
     distances = cdist(edge(masks[0]), edge(masks[1]))
     expected = max(np.percentile(distances.min(axis=1), 95), np.percentile(distances.min(axis=0), 95))
     first, second = (torch.tensor(mask)[None, None] for mask in masks)
-    assert boundary_distance(first, second, torch.tensor([0]), 1).item() == pytest.approx(expected, abs=1e-4)
+    assert boundary_distance(first, second).item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_boundary_distance_without_scipy_is_undefined_and_says_why(make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +99,7 @@ def test_boundary_distance_per_patient() -> None:
     empty = torch.zeros_like(square)
     truth = torch.stack([square, square, square, square, empty])[:, None]
     predicted = torch.stack([square.roll(2, 0), square.roll(4, 0), empty, square, square])[:, None]
-    distances = boundary_distance(predicted, truth, torch.tensor([0, 0, 1, 0, 2]), 3)
+    distances = by_patient(boundary_distance(predicted, truth), torch.tensor([0, 0, 1, 0, 2]), 3)
     assert distances[0].item() == pytest.approx((2 + 4 + 0) / 3)
     assert distances[1:].isnan().all()  # an empty mask has no boundary to measure from
 
@@ -191,3 +201,31 @@ def test_nothing_to_score_and_broken_models(make_task: TaskOf) -> None:
     for kind, shape, truth in (("segmentation", (1, 1, 8, 8), torch.ones(1, 8, 8)), ("classification", (1, 3), torch.tensor([0]))):
         broken = score(torch.full(shape, math.nan), truth.long(), ["a"], make_task(kind), make_task(kind).metrics)
         assert set(broken.values.values()) == {None} and "NaN" in broken.undefined[make_task(kind).metric]
+
+
+# -- volumes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_surfaces_of_volumes_are_measured_in_millimetres_and_per_patient() -> None:
+    task = cube_task()
+    truth = torch.zeros(2, 8, 8, 8, dtype=torch.long)
+    truth[:, 2:6, 2:6, 2:6] = 1
+    moved = truth.roll(1, dims=3)[:, None].float()  # by one voxel along the third axis
+    measured = score(moved, truth, ["p", "p"], task, task.metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
+    assert measured.values["hd95_mm"] == pytest.approx((3 + 5) / 2) and measured.values["dice"] == pytest.approx(0.75)
+    alike = score(moved, truth, ["p", "q"], cube_task(surface_tolerance=5.0), task.metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
+    assert alike.values["surface_dice"] == 1 > (measured.values["surface_dice"] or 0)
+    unknown = score(moved, truth, ["p", "q"], task, task.metrics, [None, None])
+    assert unknown.values["hd95_mm"] is None and "how many millimetres" in unknown.undefined["surface_dice"]
+
+
+def test_images_of_sizes_of_their_own_are_scored_one_by_one() -> None:
+    task = cube_task(target="multiclass", labels=["background", "cube", "core"])
+    truths = [torch.zeros(side, 6, 6, dtype=torch.long) for side in (5, 7)]
+    for truth in truths:
+        truth[1:4, 1:4, 1:4], truth[2, 2, 2] = 1, 2
+    perfect = [torch.nn.functional.one_hot(truth, 3).movedim(-1, 0).float() for truth in truths]
+    scores = score(perfect, truths, ["p", "q"], task, task.metrics, [(1.0, 1.0, 1.0)] * 2)
+    assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}
+    perfect[1][:] = math.nan
+    assert score(perfect, truths, ["p", "q"], task, ["dice"]).values["dice"] is None

@@ -10,13 +10,14 @@ from pictures import CLASSIFICATION, SEGMENTATION
 def test_every_metric_belongs_to_one_kind_of_task() -> None:
     assert metrics_of("segmentation") == ("dice", "iou", "hd95")
     assert metrics_of("classification") == ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro")
-    assert {*metrics_of("segmentation"), *metrics_of("classification")} == set(METRICS)
+    assert metrics_of("segmentation", spatial_dims=3) == ("dice", "iou", "hd95_mm", "surface_dice")
+    assert {*metrics_of("segmentation"), *metrics_of("segmentation", 3), *metrics_of("classification")} == set(METRICS)
 
 
 def test_models_are_selected_by_what_is_higher_where_better() -> None:
     assert selection_metrics("segmentation") == ("dice", "iou")
     assert selection_metrics("classification") == metrics_of("classification")
-    assert [name for name, metric in METRICS.items() if metric.lower_is_better] == ["hd95"]
+    assert [name for name, metric in METRICS.items() if metric.lower_is_better] == ["hd95", "hd95_mm"]
 
 
 def test_every_metric_of_the_table_can_be_computed() -> None:

@@ -38,6 +38,7 @@ def _add_predict(commands: Commands) -> None:
         help="test-time adaptation to these images; auto: as the model's method means it; none: as it was delivered (default: auto)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    parser.add_argument("--dicom-seg", action="store_true", help="masks of DICOM series as DICOM segmentations; needs highdicom")
 
 
 def _predict(options: argparse.Namespace) -> int:
@@ -58,6 +59,7 @@ def _predict(options: argparse.Namespace) -> int:
             builder=build_deployed,
             adapt=options.adapt,
             device=options.device,
+            seg=options.dicom_seg,
             say=lambda line: print(f"medflare: {line}", file=sys.stderr),
             progress=lambda done, total: bar.update(shown, completed=done, total=total),
         )

@@ -23,7 +23,10 @@ _REMEDY = 'an entry is an object {"image": FILE, "label": ...}; complete it or t
 class _Listed:
     """What the file says of an image that is classified."""
 
-    image: str
+    image: Annotated[
+        str | Annotated[tuple[str | None, ...], Field(min_length=1)],
+        takes("an image file, or a list of files, one a channel, null for none"),
+    ]
     label: Any  # see `targets.encode_label`
     patient: str | int | float = ""
 
@@ -44,11 +47,17 @@ class Entry:
     patient: str  # the file's own name where the datalist names no patient
     split: str  # "" until `assign_splits` has drawn one
     place: str  # "DIR/datalist.json training[3]", for messages
+    channels: tuple[Path | None, ...] = ()  # a file for every channel, None for one that is missing; empty where one file holds all
 
     @property
     def name(self) -> str:
         """The image's file name."""
         return self.image.name
+
+    @property
+    def files(self) -> tuple[Path | None, ...]:
+        """The files of the image, in the order of the channels."""
+        return self.channels or (self.image,)
 
     @property
     def masks(self) -> list[Path]:
@@ -99,7 +108,13 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
     label = item["label"]
     if kind == "segmentation":
         label = [folder / name for name in label] if isinstance(label, list) else folder / label
-    return Entry(folder / listed.image, label, str(listed.patient) if "patient" in item else listed.image, split, place)
+    named = (listed.image,) if isinstance(listed.image, str) else listed.image
+    files = tuple(None if name is None else folder / name for name in named)
+    first = next((name for name in named if name is not None), None)
+    if first is None:
+        raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
+    channels = () if isinstance(listed.image, str) else files
+    return Entry(folder / first, label, str(listed.patient) if "patient" in item else first, split, place, channels)
 
 
 def check_patients(entries: Iterable[Entry]) -> None:

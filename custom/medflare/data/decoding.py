@@ -1,6 +1,6 @@
 """From files, or generated pictures, to tensors of the network's size."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,16 +13,19 @@ from medflare.data.sources import Source, size_of
 from medflare.data.targets import encode_label, encode_mask
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import Images, Spacing
 
 
 @dataclass(frozen=True)
 class Decoded:
     """All images of a site in datalist order, before they are divided into splits."""
 
-    images: Tensor  # float32 (N, C, H, W)
-    targets: Tensor  # see `data.splits.Split`
-    entries: list[int]  # row -> index of its entry (a volume gives many rows)
+    images: Images  # float32 (N, C, H, W), or one (C, ...) each
+    targets: Images  # see `data.splits.Split` and `data.splits.OneByOne`
+    entries: list[int]  # row -> index of its entry (a volume that is cut into slices gives many rows)
     names: list[str]  # row -> name
+    spacings: list[Spacing | None]  # row -> millimetres between the voxels of a volume; none at all for pictures
+    failed: dict[int, str]  # index of an entry that cannot be used -> why
 
 
 def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
@@ -35,23 +38,54 @@ def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
     """
     preprocessing = Preprocessing(task)
     images, targets, rows, names = [], [], [], []
+    spacings: list[Spacing | None] = []
+    failed: dict[int, str] = {}
     for number, entry in enumerate(entries):
-        image = source.image(entry)
-        target = target_of(task, source, entry, image)
+        try:
+            image = source.image(entry)
+            target = target_of(task, source, entry, image)
+        except DataError as error:
+            if task.unreadable == "error":
+                raise
+            failed[number] = str(error)
+            continue
         for name, picture, label in _pictures(task, entry.name, image, target):
             images.append(preprocessing.image(picture))
-            targets.append(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label))
+            targets.append(_for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task))
             rows.append(number)
             names.append(name)
+            if task.spatial_dims == 3:
+                spacings.append(resized_spacing(source.spacing(entry), picture.shape[1:], images[-1].shape[1:]))
+    if task.spatial_dims == 3 or task.fit == "patch":
+        return Decoded(images, targets, rows, names, spacings, failed)
     if not images:
-        empty = torch.zeros(0, task.channels, *task.size)
-        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), rows, names)
-    stacked = torch.stack(targets)
+        empty = torch.zeros(0, task.image_channels, *task.size)
+        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), rows, names, spacings, failed)
+    return Decoded(torch.stack(images), torch.stack(targets), rows, names, spacings, failed)
+
+
+def resized_spacing(spacing: Spacing | None, before: Sequence[int], after: Sequence[int]) -> Spacing | None:
+    """Millimetres between voxels after a volume was resized.
+
+    Args:
+        spacing: before; None where nobody knows.
+        before: the volume's sides in voxels.
+        after: its sides now.
+
+    Examples:
+        >>> resized_spacing((1.0, 2.0), (10, 10), (5, 10))
+        (2.0, 2.0)
+    """
+    if spacing is None:
+        return None
+    return tuple(side * old / new for side, old, new in zip(spacing, before, after, strict=True))
+
+
+def _for_loss(target: Tensor, task: TaskConfig) -> Tensor:
+    """A target of one image as losses take it: one float channel a label (multilabel), or numbers of classes."""
     if task.target == "multilabel":
-        stacked = stacked.to(torch.float32)
-    elif task.kind == "segmentation":
-        stacked = stacked[:, 0]
-    return Decoded(torch.stack(images), stacked, rows, names)
+        return target.to(torch.float32)
+    return target[0] if task.kind == "segmentation" else target
 
 
 def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray) -> np.ndarray:
@@ -61,10 +95,10 @@ def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray)
         task: decides what a target is.
         source: gives the mask.
         entry: of the datalist, one that has a target.
-        image: the entry's image (C, H, W[, slices]).
+        image: the entry's image (C, ...).
 
     Returns:
-        int64: masks (M, H, W[, slices]); or a label (), multilabel (C,).
+        int64: masks (M, ...); or a label (), multilabel (C,).
 
     Raises:
         DataError: a label or mask that does not fit the task or the image.
@@ -81,8 +115,8 @@ def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray)
 
 
 def _pictures(task: TaskConfig, name: str, image: np.ndarray, target: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The picture itself, or the kept slices of a volume, with their targets."""
-    if image.ndim == 3:
+    """The picture or volume itself, or the kept slices of a volume, with their targets."""
+    if image.ndim == task.spatial_dims + 1:
         yield name, image, target
         return
     axis = task.slices["axis"] + 1

@@ -5,13 +5,15 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.cache import decoded_once
 from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits
 from medflare.data.decoding import Decoded
 from medflare.data.sources import FileSource, PhantomSource, Source
-from medflare.data.splits import SiteData, Split, class_counts
+from medflare.data.splits import OneByOne, Samples, SiteData, Split, class_counts
 from medflare.data.targets import encode_label
 from medflare.tasks.config import TaskConfig
 
@@ -83,23 +85,34 @@ def load_site_data(site: str, task: TaskConfig, root: Path | None, *, role: str 
     entries = assign_splits(kept, source.listed(), site, outside=role == "outside", resplit=task.resplit)
     _refuse_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
+    _refuse_too_many(decoded.failed, len(entries), task, site)
     splits = {name: _split(decoded, entries, name) for name in SPLITS}
     _refuse_empty({name: len(split) for name, split in splits.items()}, site, role)
     notes = [f"{len(found) - len(kept)} images left out: label_values lists no label for them"] if len(kept) < len(found) else []
     if role == "inside":
         counts = class_counts(splits["training"].targets, task)
         notes += [f"class {name} is absent from the training images" for name, n in zip(task.classes, counts, strict=True) if n == 0]
-    return SiteData(splits["training"], splits["validation"], splits["test"], tuple(notes))
+    return SiteData(splits["training"], splits["validation"], splits["test"], tuple(notes), tuple(decoded.failed.values()))
 
 
-def _split(decoded: Decoded, entries: list[Entry], name: str) -> Split:
+def _split(decoded: Decoded, entries: list[Entry], name: str) -> Samples:
     rows = [row for row, number in enumerate(decoded.entries) if entries[number].split == name]
-    return Split(
-        images=decoded.images[rows],
-        targets=decoded.targets[rows],
-        patients=tuple(entries[decoded.entries[row]].patient for row in rows),
-        names=tuple(decoded.names[row] for row in rows),
-    )
+    patients = tuple(entries[decoded.entries[row]].patient for row in rows)
+    names = tuple(decoded.names[row] for row in rows)
+    if isinstance(decoded.images, Tensor) and isinstance(decoded.targets, Tensor):
+        return Split(decoded.images[rows], decoded.targets[rows], patients, names)
+    images, targets = (tuple(part[row] for row in rows) for part in (decoded.images, decoded.targets))
+    return OneByOne(images, targets, patients, names, tuple(decoded.spacings[row] for row in rows if decoded.spacings))
+
+
+def _refuse_too_many(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
+    share, count = task.unreadable_limit["share"], task.unreadable_limit["count"]
+    if len(failed) > min(share * images, count):
+        first = next(iter(failed.values()))
+        raise DataError(
+            f"site {site}: {len(failed)} of {images} images cannot be used, the task's unreadable_limit is {share:g} of them and {count}; "
+            f"repair them, the first: {first}"
+        )
 
 
 def _refuse_empty(counts: Mapping[str, int], site: str, role: str) -> None:

@@ -9,8 +9,11 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_splits, read_datalist
-from medflare.data.readers import read_image, read_mask
+from medflare.data.files.channels import files_of, read_picture
+from medflare.data.files.readers import read_mask, whole_numbers
+from medflare.data.files.volumes import Grid, read_channels, read_volume, turned
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import Spacing
 
 _KEPT_SITES = 16  # of the embedded federation, in one process
 
@@ -25,10 +28,13 @@ class Source(Protocol):
         """Splits that are given, be they empty."""
 
     def image(self, entry: Entry) -> np.ndarray:
-        """float32 (C, H, W[, slices])."""
+        """float32 (C, H, W[, slices]), or a volume (C, X, Y, Z) along the task's axes."""
 
     def mask(self, entry: Entry) -> np.ndarray:
-        """int64 (M, H, W[, slices])."""
+        """int64 (M, ...), laid out as the image."""
+
+    def spacing(self, entry: Entry) -> Spacing | None:
+        """Millimetres between the voxels of a volume as `image` gives it; None for pictures and where nobody knows."""
 
     def state(self, entries: list[Entry]) -> Any:
         """JSON that changes whenever a picture or a mask does."""
@@ -39,6 +45,7 @@ class FileSource:
 
     def __init__(self, root: Path, task: TaskConfig):
         self._root, self._task = root, task
+        self._grids: tuple[Entry, Grid, Grid] | None = None  # of the volume that was read last, as stored and as given
 
     def entries(self) -> list[Entry]:
         """The entries of datalist.json."""
@@ -49,15 +56,38 @@ class FileSource:
         return listed_splits(self._root)
 
     def image(self, entry: Entry) -> np.ndarray:
-        """The entry's image, see `readers.read_image`."""
-        return read_image(entry.image, self._task.channels)
-
-    def mask(self, entry: Entry) -> np.ndarray:
-        """The entry's masks one after the other, int64 (M, H, W[, slices]).
+        """The entry's image, see `channels.read_picture` and `volumes.turned`.
 
         Raises:
-            DataError: masks of different sizes, or one that cannot be read.
+            DataError: it cannot be read, or its channels are not those of the task.
         """
+        files = files_of(entry.channels, self._task, entry.place) if entry.channels else entry.files
+        if self._task.spatial_dims == 3:
+            array, stored = read_channels(files, self._task.image_channels)
+            array, here = turned(array, stored, self._task)
+            self._grids = (entry, stored, here)
+            return array
+        return read_picture(files, self._task)
+
+    def spacing(self, entry: Entry) -> Spacing | None:
+        """Millimetres between the voxels of the entry's volume along the task's axes."""
+        return self._placed(entry)[1].spacing if self._task.spatial_dims == 3 else None
+
+    def _placed(self, entry: Entry) -> tuple[Grid, Grid]:
+        """Where the entry's volume lies, as stored and as `image` gives it: that of the image that was read last, as a rule."""
+        if self._grids is None or self._grids[0] is not entry:
+            self.image(entry)
+        assert self._grids is not None
+        return self._grids[1:]
+
+    def mask(self, entry: Entry) -> np.ndarray:
+        """The entry's masks one after the other, int64 (M, ...), laid out as its image.
+
+        Raises:
+            DataError: masks of different sizes, on another grid than the image, or one that cannot be read.
+        """
+        if self._task.spatial_dims == 3:
+            return np.concatenate([self._volume_mask(file, entry) for file in entry.masks])
         masks = [read_mask(file) for file in entry.masks]
         for file, mask in zip(entry.masks, masks, strict=True):
             if mask.shape[1:] != masks[0].shape[1:]:
@@ -65,10 +95,17 @@ class FileSource:
                 raise DataError(f"{file}: the mask is {size_of(mask)}, {first}; store masks of one size")
         return np.concatenate(masks)
 
+    def _volume_mask(self, file: Path, entry: Entry) -> np.ndarray:
+        array, grid = read_volume(file)
+        stored, _ = self._placed(entry)
+        if difference := stored.difference(grid):
+            raise DataError(f"{file}: the mask lies on another grid than its image {entry.image} ({difference}); resample it to the image")
+        return turned(whole_numbers(array, file), grid, self._task, labels=True)[0]
+
     def state(self, entries: list[Entry]) -> Any:
         """Size and time of change of every file of these entries."""
         masks = self._task.kind == "segmentation"
-        return [[_file_state(file) for file in [entry.image, *(entry.masks if masks else [])]] for entry in entries]
+        return [[_file_state(file) for file in [*filter(None, entry.files), *(entry.masks if masks else [])]] for entry in entries]
 
 
 class PhantomSource:
@@ -92,11 +129,15 @@ class PhantomSource:
     def image(self, entry: Entry) -> np.ndarray:
         """float32 (3, 64, 64), or their mean (1, 64, 64) for a task with one channel."""
         picture = _generated(self._site)[entry.name].image.astype(np.float32)
-        return picture.transpose(2, 0, 1) if self._task.channels == 3 else picture.mean(axis=2)[None]
+        return picture.transpose(2, 0, 1) if self._task.image_channels == 3 else picture.mean(axis=2)[None]
 
     def mask(self, entry: Entry) -> np.ndarray:
         """int64 (1, 64, 64): 0 background, 1 disc rim, 2 cup."""
         return _generated(self._site)[entry.name].mask.astype(np.int64)[None]
+
+    def spacing(self, entry: Entry) -> Spacing | None:
+        """None: nobody knows how large a generated picture is."""
+        return None
 
     def state(self, entries: list[Entry]) -> Any:
         """The names that decide the images."""
@@ -110,7 +151,7 @@ def _generated(site: str) -> dict[str, phantom.Photograph]:
 
 
 def size_of(array: np.ndarray) -> str:
-    """"64 x 48", of a picture (C, 64, 48), for messages.
+    """ "64 x 48", of a picture (C, 64, 48), for messages.
 
     Args:
         array: with its channels first.

@@ -50,35 +50,39 @@ class Preprocessing:
 
     def __init__(self, task: TaskConfig):
         self._size = task.size
+        self._resizes = task.fit == "resize"
         self._intensity = _construct("intensity", intensity_transforms(), "", task.intensity)
 
     def image(self, array: np.ndarray) -> Tensor:
-        """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or bilinear interpolation.
+        """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or linear interpolation.
+
+        With `fit` "patch" the size stays as it is.
 
         Args:
-            array: stored intensities of a picture or slice.
+            array: stored intensities of a picture, slice or volume.
         """
-        with _plain_tensors():
+        with plain_tensors():
             return self._resize(self._intensity(torch.as_tensor(array, dtype=torch.float32)), mask=False)
 
     def mask(self, array: np.ndarray) -> Tensor:
-        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel.
+        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `fit` "patch" as they are.
 
         Args:
             array: targets at the size of the picture.
         """
-        if array.shape[1:] == self._size:
+        if not self._resizes or array.shape[1:] == self._size:
             return torch.as_tensor(array)
-        with _plain_tensors():
+        with plain_tensors():
             return self._resize(torch.as_tensor(array, dtype=torch.float32), mask=True).to(torch.int64)
 
     def _resize(self, image: Tensor, mask: bool) -> Tensor:
         from monai.transforms.spatial.array import Resize
 
-        if tuple(image.shape[1:]) == self._size:
+        if not self._resizes or tuple(image.shape[1:]) == self._size:
             return image
-        shrinks = image.shape[1] >= self._size[0] and image.shape[2] >= self._size[1]
-        mode = "nearest-exact" if mask else "area" if shrinks else "bilinear"
+        shrinks = all(side >= new for side, new in zip(image.shape[1:], self._size, strict=True))
+        linear = "bilinear" if len(self._size) == 2 else "trilinear"
+        mode = "nearest-exact" if mask else "area" if shrinks else linear
         return Resize(self._size, mode=mode)(image)
 
 
@@ -103,15 +107,15 @@ class Augmentation:
         """A batch, image by image, with draws from `random`.
 
         Args:
-            images: float32 (N, C, H, W).
-            targets: long (N, H, W), or float (N, C, H, W) (multilabel); classification targets pass unchanged.
+            images: float32 (N, C, ...).
+            targets: long (N, ...), or float (N, C, ...) (multilabel); classification targets pass unchanged.
             random: the source of every draw.
         """
         if not self._transforms:
             return images, targets
         for transform in self._transforms:
             transform.set_random_state(state=random)
-        with _plain_tensors():
+        with plain_tensors():
             samples = [self._sample(image, target) for image, target in zip(images, targets, strict=True)]
         images = torch.stack([sample["image"] for sample in samples]).to(images.dtype)
         if self._masks:
@@ -121,7 +125,7 @@ class Augmentation:
     def _sample(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
         sample = {"image": image.clone()}  # some of MONAI's transforms write into what they are given
         if self._masks:
-            sample["target"] = target.reshape(-1, *target.shape[-2:]).to(torch.float32)
+            sample["target"] = target.reshape(-1, *image.shape[1:]).to(torch.float32)
         for transform in self._transforms:
             sample = transform(sample)
         return sample
@@ -149,8 +153,8 @@ def _transform_class(name: str) -> Any:
 
 
 @contextmanager
-def _plain_tensors() -> Iterator[None]:
-    """Without MONAI's metadata tracking, which costs five times the transform itself on small images."""
+def plain_tensors() -> Iterator[None]:
+    """MONAI's transforms without MONAI's metadata tracking, which costs five times the transform itself on small images."""
     from monai.data.meta_obj import get_track_meta, set_track_meta
 
     before = get_track_meta()

@@ -9,7 +9,9 @@ from torch import nn
 
 from medflare.core.events import EventLog
 from medflare.core.message import Message
+from medflare.core.packages import installed
 from medflare.core.store import write_atomically
+from medflare.data.sites.montage import montage
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import save_model
 from medflare.methods.catalogue import build_deployed
@@ -89,11 +91,26 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
     return {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
 
 
+def volume_picture(site: Site, models: Mapping[str, Message]) -> dict[str, bytes]:
+    """Middle slices of some test volumes with what the deployed model says of them; nothing for pictures, or without Pillow and SciPy.
+
+    Args:
+        site: whose test volumes are shown.
+        models: role -> delivered model.
+    """
+    drawable = site.task.spatial_dims == 3 and site.task.kind == "segmentation" and site.n["test"] and "deployed" in models
+    if not drawable or not (installed("PIL") and installed("scipy")):
+        return {}
+    module = build_deployed(site.task, models["deployed"]).to(site.device)
+    return {"middle slices": montage(site, module)}
+
+
 def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> dict[str, float | None]:
     scores = site.score(module, "test")
     for metric, reason in scores.undefined.items():
         log.add("undefined", f"{role} {metric}: {reason}", site=site.name)
-    for metric, count in (("dice and iou", scores.left_out), ("hd95", scores.hd95_left_out)):
+    distance = "hd95" if site.task.spatial_dims == 2 else "hd95_mm"
+    for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             words = f"{role} {metric}: undefined for {count} patients and structures, left out of the means"
             log.add("undefined", words, site=site.name)

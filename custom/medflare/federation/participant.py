@@ -11,7 +11,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
-from medflare.federation.delivery import Keep, evaluated
+from medflare.federation.delivery import Keep, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
 from medflare.methods.base import SiteHalf
@@ -156,6 +156,8 @@ class Participant:
         log = EventLog()
         for note in site.notes:
             log.add("warning", note, site=self.name)
+        for line in site.data.left_out:
+            log.add("left_out", line, site=self.name)
         return log.to_list()
 
     def _opened(self, role: str) -> Site:
@@ -175,8 +177,9 @@ class Participant:
 
     def _deliver(self, half: SiteHalf[Any], incoming: Message) -> Message:
         """Final models and pictures made, measured and handed to the engine to keep."""
-        facts = evaluated(half.site, half.deliver(incoming), self.keep)
-        for name, png in half.pictures(incoming).items():
+        models = half.deliver(incoming)
+        facts = evaluated(half.site, models, self.keep)
+        for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():
             self.show(name, png)
         cost = half.privacy()
         return Message({}, facts if cost is None else {**facts, "privacy": cost})

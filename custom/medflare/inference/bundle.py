@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.versions import installed_versions
-from medflare.data.readers import PICTURES
+from medflare.data.files.readers import PICTURES
+from medflare.data.sites.fitting import OVERLAP
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
@@ -105,24 +106,32 @@ def as_data(value: Any) -> Any:
 
 
 def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
-    """A workflow over a folder of 2-D pictures; volumes are for `medflare predict`."""
+    """A workflow over a folder of pictures, or of NIfTI volumes where the task has them.
+
+    Raises:
+        ExportError: volumes that are resized, which MONAI's transforms would resize otherwise than medflare.
+    """
+    if task.spatial_dims == 3 and task.fit == "resize":
+        remedy = "export torchscript or onnx, or train with fit 'patch'"
+        raise ExportError(f"a MONAI bundle cannot resize volumes as they were for training; {remedy}")
+    volumes = task.spatial_dims == 3
     found = f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES!r}]"
     weights = "torch.load(@bundle_root + '/models/model.pt', map_location=@device, weights_only=True)"
     output = "@inferer(item['image'][None].to(@device), @network)[0].detach().cpu()"
-    saving = _segmentation(task) if task.kind == "segmentation" else _classification()
+    saving = _volume_masks(task) if volumes else _segmentation(task) if task.kind == "segmentation" else _classification()
     return {
-        "imports": ["$import pathlib", "$import torch", "$import monai"],
+        "imports": ["$import pathlib", "$import torch", "$import monai", *(["$import nibabel"] if volumes else [])],
         "bundle_root": ".",
         "device": "$torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
         "dataset_dir": "$@bundle_root + '/images'",
         "output_dir": "$@bundle_root + '/eval'",
-        "datalist": found,
+        "datalist": _volume_list(task) if volumes else found,
         "network_def": network,
         "network": "$@network_def.to(@device).eval()",
         "checkpoint": f"$@network.load_state_dict({weights})",
-        "preprocessing": {"_target_": "Compose", "transforms": _preprocessing(task)},
+        "preprocessing": {"_target_": "Compose", "transforms": _volume_preprocessing(task) if volumes else _preprocessing(task)},
         "dataset": {"_target_": "Dataset", "data": "@datalist", "transform": "@preprocessing"},
-        "inferer": {"_target_": "SimpleInferer"},
+        "inferer": sliding_window(task) if task.fit == "patch" else {"_target_": "SimpleInferer"},
         **saving,
         "run": [
             "$@checkpoint",
@@ -137,6 +146,7 @@ def _preprocessing(task: TaskConfig) -> list[Any]:
     height, width = task.size
     grey = f"image[:1] if len(image) < 3 else (image[:3] * {_LUMA}).sum(dim=0, keepdim=True)"
     colour = "image[:3] if len(image) >= 3 else image[:1].repeat(3, 1, 1)"
+    chosen = {1: grey, 3: colour}.get(task.image_channels, "image")
     mode = f"'area' if image.shape[1] >= {height} and image.shape[2] >= {width} else 'bilinear'"
     resize = f"image if image.shape[1:] == ({height}, {width}) else monai.transforms.Resize(({height}, {width}), mode={mode})(image)"
     intensity = as_data(task.intensity)
@@ -145,10 +155,60 @@ def _preprocessing(task: TaskConfig) -> list[Any]:
         {"_target_": "Transposed", "keys": "image", "indices": [0, 2, 1]},  # MONAI reads pictures column by column
         {"_target_": "CastToTyped", "keys": "image", "dtype": "$torch.float32"},
         "$lambda item: {**item, 'size': tuple(item['image'].shape[1:])}",
-        {"_target_": "Lambdad", "keys": "image", "func": f"$lambda image: {grey if task.channels == 1 else colour}"},
+        {"_target_": "Lambdad", "keys": "image", "func": f"$lambda image: {chosen}"},
         {"_target_": f"{intensity['name']}d", "keys": "image", **{key: item for key, item in intensity.items() if key != "name"}},
-        {"_target_": "Lambdad", "keys": "image", "func": f"$lambda image: {resize}"},
+        *([{"_target_": "Lambdad", "keys": "image", "func": f"$lambda image: {resize}"}] if task.fit == "resize" else []),
     ]
+
+
+# -- volumes -----------------------------------------------------------------------------------------------------------------------
+
+
+def sliding_window(task: TaskConfig) -> dict[str, Any]:
+    """MONAI's inferer as `data.sites.fitting.windowed` uses it.
+
+    Args:
+        task: gives the window's size.
+    """
+    return {"_target_": "SlidingWindowInferer", "roi_size": list(task.size), "sw_batch_size": 4, "overlap": OVERLAP, "mode": "gaussian"}
+
+
+def _volume_list(task: TaskConfig) -> str:
+    """NIfTI files; with named channels, NAME_CHANNEL.nii.gz of all channels together."""
+    if not task.channel_names:
+        return "$[{'image': str(p)} for p in sorted(pathlib.Path(@dataset_dir).glob('*.nii*'))]"
+    first, names = task.channel_names[0], list(task.channel_names)
+    files = f"[str(p)[:-len(end)] + '_' + name + ending for name in {names!r}]"
+    found = f"sorted(pathlib.Path(@dataset_dir).glob('*_{first}' + ending))"
+    ends = f"[(p, '_{first}' + ending, ending) for ending in ('.nii', '.nii.gz') for p in {found}]"
+    return f"$[{{'image': {files}}} for p, end, ending in {ends}]"
+
+
+def _volume_preprocessing(task: TaskConfig) -> list[Any]:
+    intensity = as_data(task.intensity)
+    steps: list[Any] = [
+        {"_target_": "LoadImaged", "keys": "image", "reader": "NibabelReader", "ensure_channel_first": True},
+        {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": [["L", "R"], ["P", "A"], ["I", "S"]]},
+    ]
+    if task.spacing is not None:
+        steps.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(task.spacing), "mode": "bilinear", "padding_mode": "border"})
+    settings = {key: item for key, item in intensity.items() if key != "name"}
+    return [*steps, {"_target_": f"{intensity['name']}d", "keys": "image", **settings}]
+
+
+def _volume_masks(task: TaskConfig) -> dict[str, Any]:
+    """NIfTI masks on the grid of the file: class numbers, or one channel per structure (multilabel)."""
+    label = "p.argmax(dim=0, keepdim=True)" if task.target == "multiclass" else "(p > 0.5)"
+    # nibabel and not SaveImaged, which refuses a volume whose axes are not those of its affine in turn
+    name = "pathlib.Path(item['image'].meta['filename_or_obj']).name.split('.nii')[0] + '_seg.nii.gz'"
+    mask = "item['pred'].as_tensor().movedim(0, -1).numpy().astype('uint8')"
+    image = f"nibabel.Nifti1Image({mask}[..., 0] if len(item['pred']) == 1 else {mask}, item['pred'].affine.numpy())"
+    steps = [
+        {"_target_": "Invertd", "keys": "pred", "transform": "@preprocessing", "orig_keys": "image", "nearest_interp": False},
+        {"_target_": "Lambdad", "keys": "pred", "func": f"$lambda p: {label}"},
+        f"$lambda item: (pathlib.Path(@output_dir).mkdir(exist_ok=True), nibabel.save({image}, pathlib.Path(@output_dir) / ({name})))",
+    ]
+    return {"postprocessing": {"_target_": "Compose", "transforms": steps}}
 
 
 def _segmentation(task: TaskConfig) -> dict[str, Any]:
@@ -191,27 +251,26 @@ def _classification() -> dict[str, Any]:
 def metadata(stored: StoredModel) -> dict[str, Any]:
     """What MONAI's metadata schema asks for, as far as the card knows it."""
     task, card, versions = stored.task, stored.card, installed_versions()
-    height, width = task.size
     classes = {str(number): name for number, name in enumerate(task.labels if task.target != "binary" else task.classes)}
     image = {
         "type": "image",
         "format": "magnitude",
         "modality": "n/a",
-        "num_channels": task.channels,
-        "spatial_shape": [height, width],
+        "num_channels": task.image_channels,
+        "spatial_shape": list(task.size),
         "dtype": "float32",
         "value_range": [],
-        "is_patch_data": False,
-        "channel_def": {"0": "grey"} if task.channels == 1 else {"0": "red", "1": "green", "2": "blue"},
+        "is_patch_data": task.fit == "patch",
+        "channel_def": as_data(_channel_words(task)),
     }
     output = {
         "type": "image" if task.kind == "segmentation" else "probabilities",
         "format": "segmentation" if task.kind == "segmentation" else "classes",
         "num_channels": task.outputs,
-        "spatial_shape": [height, width] if task.kind == "segmentation" else [],
+        "spatial_shape": list(task.size) if task.kind == "segmentation" else [],
         "dtype": "float32",
         "value_range": [0, 1],
-        "is_patch_data": False,
+        "is_patch_data": task.fit == "patch",
         "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
     }
     return {
@@ -235,10 +294,18 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
     }
 
 
+def _channel_words(task: TaskConfig) -> dict[str, str]:
+    colours = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels) if task.spatial_dims == 2 else None
+    names = task.channel_names or colours or [f"channel {number}" for number in range(task.image_channels)]
+    return {str(number): name for number, name in enumerate(names)}
+
+
 def _readme(stored: StoredModel) -> str:
+    first = f", a file NAME_{stored.task.channel_names[0]}.nii.gz for every channel" if stored.task.channel_names else ""
+    inputs = "2-D pictures" if stored.task.spatial_dims == 2 else f"NIfTI volumes{first}"
     return f"""# medflare {stored.task.name}
 
-A delivered model ({stored.kind}) as a MONAI bundle; `card.json` says where it comes from. A folder of 2-D pictures is predicted
+A delivered model ({stored.kind}) as a MONAI bundle; `card.json` says where it comes from. A folder of {inputs} is predicted
 from the bundle's root by
 
     from monai import bundle
@@ -249,7 +316,7 @@ Where medflare is not installed, the TorchScript file takes the place of network
     without = {{"network_def": "$torch.jit.load('models/model.ts')", "checkpoint": "$None"}}
     bundle.run(config_file="configs/inference.json", dataset_dir="IMAGES", output_dir="OUT", **without)
 
-The network gives probabilities. NIfTI and DICOM volumes, label values and adaptation to a site: `medflare predict`.
+The network gives probabilities. Other formats, label values and adaptation to a site: `medflare predict`.
 """
 
 

@@ -28,6 +28,7 @@ from medflare.tasks.config import TaskConfig, load_task
 MODEL = "model"  # the entry of a plain model that holds its weights
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
+_PREPROCESSING = ("channels", "size", "intensity", "slices", "spatial_dims", "fit", "orientation", "spacing")
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
 
@@ -179,7 +180,7 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
             "kind": message.facts["kind"],
             "labels": list(task.labels),
             "network": described["network"],
-            "preprocessing": {key: described[key] for key in ("channels", "size", "intensity", "slices")},
+            "preprocessing": {key: described[key] for key in _PREPROCESSING},
             "task": described,
             "fingerprint": task.fingerprint(),
             "entries": {entry: len(state) for entry, state in sorted(message.states.items())},

@@ -19,6 +19,7 @@ from medflare.core.errors import ConfigError, DataError, ExportError
 from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
 from medflare.core.store import write_atomically, write_json
+from medflare.data.sites.fitting import windows_of
 from medflare.data.sources import PhantomSource
 from medflare.data.transforms import Preprocessing
 from medflare.inference.bundle import write_bundle
@@ -115,11 +116,13 @@ def largest_difference(model: Predictor, exported: Predictor, batches: Sequence[
 def random_batches(task: TaskConfig) -> list[Tensor]:
     """Normally distributed images in batches of different sizes; the same every time."""
     generator = torch_generator(0, "export")
-    return [torch.randn(size, task.channels, *task.size, generator=generator) for size in _BATCHES]
+    return [torch.randn(size, task.image_channels, *task.size, generator=generator) for size in _BATCHES]
 
 
 def picture_batches(task: TaskConfig, images: Sequence[Path], out: Path) -> dict[str, list[Tensor]]:
-    """Pictures as the network sees them: the given ones (files, and folders that are searched), or generated photographs.
+    """Images as the network is fed with them: the given ones (files, and folders that are searched), or generated photographs.
+
+    Volumes and other channels than a photograph's have no generated ones: random input alone is compared.
 
     Args:
         task: how they are prepared.
@@ -133,13 +136,20 @@ def picture_batches(task: TaskConfig, images: Sequence[Path], out: Path) -> dict
         DataError: a folder without images, or an image that cannot be read.
     """
     if images:
-        inputs, problems = find_inputs(images, out)
+        inputs, problems = find_inputs(images, out, task.channel_names)
         if problems:
             raise DataError(problems[0])
-        return {f"{len(inputs)} images": [prepare(source, task).images for source in inputs]}
+        pictures = [prepare(source, task).images for source in inputs]
+        if task.fit == "patch":
+            pictures = [windows_of(image, task.size) for part in pictures for image in part]
+        return {f"{len(inputs)} images": pictures}
+    if task.spatial_dims == 3 or task.image_channels not in (1, 3):
+        return {}
     source, preprocessing = PhantomSource("export", task), Preprocessing(task)
-    pictures = [preprocessing.image(source.image(entry)) for entry in source.entries()[:_PICTURES]]
-    return {f"{_PICTURES} synthetic photographs": [torch.stack(pictures)]}
+    photographs = [preprocessing.image(source.image(entry)) for entry in source.entries()[:_PICTURES]]
+    if task.fit == "patch":
+        photographs = [window for photograph in photographs for window in windows_of(photograph, task.size)]
+    return {f"{_PICTURES} synthetic photographs": [torch.stack(photographs)]}
 
 
 def _refuse_different(differences: Mapping[str, float], tolerance: float, format: str) -> None:
@@ -183,7 +193,7 @@ def traced(model: nn.Module, task: TaskConfig) -> torch.jit.ScriptModule:
     """
     try:
         with torch.no_grad():
-            return torch.jit.trace(_graph(model), torch.rand(2, task.channels, *task.size), check_trace=False)
+            return torch.jit.trace(_graph(model), torch.rand(2, task.image_channels, *task.size), check_trace=False)
     except Exception as error:  # a tracer meets whatever a network does in Python
         raise _unrecordable(error, "torchscript") from error
 
@@ -199,7 +209,7 @@ def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> list[Pre
         raise ConfigError(f"ONNX export needs {', '.join(missing)}; pip install 'medflare[export]'")
     import onnxruntime
 
-    example, file = torch.rand(2, stored.task.channels, *stored.task.size), folder / "model.onnx"
+    example, file = torch.rand(2, stored.task.image_channels, *stored.task.size), folder / "model.onnx"
     try:
         torch.onnx.export(
             _graph(model),

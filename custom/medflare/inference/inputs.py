@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError
-from medflare.data.readers import DICOM, NIFTI, PICTURES, is_dicom, suffix
+from medflare.data.files.readers import DICOM, NIFTI, PICTURES, is_dicom, suffix
 
 _INDEX = "DICOMDIR"  # lists the files of a medium and holds no image
 
@@ -17,24 +17,33 @@ class Input:
     """One image or volume.
 
     Attributes:
-        path: a file, or a folder with one DICOM series.
+        path: a file, or a folder with one DICOM series; the first of them where channels have files of their own.
         name: where its outputs go below the output folder: unique, without suffix, with the subfolders it was found in.
+        channels: a file for every channel, None for one that is missing; empty where one file holds all.
     """
 
     path: Path
     name: str
+    channels: tuple[Path | None, ...] = ()
 
 
-def find_inputs(paths: Sequence[Path], out: Path) -> tuple[list[Input], list[str]]:
+def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) -> tuple[list[Input], list[str]]:
     """Everything to be predicted, in the order given and sorted within a folder, and the folders that hold nothing, one line each.
 
     A folder is searched with its subfolders, `out` excepted. Its DICOM files are one volume where they are the slices of one
     series; other files are images of their own. A file that was named is taken as it is, so that reading it can say what is wrong.
+    Where channels have names, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image, P07.
+
+    Args:
+        paths: files and folders.
+        out: the output folder.
+        channels: names of a task's channels.
 
     Raises:
         ConfigError: an input folder is the output folder.
     """
     inputs: dict[Path, Input] = {}
+    parts: dict[Path, dict[str, Path]] = {}
     problems, names = [], set[str]()
     prefixed = sum(path.is_dir() for path in paths) > 1
     for path in paths:
@@ -44,10 +53,30 @@ def find_inputs(paths: Sequence[Path], out: Path) -> tuple[list[Input], list[str
         if not found:
             problems.append(f"{path}: no images in this folder; known are {', '.join((*PICTURES, *NIFTI, *DICOM))}")
         for image in found:
-            if image.resolve() not in inputs:
-                name = _unique(_relative_name(image, path, prefixed), names)
-                inputs[image.resolve()] = Input(image, name)
-    return list(inputs.values()), problems
+            whole, channel = _part_of(image, channels)
+            parts.setdefault(whole.resolve(), {}).setdefault(channel, image)
+            if whole.resolve() not in inputs:
+                name = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names)
+                inputs[whole.resolve()] = Input(image, name)
+    return [_with_channels(source, parts[whole], channels) for whole, source in inputs.items()], problems
+
+
+def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
+    """The image that a file belongs to, and which channel of it the file's name says that it is; "" where it says none."""
+    stem = _stem(image)
+    for name in sorted(channels, key=len, reverse=True):
+        if stem == name:
+            return image.parent, name
+        if stem.endswith((f"_{name}", f"-{name}")):
+            return image.with_name(stem[: -len(name) - 1]), name
+    return image, ""
+
+
+def _with_channels(source: Input, parts: dict[str, Path], channels: Sequence[str]) -> Input:
+    if set(parts) == {""}:
+        return source
+    files = tuple(parts.get(name) for name in channels)
+    return Input(next(filter(None, files)), source.name, files)
 
 
 def _search(folder: Path, out: Path) -> Iterator[Path]:
@@ -82,11 +111,15 @@ def _header(file: Path) -> tuple[Any, ...] | None:
 
 def _relative_name(image: Path, given: Path, prefixed: bool) -> Path:
     """The name without suffix, below the folder that was given; below that folder's own name where several were."""
-    stem = image.name[: len(image.name) - len(suffix(image))] if suffix(image) in (*PICTURES, *NIFTI, *DICOM) else image.name
+    stem = _stem(image)
     if image == given:
         return Path(stem or image.resolve().name)
     below = image.relative_to(given).with_name(stem)
     return Path(given.resolve().name) / below if prefixed else below
+
+
+def _stem(image: Path) -> str:
+    return image.name[: len(image.name) - len(suffix(image))] if suffix(image) in (*PICTURES, *NIFTI, *DICOM) else image.name
 
 
 def _unique(name: Path, taken: set[str]) -> str:

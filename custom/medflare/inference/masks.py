@@ -13,33 +13,35 @@ from torch.nn import functional
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically
-from medflare.data.readers import NIFTI, suffix
+from medflare.data.files.readers import NIFTI, suffix
+from medflare.data.files.volumes import Grid
 from medflare.data.targets import stored_values
+from medflare.inference.dicom_seg import dicom_seg
 from medflare.inference.inputs import Input
 from medflare.tasks.config import TaskConfig
 
 
-def restored(probabilities: Tensor, size: tuple[int, int]) -> Tensor:
-    """Probabilities (N, C, H, W) at an image's stored size: bilinear, or by area averaging where that is smaller.
+def restored(probabilities: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Probabilities (N, C, ...) at an image's stored size: interpolated linearly, or by area averaging where that is smaller.
 
     Both keep the corners of the picture in place, as the resizing before the network does.
 
     Args:
         probabilities: on the network's grid.
-        size: (h, w) in pixels.
+        size: (h, w) in pixels, or three sides in voxels.
 
     Returns:
-        (N, C, h, w).
+        (N, C, *size).
     """
     if tuple(probabilities.shape[2:]) == tuple(size):
         return probabilities
-    if size[0] <= probabilities.shape[2] and size[1] <= probabilities.shape[3]:
+    if all(side <= old for side, old in zip(size, probabilities.shape[2:], strict=True)):
         return functional.interpolate(probabilities, size, mode="area")
-    return functional.interpolate(probabilities, size, mode="bilinear", align_corners=False)
+    return functional.interpolate(probabilities, size, mode="bilinear" if len(size) == 2 else "trilinear", align_corners=False)
 
 
 def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
-    """Stored values of the predicted labels: (outputs, h, w) -> int64 (M, h, w), M = 1, or one mask per label.
+    """Stored values of the predicted labels: (outputs, ...) -> int64 (M, ...), M = 1, or one mask per label.
 
     As the metrics have it, a binary or multilabel structure is where its probability exceeds one half, and a multiclass pixel
     is of its most probable class. A label with several values is written as the first one. Where several structures share one
@@ -48,7 +50,7 @@ def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
     Wherever a value exists for exactly the structures above one half, it is that one.
 
     Args:
-        probabilities: of one picture.
+        probabilities: of one picture or volume.
         task: gives target, labels and their stored values.
     """
     if task.target == "multilabel" and not task.label_values:
@@ -62,48 +64,67 @@ def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
 
 
 def _most_probable_value(probabilities: Tensor, values: list[list[int]]) -> Tensor:
-    """(C, h, w) -> (h, w): see `label_map`."""
+    """(C, ...) -> (...): see `label_map`."""
     candidates = [0, *sorted({value for listed in values for value in listed} - {0})]
     meant = torch.tensor([[float(value in listed) for listed in values] for value in candidates], dtype=torch.float64)
     p = probabilities.cpu().double().clamp(1e-12, 1 - 1e-12)
-    likelihood = torch.einsum("vc,chw->vhw", meant, p.log()) + torch.einsum("vc,chw->vhw", 1 - meant, (1 - p).log())
+    likelihood = torch.einsum("vc,c...->v...", meant, p.log()) + torch.einsum("vc,c...->v...", 1 - meant, (1 - p).log())
     return torch.tensor(candidates)[likelihood.argmax(dim=0)]
 
 
-def pixels(mask: np.ndarray, task: TaskConfig) -> dict[str, int]:
-    """Pixels of every foreground label in what `label_map` gave for one picture.
+def label_masks(mask: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
+    """Where every foreground label is in what `label_map` gave for one picture or volume.
 
     Args:
-        mask: (M, h, w) of stored values.
+        mask: (M, ...) of stored values.
         task: gives target, labels and their stored values.
 
     Returns:
-        Label -> pixels, the background left out.
+        Label -> bool (...), the background left out.
     """
     if task.target == "multilabel" and not task.label_values:
-        return {label: int(part.sum()) for label, part in zip(task.labels, mask, strict=True)}
-    counted = {label: int(np.isin(mask, listed).sum()) for label, listed in zip(task.labels, stored_values(task), strict=True)}
-    return dict(list(counted.items())[task.target == "multiclass" :])  # there, the first label is the background
+        return {label: part > 0 for label, part in zip(task.labels, mask, strict=True)}
+    found = {label: np.isin(mask[0], listed) for label, listed in zip(task.labels, stored_values(task), strict=True)}
+    return dict(list(found.items())[task.target == "multiclass" :])  # there, the first label is the background
 
 
-def write_masks(source: Input, masks: np.ndarray, task: TaskConfig, out: Path) -> list[Path]:
+def pixels(mask: np.ndarray, task: TaskConfig) -> dict[str, int]:
+    """Pixels of every foreground label in what `label_map` gave for one picture or volume.
+
+    Args:
+        mask: (M, ...) of stored values.
+        task: gives target, labels and their stored values.
+    """
+    return {label: int(found.sum()) for label, found in label_masks(mask, task).items()}
+
+
+def write_masks(
+    source: Input, masks: np.ndarray, task: TaskConfig, out: Path, grid: Grid | None = None, *, seg: bool = False
+) -> list[Path]:
     """One file per mask: PNG for a picture; NIfTI with the stored affine, axes and header for NIfTI; NIfTI for a DICOM volume.
 
     Args:
         source: the image that they belong to.
-        masks: int64 (M, rows, columns[, slices]) laid out as `readers.read_image` gives the image.
+        masks: int64 (M, rows, columns[, slices]) laid out as `readers.read_image` gives the image, or (M, i, j, k) on `grid`.
         task: gives the labels, for the files' names.
         out: the output folder.
+        grid: where the voxels of a volume lie as stored, for a task of volumes.
+        seg: write a DICOM series' masks as one DICOM segmentation, NAME_seg.dcm.
 
     Returns:
         The files, named after the input: NAME_seg.png, NAME_seg.nii.gz, or NAME_seg_LABEL... with a mask per label.
     """
+    if seg and source.path.is_dir():
+        structures = label_masks(masks if grid else np.swapaxes(masks, 1, 2), task)
+        file = out / f"{source.name}_seg.dcm"
+        write_atomically(file, dicom_seg(source.path, structures, grid.affine if grid else _dicom_affine(source.path), task))
+        return [file]
     files = []
     for number, mask in enumerate(masks):
         label = f"_{re.sub(r'[^A-Za-z0-9]+', '-', task.labels[number])}" if len(masks) > 1 else ""
         nifti = suffix(source.path) in NIFTI or mask.ndim == 3
         file = out / f"{source.name}_seg{label}{'.nii.gz' if nifti else '.png'}"
-        write_atomically(file, _nifti(source.path, mask) if nifti else _png(mask))
+        write_atomically(file, _nifti(source.path, mask, grid) if nifti else _png(mask))
         files.append(file)
     return files
 
@@ -118,7 +139,7 @@ def _png(mask: np.ndarray) -> bytes:
     return content.getvalue()
 
 
-def _nifti(path: Path, mask: np.ndarray) -> bytes:
+def _nifti(path: Path, mask: np.ndarray, grid: Grid | None) -> bytes:
     """A compressed NIfTI file of bytes, or of 32-bit integers where values do not fit a byte."""
     import nibabel
 
@@ -127,7 +148,9 @@ def _nifti(path: Path, mask: np.ndarray) -> bytes:
         image = nibabel.load(path)
         header = image.header.copy()
         header["cal_min"] = header["cal_max"] = 0  # the image's display range
-        volume = image.__class__(_as_stored(compact, image.affine), image.affine, header)
+        volume = image.__class__(compact if grid else _as_stored(compact, image.affine), image.affine, header)
+    elif grid:
+        volume = nibabel.Nifti1Image(compact, grid.affine)
     else:
         volume = nibabel.Nifti1Image(np.swapaxes(compact, 0, 1), _dicom_affine(path))
     volume.set_data_dtype(compact.dtype)

@@ -7,6 +7,7 @@ unlabelled images themselves, see `prediction_model`.
 
 import csv
 import io
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
 from medflare.core.store import write_atomically
-from medflare.data.readers import read_image
-from medflare.data.sites.scoring import scoring_batch
+from medflare.data.files.channels import files_of, read_picture
+from medflare.data.files.volumes import Grid, read_channels, turned, turned_back
+from medflare.data.sites.fitting import windows_of
+from medflare.data.sites.scoring import predict_each, scoring_batch
 from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import Adaptive, Builder, StoredModel, build
+from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.inference.tent import Tent
@@ -47,15 +51,17 @@ class Prepared:
     """One input as the network sees it.
 
     Attributes:
-        images: float32 (S, C, H, W); S = 1, or the slices of a volume.
-        size: (h, w) of a picture or slice as stored.
-        volume: whether it has slices.
+        images: float32 (S, C, ...); S = 1, or the slices of a volume.
+        size: of a picture, slice or volume before the network's size.
+        volume: whether it was cut into slices.
+        grids: for a task of volumes, where the voxels lie: as stored, and along the task's axes.
     """
 
     source: Input
     images: Tensor
-    size: tuple[int, int]
+    size: tuple[int, ...]
     volume: bool
+    grids: tuple[Grid, Grid] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Prediction:
     """What a model says about one input.
 
     Attributes:
-        probabilities: (S, outputs, H, W) on the network's grid, or (S, outputs).
+        probabilities: (S, outputs, ...) on the network's grid, or (S, outputs).
         answered: for a super model, the member that answered each picture or slice; else empty texts.
     """
 
@@ -128,6 +134,7 @@ def predict(
     builder: Builder = build,
     adapt: str = "auto",
     device: str = "cpu",
+    seg: bool = False,
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
@@ -140,15 +147,19 @@ def predict(
         builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
         adapt: one of `ADAPTATIONS`, see `prediction_model`.
         device: as torch spells it.
+        seg: write the masks of a DICOM series as a DICOM segmentation.
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
         progress: called with (inputs done, inputs in all).
 
     Raises:
-        ConfigError: an unknown adaptation or device, or a network that cannot adapt.
+        ConfigError: an unknown adaptation or device, a network that cannot adapt, or a missing package.
         StateError: weights that do not fit the task, or an output folder that cannot be written.
     """
-    inputs, problems = find_inputs(images, out)
-    task, summary = stored.task, Summary(out / TABLE, len(inputs) + len(problems), say, progress)
+    task = stored.task
+    if seg:
+        check_writable()
+    inputs, problems = find_inputs(images, out, task.channel_names)
+    summary = Summary(out / TABLE, len(inputs) + len(problems), say, progress)
     model = prediction_model(stored, builder, adapt).to(checked_device(device)).eval()
     for problem in problems:
         summary.fail(problem)
@@ -161,8 +172,11 @@ def predict(
     rows: list[dict[str, Any]] = []
     for prediction in predictions(model, prepared, task, device):
         if torch.isfinite(prediction.probabilities).all():
-            rows += _written(prediction, task, out)
-            summary.add(prediction.answered)
+            try:
+                rows += _written(prediction, task, out, seg)
+                summary.add(prediction.answered)
+            except DataError as error:
+                summary.fail(str(error))
         else:
             summary.fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
     _write_table(summary.table, rows)
@@ -210,18 +224,25 @@ def fit(model: Adaptive, prepared: Sequence[Prepared], task: TaskConfig, device:
     """
     if not prepared:
         return ""
-    images = torch.cat([part.images for part in prepared]).to(device)
+    fed = (windows_of(image, task.size) if task.fit == "patch" else image[None] for part in prepared for image in part.images)
+    images = torch.cat(list(fed)).to(device)
     model.adapt(list(images.split(scoring_batch(task))))
     return f"{kind}, fitted to {len(images)} picture{'s' * (len(images) != 1)} before the first was predicted"
 
 
 def prepare(source: Input, task: TaskConfig) -> Prepared:
-    """Read one input and bring it to the network's size, as in training; volumes are cut as the task says, all slices kept.
+    """Read one input and prepare it as in training; where a task of pictures meets a volume, it is cut, all slices kept.
 
     Raises:
         DataError: the file cannot be read as an image.
     """
-    array, preprocessing = read_image(source.path, task.channels), Preprocessing(task)
+    preprocessing = Preprocessing(task)
+    files = files_of(source.channels, task, source.name) if source.channels else (source.path,)
+    if task.spatial_dims == 3:
+        array, stored = read_channels(files, task.image_channels)
+        array, here = turned(array, stored, task)
+        return Prepared(source, preprocessing.image(array)[None], here.shape, False, (stored, here))
+    array = read_picture(files, task)
     volume, axis = array.ndim == 4, task.slices["axis"] + 1
     pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])] if volume else [array]
     height, width = pictures[0].shape[1:]
@@ -237,10 +258,10 @@ def _readable(inputs: Iterable[Input], task: TaskConfig, fail: Callable[[str], N
 
 
 def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:
-    """Every input's prediction, in order, computed in batches of `scoring_batch` that run across inputs.
+    """Every input's prediction, in order, computed in batches of `scoring_batch` that run across inputs, or by the sliding window.
 
     Args:
-        model: images (N, C, H, W) to probabilities.
+        model: what the network is fed with, to probabilities.
         prepared: inputs; taken as they are needed.
         task: gives the batch size.
         device: where the model is.
@@ -249,6 +270,11 @@ def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig
         One for each input, with its probabilities on the CPU.
     """
     size, answers = scoring_batch(task), _Answers(model)
+    if task.fit == "patch":
+        for whole in prepared:
+            slid = predict_each(model, (image[None].to(device) for image in whole.images), task, size)
+            yield Prediction(whole, torch.stack(slid), ("",) * len(slid))
+        return
     waiting: deque[Prepared] = deque()
     rows: list[Tensor] = []
     done: list[tuple[Tensor, str]] = []
@@ -288,24 +314,42 @@ class _Answers:
 # -- results ---------------------------------------------------------------------------------------------------------------
 
 
-def _written(prediction: Prediction, task: TaskConfig, out: Path) -> list[dict[str, Any]]:
+def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:
     """Writes an input's masks, if the task segments, and gives its rows of the table: one per picture or slice."""
     prepared = prediction.prepared
     if task.kind == "classification":
         found = [_classified(p, task) for p in prediction.probabilities]
     else:
-        masks = [label_map(restored(p[None], prepared.size)[0], task) for p in prediction.probabilities]
+        masks = [label_map(_in_place(p, prepared, task), task) for p in prediction.probabilities]
         try:
             whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
-            files = write_masks(prepared.source, whole, task, out)
+            files = write_masks(prepared.source, whole, task, out, prepared.grids and prepared.grids[0], seg=seg)
         except OSError as error:
             raise StateError(f"{out}: masks cannot be written here ({error.strerror or error}); give --out another folder") from error
         named = ";".join(str(file.relative_to(out)) for file in files)
-        found = [{"mask": named, **{f"pixels_{label}": count for label, count in pixels(mask, task).items()}} for mask in masks]
+        found = [{"mask": named, **_sizes(pixels(mask, task), prepared)} for mask in masks]
     place = str(prepared.source.path)
     models = [{"model": name} if name else {} for name in prediction.answered]
     numbers = range(len(found)) if prepared.volume else [""]
     return [{"image": place, "slice": number, **row, **model} for number, row, model in zip(numbers, found, models, strict=True)]
+
+
+def _in_place(probabilities: Tensor, prepared: Prepared, task: TaskConfig) -> Tensor:
+    """Probabilities (outputs, ...) on the network's grid, where the image has its pixels or voxels as stored."""
+    values = restored(probabilities[None], prepared.size)[0]
+    if prepared.grids is None:
+        return values
+    stored, here = prepared.grids
+    return turned_back(values, here, stored, task)
+
+
+def _sizes(counts: dict[str, int], prepared: Prepared) -> dict[str, Any]:
+    """Columns of the table: pixels of every label; of a volume, voxels, and millilitres where the file says how large a voxel is."""
+    if prepared.grids is None:
+        return {f"pixels_{label}": count for label, count in counts.items()}
+    voxel = math.prod(prepared.grids[0].spacing or ()) / 1000
+    volumes = {f"ml_{label}": f"{count * voxel:.6g}" for label, count in counts.items() if prepared.grids[0].known}
+    return {**{f"voxels_{label}": count for label, count in counts.items()}, **volumes}
 
 
 def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:

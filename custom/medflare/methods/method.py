@@ -79,7 +79,7 @@ class Method:
         site, server = self._built(values)
         if task is None:
             return
-        from medflare.networks.catalogue import check_network
+        from medflare.networks.dry_run import check_network
         from medflare.tasks.losses import build_loss
         from medflare.tasks.optimizers import check_optimizer
 

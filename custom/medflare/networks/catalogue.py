@@ -125,7 +125,7 @@ def task_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, output
         spec: the network; None: the task's.
         outputs: output channels; None: the task's.
     """
-    return build_network(spec or task.network, task.channels, outputs or task.outputs, task.spatial_dims, task.size)
+    return build_network(spec or task.network, task.image_channels, outputs or task.outputs, task.spatial_dims, task.size)
 
 
 def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
@@ -163,24 +163,3 @@ def initial_network(
         network.load_state_dict(dict(start))
     return network
 
-
-def check_network(task: TaskConfig) -> FeatureNetwork:
-    """Before anything starts: the task's network takes the task's images and gives what the task's kind needs; nothing is computed.
-
-    Returns:
-        The network without memory, see `meta_network`.
-
-    Raises:
-        ConfigError: it cannot be built, the images do not pass, or the output is no logits of the task.
-    """
-    network, place = meta_network(task), f"task {task.name}: network {task.network['name']}"
-    wanted = (2, task.outputs, *(task.size if task.kind == "segmentation" else ()))
-    try:
-        with torch.no_grad():
-            found = tuple(network.eval()(example(task.channels, task.size, "meta")).shape)
-    except PROBLEMS as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{place}: images of size {list(task.size)} do not pass ({reason}); change size or network") from error
-    if found != wanted:
-        raise ConfigError(f"{place}: two images give logits of shape {list(found)}, a {task.kind} task needs {list(wanted)}")
-    return network

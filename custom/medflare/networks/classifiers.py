@@ -38,7 +38,7 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
     Args:
         in_channels: image channels.
         out_channels: logits.
-        side: of the thumbnail in pixels.
+        side: of the thumbnail in pixels, along every dimension.
         hidden: width of the feature.
         spatial_dims: 2 or 3.
     """

@@ -98,10 +98,10 @@ class Probabilities(nn.Module):
 
 
 def pooled(features: Tensor) -> Tensor:
-    """One vector per image, (N, D): a feature map (N, D, H, W) by its mean over the pixels, vectors as they are.
+    """One vector per image, (N, D): a feature map (N, D, ...) by its mean over the pixels, vectors as they are.
 
     Args:
-        features: (N, D) or (N, D, H, W).
+        features: (N, D) or (N, D, ...).
 
     Examples:
         >>> import torch

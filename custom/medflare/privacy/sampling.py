@@ -35,5 +35,5 @@ def drawn_patients(site: Site, rate: float, steps: int, random: np.random.Genera
     for _ in range(steps):
         joins = random.random(len(rows)) < rate
         chosen = [random.choice(own) for own, join in zip(rows.values(), joins, strict=True) if join]
-        batch = site.take("train", torch.tensor(chosen, dtype=torch.long))
+        batch = site.take("train", torch.tensor(chosen, dtype=torch.long), augmenting)
         yield site.augmented(batch, augmenting) if chosen else batch

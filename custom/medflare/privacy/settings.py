@@ -69,7 +69,7 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
     """
     dp_sgd, network = _dp_sgd(site), site.network()
     if isinstance(network, WholeNetwork):  # ours are known to work
-        dp_sgd.check_gradients(network, example(site.task.channels, site.task.size, site.device))
+        dp_sgd.check_gradients(network, example(site.task.image_channels, site.task.size, site.device))
     patients = training_patients(site)
     if hyper.dp_delta * patients >= 1:
         raise ConfigError(

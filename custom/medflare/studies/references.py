@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
-
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
-from medflare.data.splits import SiteData, Split
+from medflare.data.splits import SiteData, joined
 from medflare.evaluation.results import FAILED, mean_over_sites
 from medflare.federation.local.loop import run_local
 from medflare.studies.setting import Setting
@@ -103,13 +101,6 @@ def _reference(method: str, results: dict[str, Any]) -> dict[str, Any]:
 def pooled(parts: Sequence[SiteData]) -> SiteData:
     """All sites' images as one site's; a patient's name carries the place of its site, so that equal names stay two patients."""
 
-    def joined(splits: list[Split]) -> Split:
-        return Split(
-            torch.cat([split.images for split in splits]),
-            torch.cat([split.targets for split in splits]),
-            tuple(f"{place}/{patient}" for place, split in enumerate(splits) for patient in split.patients),
-            tuple(f"{place}/{name}" for place, split in enumerate(splits) for name in split.names),
-        )
-
-    train, validation, test = (joined([part.split(name) for part in parts]) for name in ("train", "validation", "test"))
+    places = [str(place) for place in range(len(parts))]
+    train, validation, test = (joined([part.split(name) for part in parts], places) for name in ("train", "validation", "test"))
     return SiteData(train, validation, test)

@@ -106,6 +106,27 @@ class _Freeze:
     rounds: Annotated[int, Field(ge=0)] = 0
 
 
+def _channel_names(value: int | tuple[str, ...]) -> int | tuple[str, ...]:
+    if isinstance(value, tuple):
+        return _different(value)
+    if value < 1:
+        raise ValueError("at least 1")
+    return value
+
+
+def _orientation(code: str) -> str:
+    axes = ("LR", "AP", "SI")
+    if sorted(axis for letter in code for axis in axes if letter in axis) != sorted(axes) or len(code) != 3:
+        raise ValueError("three letters, one each of L or R, A or P, S or I")
+    return code
+
+
+@dataclass(frozen=True, config=STRICT)
+class _UnreadableLimit:
+    share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    count: Annotated[int, Field(ge=0)] = 50
+
+
 @dataclass(frozen=True, config=STRICT)
 class _Slices:
     axis: Annotated[int, one_of(0, 1, 2)] = 2
@@ -114,7 +135,7 @@ class _Slices:
 
 def _written_out(settings: Any) -> Any:
     """JSON with the defaults, so that they count in the fingerprint; what is no such object is left to the next check."""
-    return dataclasses.asdict(settings) if isinstance(settings, _Slices | _Clip | _Sampling | _Freeze) else settings
+    return dataclasses.asdict(settings) if isinstance(settings, _Slices | _Clip | _Sampling | _Freeze | _UnreadableLimit) else settings
 
 
 def _sampling(value: Any) -> Any:
@@ -130,6 +151,12 @@ Clip = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Clip)]
 Freeze = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Freeze)]
 Sampling = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Sampling), BeforeValidator(_sampling)]
 Slices = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Slices)]
+UnreadableLimit = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_UnreadableLimit)]
+Channels = Annotated[
+    Annotated[int | tuple[Name, ...], AfterValidator(_channel_names)],
+    takes("a number of image channels, at least 1, or a list of their names, all different"),
+]
+Millimetres = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -138,12 +165,13 @@ class TaskConfig:
 
     Attributes:
         name: short name, for example "brain_lgg".
-        kind: "segmentation" or "classification" (2-D).
+        kind: "segmentation" or "classification".
         target: "binary" (one structure or one finding), "multiclass" (exactly one class each) or "multilabel" (any of several).
         labels: the foreground structures (binary, multilabel) or all classes, index = label (multiclass; in segmentation
             label 0 is the background).
-        channels: image channels fed to the network, 1 (RGB files become luminance) or 3 (grey files are repeated).
-        size: (H, W) in pixels that every image is resized to, or (H, W, D) in voxels.
+        channels: image channels fed to the network: a number (with 1, RGB files become luminance; with 3, grey files are repeated),
+            or their names, where an entry lists a file for each ("pre", "flair", "post").
+        size: (H, W) in pixels, or (X, Y, Z) in voxels, of what the network is fed with: see `fit`.
         network: {"name": ..., arguments}, see `networks.catalogue`; "weights": {"file", "sha256", "format", "part"} to start from, see
             `networks.weights`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
@@ -158,13 +186,22 @@ class TaskConfig:
         metric: validation metric that selects models; higher is better.
         intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once.
         augment: MONAI random transforms, applied to training batches in this order.
-        slices: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all" or "foreground").
+        slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all" or "foreground").
         label_values: label -> values that files use for it; empty: binary 1, multiclass the label's index,
             multilabel one mask (or 0/1 entry) per label.
         unlisted_labels: what a value that no label lists means: "error", or "drop" (classification: the image is left out;
             segmentation: the pixel is background).
         resplit: seed that draws the given splits anew by patient, or None for the splits as given.
         spatial_dims: 2 for pictures and slices, 3 for volumes.
+        fit: how images come to the network's size: "resize" every image to `size`, or train on random "patch"es of `size` at the
+            resolution of the files and let a window slide over whole images wherever a model is used.
+        patches_per_image: with "patch", how many an image gives in an epoch.
+        orientation: 3-D: the patient's axes along which voxels run, as "RAS".
+        spacing: 3-D: millimetres between voxels to which volumes are resampled; None as stored.
+        missing_channels: what an entry without one of the channels means: "error", or "zeros" in its place.
+        surface_tolerance: 3-D: how far surfaces may lie apart to agree in surface Dice, in millimetres.
+        unreadable: what an image that cannot be used means: "error", or "skip", up to `unreadable_limit`.
+        unreadable_limit: most images of a site that are skipped: "share" of all and "count".
         embedded: "phantom" where generated images stand in when no data root is given, else "".
         source: citation and licence of the data; says so where images are synthetic.
     """
@@ -173,7 +210,7 @@ class TaskConfig:
     kind: Literal["segmentation", "classification"]
     target: Literal["binary", "multiclass", "multilabel"]
     labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
-    channels: Annotated[int, one_of(1, 3)]
+    channels: Channels
     size: Annotated[tuple[Count, ...], takes("[height, width] in pixels, or [height, width, depth] in voxels, each at least 1")]
     network: Network
     loss: Named
@@ -194,8 +231,26 @@ class TaskConfig:
     unlisted_labels: Literal["error", "drop"] = "error"
     resplit: int | None = None
     spatial_dims: Annotated[int, one_of(2, 3)] = 2
+    fit: Literal["resize", "patch"] = "resize"
+    patches_per_image: Count = 1
+    orientation: Annotated[str, AfterValidator(_orientation)] = "RAS"
+    spacing: Annotated[tuple[Millimetres, Millimetres, Millimetres] | None, takes("three millimetres above 0, or null as stored")] = None
+    missing_channels: Literal["error", "zeros"] = "error"
+    surface_tolerance: Annotated[float, Field(ge=0)] = 2.0
+    unreadable: Literal["error", "skip"] = "error"
+    unreadable_limit: UnreadableLimit = field(default_factory=lambda: dataclasses.asdict(_UnreadableLimit()))
     embedded: Literal["", "phantom"] = ""
     source: str = ""
+
+    @property
+    def image_channels(self) -> int:
+        """How many channels an image has."""
+        return self.channels if isinstance(self.channels, int) else len(self.channels)
+
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """Names of the image channels; none where the task gives their number alone."""
+        return () if isinstance(self.channels, int) else self.channels
 
     @property
     def outputs(self) -> int:
@@ -210,7 +265,7 @@ class TaskConfig:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of all metrics that there are for the task."""
-        return metrics_of(self.kind)
+        return metrics_of(self.kind, self.spatial_dims)
 
     def probabilities(self, logits: "Tensor") -> "Tensor":
         """Probabilities of the same shape: softmax over dimension 1 (multiclass) or sigmoid (binary, multilabel).
@@ -296,6 +351,7 @@ def _check_together(task: TaskConfig, place: str) -> None:
         raise ConfigError(f"{place}: freeze takes parts and rounds, both or neither; got {task.freeze}")
     if bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"):
         raise ConfigError(f"{place}: sampling takes weights where it is weighted, and only there; got {task.sampling}")
+    _check_images(task, place)
     if task.target == "binary" and len(task.labels) != 1:
         raise ConfigError(f"{place}: a binary task has one label, got {list(task.labels)}; use target 'multiclass' or 'multilabel'")
     if task.target == "multiclass" and len(task.labels) < 2:
@@ -310,3 +366,19 @@ def _check_together(task: TaskConfig, place: str) -> None:
     missing = [label for label in task.labels if label not in task.label_values]
     if task.label_values and missing:
         raise ConfigError(f"{place}: label_values says nothing about {', '.join(missing)}; list every label's values")
+
+
+def _check_images(task: TaskConfig, place: str) -> None:
+    """Settings of images that nothing would read."""
+    if task.spatial_dims == 2:
+        for name, given, unset in (("orientation", task.orientation, "RAS"), ("spacing", task.spacing, None)):
+            if given != unset:
+                raise ConfigError(f"{place}: {name} is for volumes (spatial_dims 3), slices are used as stored; leave it out")
+    if task.embedded and (task.spatial_dims == 3 or task.channels not in (1, 3)):
+        raise ConfigError(f"{place}: embedded {task.embedded!r} is pictures of 1 or 3 channels; leave it out, or make them agree")
+    if task.fit == "patch" and task.kind == "classification":
+        raise ConfigError(f"{place}: fit 'patch' is for segmentation, a class belongs to a whole image; use 'resize'")
+    if task.fit == "resize" and task.patches_per_image != 1:
+        raise ConfigError(f"{place}: patches_per_image is for fit 'patch', this task has 'resize'; leave it out")
+    if task.missing_channels == "zeros" and isinstance(task.channels, int):
+        raise ConfigError(f"{place}: missing_channels 'zeros' needs the channels' names, channels is {task.channels}; list them")

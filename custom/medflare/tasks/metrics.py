@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from torch.nn import functional as F
 
 from medflare.core.packages import installed
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics_table import METRICS
+
+Images: TypeAlias = Any  # a Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of sizes of their own
+Spacing: TypeAlias = tuple[float, ...]
+Portion: TypeAlias = tuple[Tensor, Tensor, Spacing | None]
 
 
 @dataclass
@@ -21,7 +27,7 @@ class Scores:
         values: metric -> value; None where it is undefined.
         undefined: metric -> why it is None.
         left_out: (patient, class) pairs whose Dice and IoU are 0/0: neither truth nor prediction has a pixel.
-        hd95_left_out: (patient, class) pairs without a slice on which truth and prediction both have pixels.
+        hd95_left_out: (patient, class) pairs without an image in which truth and prediction both have pixels.
     """
 
     values: dict[str, float | None]
@@ -48,33 +54,43 @@ class Scores:
             self.undefined[metric] = reason
 
 
-def score(probabilities: Tensor, targets: Tensor, patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]) -> Scores:
+def score(
+    probabilities: Images,
+    targets: Images,
+    patients: Sequence[str],
+    task: TaskConfig,
+    metrics: Sequence[str],
+    spacings: Sequence[Spacing | None] = (),
+) -> Scores:
     """The named metrics of `task.metrics`.
 
     Args:
-        probabilities: what `task.probabilities` gives: (N, outputs, H, W) or (N, outputs).
-        targets: as in `data.splits.Split`.
+        probabilities: what `task.probabilities` gives: (N, outputs, H, W) or (N, outputs); where images have sizes of their own, one
+            (outputs, H, W) or (outputs, X, Y, Z) each.
+        targets: as in `data.splits.Split`, or one each.
         patients: patient of every image; segmentation is scored per patient, classification per image.
         task: what the split is for.
         metrics: names, of `TaskConfig.metrics`.
+        spacings: of every volume, millimetres between its voxels, None where unknown; none at all for pictures.
     """
     if not len(patients):
         return Scores(dict.fromkeys(metrics), dict.fromkeys(metrics, "the split holds no image"))
-    if not torch.isfinite(probabilities).all():
+    if not all(torch.isfinite(part).all() for part in probabilities):
         return Scores(dict.fromkeys(metrics), dict.fromkeys(metrics, "the model's output holds NaN or infinite values"))
     if task.kind == "segmentation":
-        return _score_segmentation(probabilities, targets, patients, task, metrics)
-    return _score_classification(probabilities.double().cpu(), targets.cpu(), task, metrics)
+        return _score_segmentation(_portions(probabilities, targets, spacings), patients, task, metrics)
+    stacked = [part if isinstance(part, Tensor) else torch.stack(list(part)) for part in (probabilities, targets)]
+    return _score_classification(stacked[0].double().cpu(), stacked[1].cpu(), task, metrics)
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
-    """Predicted masks of the foreground classes, bool (N, C, H, W).
+    """Predicted masks of the foreground classes, bool (N, C, ...).
 
     A binary or multilabel structure is where its probability exceeds one half; multiclass takes the most probable class and
     leaves class 0, the background, out.
 
     Args:
-        probabilities: (N, outputs, H, W).
+        probabilities: (N, outputs, ...).
         task: gives the target.
 
     Examples:
@@ -86,10 +102,10 @@ def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
 
 
 def structures(targets: Tensor, task: TaskConfig) -> Tensor:
-    """True masks of the foreground classes, bool (N, C, H, W), from targets as in `data.splits.Split`.
+    """True masks of the foreground classes, bool (N, C, ...), from targets as in `data.splits.Split`.
 
     Args:
-        targets: (N, H, W), multilabel (N, C, H, W).
+        targets: (N, ...), multilabel (N, C, ...).
         task: gives target and labels.
 
     Examples:
@@ -99,16 +115,27 @@ def structures(targets: Tensor, task: TaskConfig) -> Tensor:
                  [[False, False,  True]]]])
     """
     if task.target == "multiclass":
-        return targets[:, None] == torch.arange(1, len(task.labels), device=targets.device).view(1, -1, 1, 1)
+        return targets[:, None] == torch.arange(1, len(task.labels), device=targets.device).view(-1, *[1] * (targets.ndim - 1))
     return (targets[:, None] if task.target == "binary" else targets) > 0.5
 
 
-def pooled_overlap(predicted: Tensor, truth: Tensor, groups: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def overlap_counts(predicted: Tensor, truth: Tensor) -> Tensor:
+    """Pixels of every image and class: true positive, false positive, true negative, false negative, float (N, C, 4).
+
+    Args:
+        predicted: bool (N, C, ...).
+        truth: bool (N, C, ...).
+    """
+    from monai.metrics.confusion_matrix import get_confusion_matrix
+
+    return get_confusion_matrix(predicted.float(), truth.float(), include_background=True)
+
+
+def pooled_overlap(counts: Tensor, groups: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Dice and IoU per patient and class, over all pixels of a patient's images together.
 
     Args:
-        predicted: bool (N, C, H, W).
-        truth: bool (N, C, H, W).
+        counts: (N, C, 4), see `overlap_counts`.
         groups: long (N,), the patient of every image, 0 to number - 1.
         number: of patients.
 
@@ -117,50 +144,89 @@ def pooled_overlap(predicted: Tensor, truth: Tensor, groups: Tensor, number: int
 
     Examples:
         >>> predicted, truth = torch.tensor([[[[True, True, False]]]]), torch.tensor([[[[True, False, False]]]])
-        >>> pooled_overlap(predicted, truth, torch.tensor([0]), 1)  # 2/3 and 1/2
+        >>> pooled_overlap(overlap_counts(predicted, truth), torch.tensor([0]), 1)  # 2/3 and 1/2
         (tensor([[0.6667]], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
-        >>> pooled_overlap(predicted & False, truth & False, torch.tensor([0]), 1)[0]
+        >>> pooled_overlap(overlap_counts(predicted & False, truth & False), torch.tensor([0]), 1)[0]
         tensor([[nan]], dtype=torch.float64)
     """
-    from monai.metrics.confusion_matrix import get_confusion_matrix
-
-    counts = get_confusion_matrix(predicted.float(), truth.float(), include_background=True)  # (N, C, [TP, FP, TN, FN])
     pooled = torch.zeros(number, *counts.shape[1:], dtype=torch.float64).index_add_(0, groups.cpu(), counts.cpu().double())
     hit, wrong = pooled[..., 0], pooled[..., 1] + pooled[..., 3]
     return 2 * hit / (2 * hit + wrong), hit / (hit + wrong)
 
 
-def boundary_distance(predicted: Tensor, truth: Tensor, groups: Tensor, number: int) -> Tensor:
-    """95th percentile Hausdorff distance per patient and class in pixels of the network's grid, float64 (number, C).
+def boundary_distance(predicted: Tensor, truth: Tensor, spacing: Spacing | None = None) -> Tensor:
+    """95th percentile Hausdorff distance of every image and class, float64 (N, C).
 
-    The larger of the two directed 95th percentiles, averaged over the patient's images on which truth and prediction both
-    have pixels (elsewhere there is no distance); NaN where a patient has no such image. MONAI needs SciPy for it.
+    The larger of the two directed 95th percentiles; NaN where truth and prediction do not both have pixels, since there is no
+    distance. MONAI needs SciPy for it.
 
     Args:
-        predicted: bool (N, C, H, W).
-        truth: bool (N, C, H, W).
-        groups: long (N,), the patient of every image, 0 to number - 1.
-        number: of patients.
+        predicted: bool (N, C, ...).
+        truth: bool (N, C, ...).
+        spacing: length of a pixel's or voxel's sides; None measures in pixels of the network's grid.
 
     Examples:
         >>> predicted, truth = torch.tensor([[[[1, 0, 0, 0]]]]) > 0, torch.tensor([[[[0, 0, 0, 1]]]]) > 0
-        >>> boundary_distance(predicted, truth, torch.tensor([0]), 1)
-        tensor([[3.]], dtype=torch.float64)
+        >>> boundary_distance(predicted, truth), boundary_distance(predicted, truth, (1.0, 0.5))
+        (tensor([[3.]], dtype=torch.float64), tensor([[1.5000]], dtype=torch.float64))
     """
     from monai.metrics.hausdorff_distance import compute_hausdorff_distance
 
+    distances = torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
     images, classes = torch.nonzero(predicted.flatten(2).any(2) & truth.flatten(2).any(2), as_tuple=True)
-    total = torch.zeros(number, predicted.shape[1], dtype=torch.float64)
-    count = torch.zeros_like(total)
     if len(images):
         pairs = [masks[images, classes][:, None].float().cpu() for masks in (predicted, truth)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # MONAI uses an argument that MONAI deprecates
-            distances = compute_hausdorff_distance(*pairs, include_background=True, percentile=95)[:, 0].double()
-        place = (groups.cpu()[images.cpu()], classes.cpu())
-        total.index_put_(place, distances, accumulate=True)
-        count.index_put_(place, torch.ones_like(distances), accumulate=True)
-    return total / count
+            found = compute_hausdorff_distance(*pairs, include_background=True, percentile=95, spacing=spacing)[:, 0].double()
+        distances[images.cpu(), classes.cpu()] = found
+    return distances
+
+
+def surface_dice(predicted: Tensor, truth: Tensor, spacing: Spacing, tolerance: float) -> Tensor:
+    """Share of the surfaces of truth and prediction that lie within `tolerance` of each other, float64 (N, C).
+
+    NaN where neither has a voxel, 0 where one of them has none.
+
+    Args:
+        predicted: bool (N, C, X, Y, Z).
+        truth: bool (N, C, X, Y, Z).
+        spacing: millimetres between voxels.
+        tolerance: in millimetres.
+
+    Examples:
+        >>> predicted, truth = torch.zeros(2, 1, 1, 4, 4, 4, dtype=torch.bool)
+        >>> predicted[..., 1, 1, 1], truth[..., 1, 1, 2] = True, True
+        >>> [surface_dice(predicted, truth, (1.0, 1.0, 3.0), tolerance).item() for tolerance in (2.0, 3.0)]
+        [0.0, 1.0]
+    """
+    from monai.metrics.surface_dice import compute_surface_dice
+
+    masks = [part.cpu() for part in (predicted, truth)]
+    thresholds = [tolerance] * predicted.shape[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MONAI warns of every empty mask, which is told as undefined here
+        found = compute_surface_dice(*masks, class_thresholds=thresholds, include_background=True, spacing=spacing)
+    return found.double()
+
+
+def by_patient(values: Tensor, groups: Tensor, number: int) -> Tensor:
+    """Mean over each patient's images, float64 (number, C); NaN where a patient has none that is defined.
+
+    Args:
+        values: float64 (N, C); NaN where undefined.
+        groups: long (N,), the patient of every image, 0 to number - 1.
+        number: of patients.
+
+    Examples:
+        >>> values = torch.tensor([[1.0], [math.nan], [3.0]], dtype=torch.float64)
+        >>> by_patient(values, torch.tensor([0, 1, 0]), 2)
+        tensor([[2.],
+                [nan]], dtype=torch.float64)
+    """
+    total = torch.zeros(number, values.shape[1], dtype=torch.float64)
+    count = total.index_add(0, groups.cpu(), (~values.isnan()).double())
+    return total.index_add(0, groups.cpu(), values.nan_to_num()) / count
 
 
 def patient_mean(values: Tensor) -> float:
@@ -177,24 +243,57 @@ def patient_mean(values: Tensor) -> float:
     return float(per_patient.nanmean())
 
 
-def _score_segmentation(
-    probabilities: Tensor, targets: Tensor, patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]
-) -> Scores:
-    predicted, truth = foreground(probabilities, task), structures(targets, task)
+def _portions(probabilities: Images, targets: Images, spacings: Sequence[Spacing | None]) -> Iterator[Portion]:
+    """What is scored together: pictures of one size all at once, volumes and images of many sizes one by one."""
+    if isinstance(probabilities, Tensor) and isinstance(targets, Tensor) and not spacings:
+        yield probabilities, targets, None
+        return
+    for p, target, spacing in zip(probabilities, targets, spacings or [None] * len(targets), strict=True):
+        yield p[None], target[None], spacing
+
+
+def _score_segmentation(portions: Iterable[Portion], patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]) -> Scores:
     names = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
     groups = torch.tensor([names[patient] for patient in patients])
-    dice, iou = pooled_overlap(predicted, truth, groups, len(names))
+    surfaces = [metric for metric in metrics if METRICS[metric].costly] if installed("scipy") else []
+    counts, measured = [], {metric: list[Tensor]() for metric in surfaces}
+    for probabilities, targets, spacing in portions:
+        predicted, truth = foreground(probabilities.cpu(), task), structures(targets, task)
+        counts.append(overlap_counts(predicted, truth))
+        for metric in surfaces:
+            measured[metric].append(_surface(metric, predicted, truth, spacing, task))
+    dice, iou = pooled_overlap(torch.cat(counts), groups, len(names))
     scores = Scores({}, left_out=int(dice.isnan().sum()))
     for metric, values in (("dice", dice), ("iou", iou)):
         if metric in metrics:
             scores.set(metric, patient_mean(values), "no image has a foreground pixel, true or predicted (0/0)")
-    if "hd95" in metrics and not installed("scipy"):
-        scores.set("hd95", math.nan, "SciPy, with which MONAI measures it, is not installed at this site")
-    elif "hd95" in metrics:
-        distances = boundary_distance(predicted, truth, groups, len(names))
-        scores.hd95_left_out = int(distances.isnan().sum())
-        scores.set("hd95", patient_mean(distances), "no image has true and predicted foreground together")
+    for metric, parts in measured.items():
+        values = by_patient(torch.cat(parts), groups, len(names))
+        if metric != "surface_dice":
+            scores.hd95_left_out = int(values.isnan().sum())
+        scores.set(metric, patient_mean(values), _UNDEFINED[metric])
+    for metric in metrics:
+        if metric not in scores.values:
+            scores.set(metric, math.nan, "SciPy, with which MONAI measures it, is not installed at this site")
     return scores
+
+
+def _surface(metric: str, predicted: Tensor, truth: Tensor, spacing: Spacing | None, task: TaskConfig) -> Tensor:
+    if metric == "hd95":
+        return boundary_distance(predicted, truth)
+    if spacing is None:
+        return torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
+    if metric == "hd95_mm":
+        return boundary_distance(predicted, truth, spacing)
+    return surface_dice(predicted, truth, spacing, task.surface_tolerance)
+
+
+_NOT_TOGETHER: Final = "no image has true and predicted foreground together"
+_UNDEFINED: Final = {
+    "hd95": _NOT_TOGETHER,
+    "hd95_mm": f"{_NOT_TOGETHER}, or no file says how many millimetres a voxel has",
+    "surface_dice": "no image has a foreground voxel, true or predicted, or no file says how many millimetres a voxel has",
+}
 
 
 def _score_classification(probabilities: Tensor, targets: Tensor, task: TaskConfig, metrics: Sequence[str]) -> Scores:

@@ -15,6 +15,7 @@ from medflare.methods.grace.local_model import LocalModelSite
 from medflare.methods.grace.server import GraceServer
 from medflare.methods.grace.site import GraceSite
 from methods import squares
+from small import stacked
 
 
 def test_loss_by_hand() -> None:
@@ -57,7 +58,7 @@ def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
     """Five rounds of contrast alone, from the same global model: nearer to it than without."""
     half, start = squares.half(MoonSite, mu=5.0), squares.start()
     free = squares.half(LocalModelSite)
-    images = squares.site().data.train.images
+    images = stacked(squares.site().data.train).images
 
     def similarity(state: StateDict) -> float:
         features = [squares.site().network() for _ in range(2)]

@@ -23,6 +23,7 @@ from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.feddag.scoring import CANDIDATE, ScoredSite, perturbed
 from medflare.methods.feddag.sha import HierarchicalAggregation, SHAServer
 from methods import squares
+from small import stacked
 
 SHASite = get_method("sha").site_class
 SHAMoonSite = get_method("moon", server="sha").site_class
@@ -111,7 +112,7 @@ class TestScoring:
         )
         site = squares.site()
         network = site.network().eval()
-        expected = math.exp(-site.loss(network(site.data.validation.images), site.data.validation.targets).item())
+        expected = math.exp(-site.loss(network(stacked(site.data.validation).images), site.data.validation.targets).item())
         assert dice > iou and likelihood == pytest.approx(expected, rel=1e-5)
 
     def test_site_without_validation_images_gives_no_score(self) -> None:

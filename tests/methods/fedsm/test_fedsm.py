@@ -16,6 +16,7 @@ from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
 from methods import squares
 from methods.squares import SITES, equal
+from small import stacked
 
 COMPACT: dict[str, Any] = {"selector": "compact_selector"}
 SETTINGS: list[dict[str, Any]] = [
@@ -43,7 +44,7 @@ def test_a_new_process_for_every_task_changes_nothing(settings: dict[str, Any], 
     assert first.facts == second.facts and first.states.keys() == second.states.keys()
     assert all(equal(state, second.states[entry]) for entry, state in first.states.items())
     for model in once.halves["A"].deliver(first).values():
-        assert torch.isfinite(build_deployed(squares.SEGMENTATION, model)(squares.site().data.test.images)).all()
+        assert torch.isfinite(build_deployed(squares.SEGMENTATION, model)(stacked(squares.site().data.test).images)).all()
 
 
 @pytest.mark.parametrize("combine", ["extra", "ensemble"])
@@ -112,7 +113,7 @@ def test_a_site_that_is_not_sure_lets_the_global_model_answer() -> None:
     _, server, halves = federation(gamma=1.0)
     deployed = build_deployed(squares.SEGMENTATION, halves["A"].deliver(server.configure_delivery("A"))["deployed"])
     plain = build_deployed(squares.SEGMENTATION, halves["A"].deliver(server.configure_delivery("A"))["global"])
-    images = squares.site().data.test.images
+    images = stacked(squares.site().data.test).images
     torch.testing.assert_close(deployed(images), plain(images))
 
 

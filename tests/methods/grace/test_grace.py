@@ -19,6 +19,7 @@ from medflare.methods.grace.formulas import NegativeRule
 from medflare.methods.grace.server import GraceServer, trainable_names
 from medflare.methods.grace.site import GraceSite, build_discriminator, feature_rows
 from methods import squares
+from small import stacked
 
 VARIANTS: list[dict[str, Any]] = [
     {"client": "erm"},
@@ -72,7 +73,8 @@ class TestLocalTraining:
             place = squares.site()
             local, shared = place.network(), place.network()
             local.load_state_dict(state)
-            features = [network.eval().features_and_output(place.data.train.images)[0].mean(dim=(2, 3)) for network in (local, shared)]
+            images = stacked(place.data.train).images
+            features = [network.eval().features_and_output(images)[0].mean(dim=(2, 3)) for network in (local, shared)]
             return grace.coral(*features).item()
 
         free = gap(client="meta")

@@ -138,6 +138,21 @@ def test_square_window_equals_a_full_two_dimensional_search() -> None:
     assert torch.equal(neighbourhood_range(p, 2), largest - smallest)
 
 
+def test_a_cube_window_equals_a_full_three_dimensional_search_and_one_slice_is_a_picture() -> None:
+    p = torch.rand(2, 3, 5, 6, 4)
+    largest = torch.nn.functional.max_pool3d(p, 3, stride=1, padding=1)
+    smallest = -torch.nn.functional.max_pool3d(-p, 3, stride=1, padding=1)
+    assert torch.equal(neighbourhood_range(p, 1), largest - smallest)
+    assert torch.equal(neighbourhood_range(p[..., :1], 2)[..., 0], neighbourhood_range(p[..., 0], 2))
+
+
+def test_volumes_turn_about_their_third_axis() -> None:
+    volume, turns, flips = torch.rand(2, 1, 4, 4, 3), torch.tensor([1, 2]), torch.tensor([True, False])
+    there = turned(volume, turns, flips)
+    assert torch.equal(there[..., 1], turned(volume[..., 1], turns, flips))
+    assert torch.equal(turned_back(there, turns, flips), volume)
+
+
 def test_degenerate_predictions() -> None:
     constant = torch.full((1, 2, 6, 6), 0.5)
     assert shape_loss(constant, 3) == 0 and consistency_loss(constant, constant) == 0

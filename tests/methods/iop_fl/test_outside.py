@@ -27,6 +27,7 @@ from medflare.methods.iop_fl.site import IOPSite
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
 from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, play, site
+from small import stacked
 
 QUICK: dict[str, Any] = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
 
@@ -47,7 +48,7 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
     assert models.keys() == {"global", "deployed"} and models["deployed"].facts["kind"] == "routed"
     model: Any = build_deployed(network, models["deployed"])
     with torch.no_grad():
-        p = model(half.site.data.test.images)
+        p = model(stacked(half.site.data.test).images)
     assert p.shape[0] == images and torch.isfinite(p).all() and p.min() >= 0 and p.max() <= 1
     coefficients = model.report()["coefficients"]
     assert all(len(r) == len(SITES) + 1 for r in coefficients.values())
@@ -60,7 +61,7 @@ def test_the_state_with_the_lowest_loss_is_kept() -> None:
     losses, chosen = report["losses"], report["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
-    assert model.measure(half.site.data.test.images.tensor_split(2)) == pytest.approx(losses[chosen], rel=1e-5)
+    assert model.measure(stacked(half.site.data.test).images.tensor_split(2)) == pytest.approx(losses[chosen], rel=1e-5)
 
 
 def test_the_last_state_on_request() -> None:
@@ -70,7 +71,8 @@ def test_the_last_state_on_request() -> None:
 
 def test_labels_decide_nothing() -> None:
     honest, spoilt = site("O", counts=(0, 0, 5)), site("O", counts=(0, 0, 5))
-    spoilt.data = dataclasses.replace(spoilt.data, test=dataclasses.replace(spoilt.data.test, targets=1 - spoilt.data.test.targets))
+    test = stacked(spoilt.data.test)
+    spoilt.data = dataclasses.replace(spoilt.data, test=dataclasses.replace(test, targets=1 - test.targets))
     first, second = (delivered(outside=where)[1]["deployed"].states["router"] for where in (honest, spoilt))
     assert equal(first, second)
 
@@ -78,7 +80,7 @@ def test_labels_decide_nothing() -> None:
 def test_predictions_do_not_depend_on_how_many_images_are_handed_over() -> None:
     """Eight images at once are answered in the two batches of four that they were adapted in."""
     half, models = delivered(counts=(0, 0, 8))
-    model, images = build_deployed(SEGMENTATION, models["deployed"]), half.site.data.test.images
+    model, images = build_deployed(SEGMENTATION, models["deployed"]), stacked(half.site.data.test).images
     with torch.no_grad():
         torch.testing.assert_close(model(images), torch.cat([model(images[:4]), model(images[4:])]))
 
@@ -103,7 +105,7 @@ def test_adaptation_changes_nothing_but_the_routers() -> None:
 def test_stored_outside_model_predicts_the_same(tmp_path: Path) -> None:
     half, models = delivered()
     save_model(tmp_path, SEGMENTATION, models["deployed"], {"method": "iop_fl"})
-    images = half.site.data.test.images
+    images = stacked(half.site.data.test).images
     with torch.no_grad():
         torch.testing.assert_close(
             load_model(tmp_path).build(build_deployed)(images), build_deployed(SEGMENTATION, models["deployed"])(images)
@@ -141,7 +143,7 @@ OPTIONS: list[dict[str, Any]] = [
 def reference() -> Tensor:
     half, models = delivered(choose="last")
     with torch.no_grad():
-        return build_deployed(SEGMENTATION, models["deployed"])(half.site.data.test.images)
+        return build_deployed(SEGMENTATION, models["deployed"])(stacked(half.site.data.test).images)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
@@ -149,13 +151,13 @@ def test_every_option_matters(option: dict[str, Any], reference: Tensor) -> None
     half, models = delivered(choose="last", **option)
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
     with torch.no_grad():
-        p = model(half.site.data.test.images)
+        p = model(stacked(half.site.data.test).images)
     assert torch.isfinite(p).all() and not torch.equal(p, reference)
 
 
 def test_online_works_where_gradients_are_switched_off() -> None:
     half, models = delivered(online=True)
-    images = half.site.data.test.images
+    images = stacked(half.site.data.test).images
     for switched_off in (torch.no_grad, torch.inference_mode):
         model: Any = build_deployed(SEGMENTATION, models["deployed"])
         before = copy_state(model.network.adapted_state())
@@ -203,7 +205,7 @@ def test_comparisons_of_table_two() -> None:
     half, models = delivered(comparisons=True)
     assert models.keys() == {"global", "deployed", "ensemble", "tent", "personal/A", "personal/B", "personal/C"}
     assert "tent" not in delivered(WITHOUT_BATCH_NORM, comparisons=True)[1]
-    images = half.site.data.test.images
+    images = stacked(half.site.data.test).images
     with torch.no_grad():
         single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
         together = build_deployed(SEGMENTATION, models["ensemble"])(images)
@@ -232,7 +234,7 @@ def test_fitting_again_forgets_the_fit_before() -> None:
     half, models = delivered()
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
     model.adapt([torch.rand(2, 1, 16, 16) * 3])
-    model.adapt([half.site.data.test.images])
+    model.adapt([stacked(half.site.data.test).images])
     assert equal(model.network.adapted_state(), models["deployed"].states["router"])
 
 

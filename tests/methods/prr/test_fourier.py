@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fixture_types import Golden
 from medflare.core.rng import torch_generator
-from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments
+from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments, without_rule
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -196,6 +196,25 @@ def test_entries_are_told_apart_by_the_type_of_their_layer() -> None:
     assert found["norm.weight"] == Treatment("mean")
     assert found["up.weight"] == Treatment("kernel", inputs_first=True)
     assert found["head.weight"] == Treatment("classifier")
+
+
+@pytest.mark.parametrize("layout", ["in_major", "out_major"])
+@pytest.mark.parametrize("classifier", [False, True])
+def test_a_kernel_of_depth_one_is_the_plane_that_it_is(layout: str, classifier: bool) -> None:
+    planes = normal(3, 5, 4, 3, 2)
+    flat = fourier_aggregate(planes, 0.4, layout=layout, classifier=classifier)
+    deep = fourier_aggregate(planes[..., None], 0.4, layout=layout, classifier=classifier)
+    assert torch.equal(deep[..., 0], flat)
+    whole = fourier_aggregate(normal(3, 5, 4, 3, 2, 3), 0.4, layout=layout, classifier=classifier)
+    assert whole.shape == (3, 5, 4, 3, 2, 3) and not torch.allclose(whole[0], whole[1])
+
+
+def test_layers_of_volumes_have_their_rule_and_layers_without_one_are_named() -> None:
+    network = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.ConvTranspose3d(2, 2, 2), nn.Conv3d(2, 1, 1))
+    found = treatments(network)
+    assert [found[f"{place}.weight"].kind for place in range(4)] == ["kernel", "local", "kernel", "classifier"]
+    assert found["2.weight"].inputs_first and without_rule(network) is None and without_rule(Mixed()) is None
+    assert without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2))) == "1 (Embedding)"
 
 
 def models(count: int) -> Any:

@@ -17,6 +17,7 @@ from medflare.methods.prr.supervision import (
 )
 from medflare.tasks.config import TaskConfig
 from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, site
+from small import stacked
 
 UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 
@@ -125,7 +126,7 @@ def test_prototypes_are_masked_means_of_the_embeddings(task: TaskConfig, embeddi
     with torch.no_grad():
         for images, targets, _ in data.ordered("train"):
             gathered.add(*network.features_and_output(images), targets)
-        embeddings = network.features_and_output(data.data.train.images)[embedding == "logits"]
+        embeddings = network.features_and_output(stacked(data.data.train).images)[embedding == "logits"]
     targets = data.data.train.targets if task.target == "multilabel" else data.data.train.targets[:, None]
     rows = embeddings.movedim(1, -1)
     expected = torch.stack(

@@ -19,6 +19,7 @@ from medflare.data.splits import SiteData, class_counts
 from medflare.data.targets import encode_label
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
+from medflare.networks.dry_run import check_memory, check_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
@@ -46,7 +47,8 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     data = {}
     for folder in folders:
         name = folder.resolve().name
-        report.sites[name], found = _check_folder(name, folder, task)
+        report.sites[name], found = site, _ = _check_folder(name, folder, task)
+        site.problems, site.left_out = _shortened(site.problems), _shortened(site.left_out)
         if found is not None:
             data[name] = found
     if len(data) < 2:
@@ -64,9 +66,12 @@ def check_task(task: TaskConfig) -> None:
     Raises:
         ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
     """
+    check_network(task)
+    if task.spatial_dims == 3:
+        check_memory(task, 2, torch.device("cpu"), f"task {task.name}")
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
-    images = torch.tensor(random.random((2, task.channels, *task.size), dtype=np.float32))
+    images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))
     area = task.size if task.kind == "segmentation" else ()
     targets = torch.ones(2, len(task.labels), *area) if task.target == "multilabel" else torch.ones(2, *area, dtype=torch.long)
     network = initial_network(task, seed=0)
@@ -90,8 +95,9 @@ def _check_folder(name: str, folder: Path, task: TaskConfig) -> tuple[SiteReport
         report.problems.append(str(error))
         return report, None
     _read_everything(source, entries, task, report)
-    if report.problems:
+    if report.problems and task.unreadable == "error":
         return report, None
+    report.left_out, report.problems = report.problems, []
     try:
         data = load_site_data(name, task, folder)
     except DataError as error:
@@ -103,6 +109,11 @@ def _check_folder(name: str, folder: Path, task: TaskConfig) -> tuple[SiteReport
     report.classes = dict(zip(task.classes, counts, strict=True))
     report.notes += data.notes
     return report, data
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    hidden = len(lines) - _MOST_PROBLEMS
+    return [*lines[:_MOST_PROBLEMS], f"... and {hidden} more"] if hidden > 0 else lines
 
 
 def _read_everything(source: FileSource, entries: list[Entry], task: TaskConfig, report: SiteReport) -> None:
@@ -120,9 +131,6 @@ def _read_everything(source: FileSource, entries: list[Entry], task: TaskConfig,
             continue
         sizes[" x ".join(map(str, image.shape[1:]))] += 1
         moments.append((image.min(), image.mean(dtype=np.float64), np.square(image, dtype=np.float64).mean(), image.max()))
-    hidden = len(report.problems) - _MOST_PROBLEMS
-    if hidden > 0:
-        report.problems[_MOST_PROBLEMS:] = [f"... and {hidden} more"]
     report.sizes = dict(sizes.most_common())
     if moments:
         low, mean, square, high = np.array(moments).T

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
-from scipy import ndimage
 
 from medflare.core.store import write_atomically
-from medflare.data.splits import SiteData, Split
+from medflare.data.sites.montage import draw_outline
+from medflare.data.splits import Samples, SiteData, middle_slice
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import structures
 
@@ -27,7 +27,8 @@ def write_contact_sheet(path: Path, data: Mapping[str, SiteData], task: TaskConf
         task: decides how masks are drawn.
     """
     splits = {name: site.train if len(site.train) else site.test for name, site in data.items()}
-    sample = np.concatenate([split.images[:: max(1, len(split) // 50)].numpy().ravel() for split in splits.values()])
+    sampled = [(split, row) for split in splits.values() for row in range(0, len(split), max(1, len(split) // 50))]
+    sample = np.concatenate([split.image(row).numpy().ravel() for split, row in sampled])
     low, high = np.percentile(sample, [0.5, 99.5])
     strip = 16  # height of the caption
     sheet = Image.new("RGB", (_COLUMNS * _SIDE, len(splits) * (_SIDE + strip)), (255, 255, 255))
@@ -44,15 +45,21 @@ def write_contact_sheet(path: Path, data: Mapping[str, SiteData], task: TaskConf
     return path
 
 
-def _thumbnail(split: Split, number: int, task: TaskConfig, low: float, high: float) -> Image.Image:
-    scaled = (255 * (split.images[number].numpy() - low) / max(high - low, 1e-6)).clip(0, 255).astype(np.uint8)
-    picture = Image.fromarray(np.repeat(scaled, 3 // len(scaled), axis=0).transpose(1, 2, 0))
-    picture = picture.resize((_SIDE, _SIDE), Image.Resampling.NEAREST)
+def _thumbnail(split: Samples, number: int, task: TaskConfig, low: float, high: float) -> Image.Image:
+    """An image, or of a volume the slice with most foreground, else the middle one."""
+    shown, masks = split.image(number), None
     if task.kind == "segmentation":
+        masks = structures(split.targets[number][None], task)[0]
+        if task.spatial_dims == 3:
+            place = int(masks.sum(dim=(0, 1, 2)).argmax()) if masks.any() else masks.shape[-1] // 2
+            shown, masks = shown[..., place], masks[..., place]
+    scaled = (255 * (middle_slice(shown).numpy() - low) / max(high - low, 1e-6)).clip(0, 255).astype(np.uint8)
+    coloured = scaled if len(scaled) == 3 else np.repeat(scaled[:1], 3, axis=0)
+    picture = Image.fromarray(coloured.transpose(1, 2, 0)).resize((_SIDE, _SIDE), Image.Resampling.NEAREST)
+    if masks is not None:
         canvas = np.array(picture)
-        for mask, colour in zip(structures(split.targets[number : number + 1], task)[0].numpy(), _COLOURS * 8, strict=False):
-            large = np.asarray(Image.fromarray(mask).resize((_SIDE, _SIDE), Image.Resampling.NEAREST))
-            canvas[large & ~ndimage.binary_erosion(large)] = colour
+        for mask, colour in zip(masks.numpy(), _COLOURS * 8, strict=False):
+            draw_outline(canvas, mask, colour)
         return Image.fromarray(canvas)
     named = (
         [task.labels[int(c)] for c in np.atleast_1d(split.targets[number].numpy().nonzero()[0])] if task.target == "multilabel" else None

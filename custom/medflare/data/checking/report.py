@@ -18,6 +18,7 @@ class SiteReport:
         classes: class -> its training images, or pixels (segmentation).
         intensity: minimum, mean, deviation and maximum of the stored intensities.
         notes: unusual but allowed.
+        left_out: images that cannot be used and that the task allows to skip, one line each.
         problems: what keeps the site from joining, one line each.
     """
 
@@ -26,6 +27,7 @@ class SiteReport:
     classes: dict[str, int] = field(default_factory=dict)
     intensity: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -56,6 +58,7 @@ class CheckReport:
         for name, report in self.sites.items():
             lines += ["", name, *(f"  {line}" for line in self._described(report))]
             lines += [f"  note: {note}" for note in report.notes]
+            lines += [f"  left out: {line}" for line in report.left_out]
             lines += [f"  PROBLEM: {problem}" for problem in report.problems]
         if self.shift is None:
             lines += ["", f"shift between sites: not measured, {self.shift_reason}"]
@@ -68,7 +71,7 @@ class CheckReport:
 
     def _described(self, report: SiteReport) -> list[str]:
         """A site's counts, sizes, classes and intensities, a line each; what could not be read is left out."""
-        unit = "pixels" if self.task.kind == "segmentation" else "images"
+        unit = ("pixels" if self.task.spatial_dims == 2 else "voxels") if self.task.kind == "segmentation" else "images"
         found = {split: f"{images} images of {patients} patients" for split, (images, patients) in report.splits.items()}
         found["stored sizes"] = ", ".join(f"{size} ({files})" for size, files in list(report.sizes.items())[:_MOST_SIZES])
         if len(report.sizes) > _MOST_SIZES:

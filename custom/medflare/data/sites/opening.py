@@ -10,6 +10,7 @@ from medflare.core.errors import ConfigError
 from medflare.data.loading import load_site_data, resolve_data_root
 from medflare.data.sites.local import PLACE, LocalSettings, local_settings
 from medflare.data.sites.site import Site
+from medflare.networks.dry_run import check_memory
 from medflare.tasks.config import TaskConfig
 
 
@@ -37,7 +38,7 @@ def open_site(
         cache: folder for decoded images unless the site's own "cache" says otherwise.
 
     Raises:
-        ConfigError: a setting of local/medflare.json that is unknown or unusable.
+        ConfigError: a setting of local/medflare.json that is unknown or unusable, or volumes too large for the site's memory.
         DataError: the data cannot be used as they are.
     """
     own = local if isinstance(local, LocalSettings) else local_settings(local or {})
@@ -47,6 +48,8 @@ def open_site(
     data = load_site_data(name, task, root, role=role, cache=Path(chosen).expanduser() if chosen else None)
     site = Site(name, task, data, seed, device or own_device)
     site.batch_limit = own.batch_size
+    if role == "inside" and task.spatial_dims == 3:
+        check_memory(task, site.batch_size, site.device, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
     return site

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
+from medflare.data.splits import Images
 from medflare.tasks.config import TaskConfig
 
 
@@ -18,7 +19,7 @@ def sampling_groups(task: TaskConfig) -> tuple[str, ...]:
     return ("no label", *task.labels) if task.target == "multilabel" else task.classes
 
 
-def drawing_weights(task: TaskConfig, targets: Tensor) -> Tensor | None:
+def drawing_weights(task: TaskConfig, targets: Images) -> Tensor | None:
     """The weight of every image in a draw with replacement; None where each image comes once.
 
     A group's weight is shared evenly by its images, so that groups of one weight are drawn equally often. An image with several labels has
@@ -48,10 +49,10 @@ def drawing_weights(task: TaskConfig, targets: Tensor) -> Tensor | None:
     return found
 
 
-def _members(task: TaskConfig, targets: Tensor) -> Tensor:
+def _members(task: TaskConfig, targets: Images) -> Tensor:
     """Which images are in which group, bool (N, groups)."""
     if task.kind == "segmentation":
-        found = targets.reshape(len(targets), -1).any(dim=1)
+        found = torch.tensor([bool(target.any()) for target in targets], dtype=torch.bool)
         return torch.stack([~found, found], dim=1)
     if task.target == "multilabel":
         labels = targets.reshape(len(targets), -1) > 0

@@ -1,17 +1,17 @@
 """How a finished model is measured at a site: in evaluation mode, without gradients, in batches that suit the machine."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from medflare.data.splits import Batch, Split
+from medflare.data.sites.fitting import Predictor, windowed
+from medflare.data.splits import Batch, Samples
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import Scores, score
+from medflare.tasks.metrics import Images, Scores, score
 from medflare.tasks.metrics_table import selection_metrics
 
-Predictor = Callable[[Tensor], Tensor]  # images (N, C, H, W) -> probabilities (N, outputs, H, W) or (N, outputs)
 _SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
 
 
@@ -36,17 +36,34 @@ def predict(predictor: Predictor, batches: Iterable[Batch], outputs: int) -> Ten
     return torch.cat(parts) if parts else torch.zeros(0, outputs)
 
 
-def score_outputs(probabilities: Tensor, data: Split, task: TaskConfig, metrics: Sequence[str] | None) -> Scores:
-    """Metrics of probabilities (N, outputs, H, W) or (N, outputs) that stand in a split's order.
+def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfig, batch: int) -> list[Tensor]:
+    """Probabilities of images that have sizes of their own, by the task's sliding window.
 
     Args:
-        probabilities: for example from `predict`.
+        predictor: of what the network is fed with; a module is put in evaluation mode meanwhile.
+        images: (1, C, ...) each.
+        task: says how the window slides.
+        batch: most windows at once.
+
+    Returns:
+        float32 (outputs, ...) each, on the CPU.
+    """
+    whole = windowed(predictor, task, batch)
+    with torch.no_grad(), evaluating(predictor):
+        return [whole(image)[0].float().cpu() for image in images]
+
+
+def score_outputs(probabilities: Images, data: Samples, task: TaskConfig, metrics: Sequence[str] | None) -> Scores:
+    """Metrics of probabilities that stand in a split's order.
+
+    Args:
+        probabilities: for example from `predict` or `predict_each`.
         data: the split.
         task: says what its targets mean.
         metrics: which of `task.metrics`; None for those by which models are selected.
     """
     chosen = selection_metrics(task.kind) if metrics is None else metrics
-    return score(probabilities.cpu(), data.targets, data.patients, task, chosen)
+    return score(probabilities, data.targets, data.patients, task, chosen, data.spacings)
 
 
 @contextmanager

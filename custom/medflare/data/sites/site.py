@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
-from medflare.data.sites import scoring
-from medflare.data.sites.batches import in_order, in_random_order
+from medflare.data.sites import fitting, scoring
+from medflare.data.sites.batches import in_random_order
 from medflare.data.sites.sampling import drawing_weights
 from medflare.data.splits import Batch, SiteData, class_counts
 from medflare.data.transforms import Augmentation
@@ -19,7 +19,7 @@ from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
-from medflare.tasks.metrics import Scores
+from medflare.tasks.metrics import Images, Scores
 from medflare.tasks.optimizers import build_optimizer
 
 
@@ -38,6 +38,7 @@ class Site:
         rate_factor: what the task's schedule makes of the learning rate in the round at hand; set before every step.
         start: what the task's network starts from; None: a random draw.
         batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
+        fitting: how images come to the network's size.
         notes: what is worth knowing about the data, one line each (absent classes, images left out).
     """
 
@@ -53,6 +54,7 @@ class Site:
         self.batch_limit: int | None = None
         self.notes = list(data.notes)
         self._augmentation = Augmentation(task)
+        self.fitting = fitting.of_task(task)
         self._loss = build_loss(task).to(self.device)
         self._drawing = {"train": drawing_weights(task, data.train.targets)}
 
@@ -115,25 +117,24 @@ class Site:
         """
         size, drawing = self._bearable(batch_size or self.task.batch_size), self._drawing.get(split)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
-        for index in in_random_order(self.n[split], size, drop_last, self.seed, self.name, *keys, "order", weights=drawing):
-            batch = self.take(split, index)
+        count = self.n[split] * self.fitting.per_image
+        for order in in_random_order(count, size, drop_last, self.seed, self.name, *keys, "order", weights=drawing):
+            batch = self.take(split, order % self.n[split], random)
             yield self.augmented(batch, random) if augment else batch
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
-        """One pass in fixed order, without augmentation."""
-        for index in in_order(self.n[split], self._bearable(batch_size or self.task.batch_size)):
-            yield self.take(split, index)
+        """One pass over everything in fixed order, without augmentation; with `fit` "patch", over the windows that cover the images."""
+        for index, taken in self.fitting.in_order(self.data.split(split), self._bearable(batch_size or self.task.batch_size)):
+            yield self._batch(index, *taken)
 
-    def take(self, split: str, index: Tensor) -> Batch:
-        """The images of a split in the rows `index`, long (B,), as they are, on the site's device.
+    def take(self, split: str, index: Tensor, random: np.random.RandomState | None = None) -> Batch:
+        """The images of a split in the rows `index`, long (B,), on the site's device; with `fit` "patch", a patch of each from `random`."""
+        return self._batch(index, *self.fitting.take(self.data.split(split), index, random))
 
-        Raises:
-            Aborted: the run was asked to stop.
-        """
+    def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
         if self.abort():
             raise Aborted(f"site {self.name}: stopped on request")
-        data = self.data.split(split)
-        return Batch(data.images[index].to(self.device), data.targets[index].to(self.device), index)
+        return Batch(images.to(self.device), targets.to(self.device), index)
 
     def augmented(self, batch: Batch, random: np.random.RandomState) -> Batch:
         """A batch of at least one image after the task's random transforms, with draws from `random`."""
@@ -148,8 +149,11 @@ class Site:
         """A model that gives logits as one that gives the task's probabilities."""
         return Probabilities(model, self.task)
 
-    def predict(self, predictor: scoring.Predictor, split: str) -> Tensor:
-        """Probabilities of a whole split in its order, on the CPU: (N, outputs, H, W) or (N, outputs)."""
+    def predict(self, predictor: scoring.Predictor, split: str) -> Images:
+        """Probabilities of a whole split in its order, on the CPU: (N, outputs, ...) or, with `fit` "patch", (outputs, ...) each."""
+        if self.task.fit == "patch":
+            whole = (self._batch(*taken).images for taken in fitting.whole_images(self.data.split(split)))
+            return scoring.predict_each(predictor, whole, self.task, self.scoring_batch)
         return scoring.predict(predictor, self.ordered(split, self.scoring_batch), self.task.outputs)
 
     def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
@@ -162,8 +166,8 @@ class Site:
         """
         return self.score_outputs(self.predict(predictor, split), split, metrics)
 
-    def score_outputs(self, probabilities: Tensor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of probabilities that stand in a split's order, (N, outputs, H, W) or (N, outputs).
+    def score_outputs(self, probabilities: Images, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
+        """Metrics of probabilities that stand in a split's order.
 
         Args:
             probabilities: for example from `predict`.

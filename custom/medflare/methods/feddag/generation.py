@@ -20,7 +20,7 @@ from medflare.tasks.config import TaskConfig
 
 def build_generator(task: TaskConfig, hyper: FedDAGSiteHyper) -> DomainGenerator:
     """The generator of these settings with random weights."""
-    return DomainGenerator(task.channels, hyper.generator_width, hyper.generator_blocks, hyper.generator_scale)
+    return DomainGenerator(task.image_channels, hyper.generator_width, hyper.generator_blocks, hyper.generator_scale, task.spatial_dims)
 
 
 def initial_generator(task: TaskConfig, seed: int, hyper: FedDAGSiteHyper) -> DomainGenerator:

@@ -7,22 +7,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medflare.data.splits import middle_slice
+
+_CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}  # by spatial dimensions
+_NORMS = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 
 class _ResidualBlock(nn.Module):
     """x + norm(conv(relu(norm(conv(x))))), at constant size and width."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, dims: int):
         super().__init__()
-        self.body = nn.Sequential(*_convolution(width, width), nn.ReLU(inplace=True), *_convolution(width, width))
+        self.body = nn.Sequential(*_convolution(width, width, dims), nn.ReLU(inplace=True), *_convolution(width, width, dims))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x)
 
 
-def _convolution(inputs: int, outputs: int, kernel: int = 3) -> list[nn.Module]:
+def _convolution(inputs: int, outputs: int, dims: int, kernel: int = 3) -> list[nn.Module]:
     """A bias-free convolution at constant size (reflected border) and instance normalisation without parameters."""
-    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, padding_mode="reflect", bias=False)
-    return [convolution, nn.InstanceNorm2d(outputs)]
+    convolution = _CONVOLUTIONS[dims](inputs, outputs, kernel, padding=kernel // 2, padding_mode="reflect", bias=False)
+    return [convolution, _NORMS[dims](outputs)]
 
 
 class DomainGenerator(nn.Module):
@@ -38,33 +42,35 @@ class DomainGenerator(nn.Module):
         scale: works on the image shrunk by this factor and enlarges the perturbation again (bilinear, so still within [-1, 1]): a
             style changes slowly over an image, and at full size (1) every weight works at every pixel, more than a slim task network
             computes altogether.
+        dims: spatial dimensions of the image, 2 or 3; the paper's are pictures.
     """
 
-    def __init__(self, channels: int, width: int = 32, blocks: int = 3, scale: int = 1):
+    def __init__(self, channels: int, width: int = 32, blocks: int = 3, scale: int = 1, dims: int = 2):
         super().__init__()
         self.scale = scale
-        stem = [*_convolution(channels, width), nn.ReLU(inplace=True)]
-        self.backbone = nn.Sequential(*stem, *(_ResidualBlock(width) for _ in range(blocks)))
-        self.fusion = nn.Sequential(*_convolution(2 * width, width, kernel=1), nn.ReLU(inplace=True))
-        self.head = nn.Conv2d(width, channels, 1)
+        stem = [*_convolution(channels, width, dims), nn.ReLU(inplace=True)]
+        self.backbone = nn.Sequential(*stem, *(_ResidualBlock(width, dims) for _ in range(blocks)))
+        self.fusion = nn.Sequential(*_convolution(2 * width, width, dims, kernel=1), nn.ReLU(inplace=True))
+        self.head = _CONVOLUTIONS[dims](width, channels, 1)
         for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
+            if isinstance(layer, _CONVOLUTIONS[dims]):
                 nn.init.normal_(layer.weight, std=0.02)
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, C, H, W) -> perturbations (N, C, H, W) in [-1, 1]; H and W at least 2 after shrinking.
+        """Images (N, C, ...) -> perturbations of the same shape in [-1, 1]; every side at least 2 after shrinking.
 
         Args:
             x: images, normalised as for the network.
         """
-        size = x.shape[-2:]
+        size = x.shape[2:]
         if self.scale > 1:
             x = F.interpolate(x, size=[max(2, side // self.scale) for side in size], mode="area")
         features = self.backbone(x)
-        context = features.mean(dim=(2, 3), keepdim=True).expand_as(features)
+        context = features.mean(dim=tuple(range(2, features.ndim)), keepdim=True).expand_as(features)
         perturbation = torch.tanh(self.head(self.fusion(torch.cat([features, context], dim=1))))
-        return perturbation if self.scale == 1 else F.interpolate(perturbation, size=size, mode="bilinear")
+        linear = "bilinear" if len(size) == 2 else "trilinear"
+        return perturbation if self.scale == 1 else F.interpolate(perturbation, size=size, mode=linear)
 
 
 def generated(images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[float, float] | None = None) -> Tensor:
@@ -91,13 +97,15 @@ def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int
     """A PNG with a column for each image: the original, G(x) and the generated image below each other (as in the paper's Fig. 4).
 
     Args:
-        images: the originals (N, C, H, W) with 1 or 3 channels; they share one intensity range with the generated images.
+        images: the originals (N, C, H, W), or volumes, whose middle slices are shown; three channels are colours, else the first is
+            shown. They share one intensity range with the generated images.
         perturbations: G(x) of the same shape, shown with all of [-1, 1].
         x_hat: the generated images, of the same shape.
         side: width of a column in pixels.
     """
     from PIL import Image
 
+    images, perturbations, x_hat = (_shown(part) for part in (images, perturbations, x_hat))
     low, high = np.percentile(images.numpy(), [0.5, 99.5])
     rows = []
     for row, (dark, bright) in ((images, (low, high)), (perturbations, (-1, 1)), (x_hat, (low, high))):
@@ -110,3 +118,8 @@ def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int
     buffer = BytesIO()
     sheet.save(buffer, format="PNG")
     return buffer.getvalue()
+
+
+def _shown(images: Tensor) -> Tensor:
+    pictures = torch.stack([middle_slice(image) for image in images])
+    return pictures if pictures.shape[1] in (1, 3) and images.ndim == 4 else pictures[:, :1]

@@ -21,6 +21,7 @@ from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.parts.training import finite_or_none, trainable
 from medflare.privacy.settings import is_private
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics_table import selection_metrics
 
 PERTURBED = Entry(
     "perturbed",
@@ -59,7 +60,7 @@ class ScoredSite(SiteHalf[Any]):
             return
         if is_private(hyper) and server_hyper.perturbs:
             raise ConfigError("dp_noise: the perturbed model shows the direction of a gradient without noise; set rho=0 (CEA)")
-        known = ("task", "exp_loss", *(name for name in task.metrics if name != "hd95"))
+        known = ("task", "exp_loss", *selection_metrics(task.kind))
         if server_hyper.score_metric not in known:
             raise ConfigError(no_such("score_metric", server_hyper.score_metric, known, f"a {task.kind} task"))
 

@@ -138,9 +138,9 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
         """Some of the site's training images, what the final generator adds to them, and the sums; none without Pillow to store them."""
-        images = self.site.data.train.images[: self.hyper.pictures]
-        if GENERATOR not in incoming.states or not len(images) or not installed("PIL"):
+        if GENERATOR not in incoming.states or not self.site.n["train"] or not self.hyper.pictures or not installed("PIL"):
             return {}
+        images = next(self.site.ordered("train", self.hyper.pictures)).images.cpu()
         self.generator.load_state_dict(incoming.states[GENERATOR])
         with torch.no_grad():
             perturbations = self.generator(images.to(self.site.device)).cpu()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medflare.core.errors import ConfigError
 from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
 from medflare.data.splits import Batch
@@ -52,6 +53,17 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
             reports=MEASURED,
         ),
     )
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:
+        """Refuse labels of whole images where the selector reads patches.
+
+        Raises:
+            ConfigError: combine "extra" with `fit` "patch".
+        """
+        super().check(task, hyper, server_hyper)
+        if hyper.combine == "extra" and task.fit == "patch":
+            raise ConfigError("fedsm_extra: combine=extra labels whole images, fit 'patch' has none; set combine=ensemble, or take fedsm")
 
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A round of the selector alone; the finished models come with its first message and are kept."""

@@ -98,7 +98,7 @@ class SiteSelector:
 
     @torch.no_grad()
     def scores(self, state: StateDict, split: str) -> Tensor:
-        """Softmax scores (N, outputs) of the split's images, on the CPU.
+        """Softmax scores (N, outputs) of the split's images, or with `fit` "patch" of their windows, on the CPU.
 
         Args:
             state: the selector's weights.
@@ -186,9 +186,9 @@ def accumulate_gradient(model: nn.Module, site: Site, keys: tuple[Key, ...], los
 
 
 def _losses(model: nn.Module, site: Site, batches: Iterator[Batch], loss: SelectorLoss) -> Iterator[tuple[Tensor, float]]:
-    """Each batch's mean loss and its share of the training images."""
+    """Each batch's mean loss and its share of the training samples."""
     for batch in batches:
-        yield loss(model(batch.images), batch), len(batch.images) / site.n["train"]
+        yield loss(model(batch.images), batch), len(batch.images) / (site.n["train"] * site.fitting.per_image)
 
 
 def gradient_of(model: nn.Module) -> StateDict:

@@ -1,4 +1,7 @@
-"""FedSM's deployed model: the selector reads an image, a personal model or the global one answers."""
+"""FedSM's deployed model: the selector reads an image, a personal model or the global one answers.
+
+With `fit` "patch" the selector reads every window of an image and decides for it alone; answers of neighbours are blended.
+"""
 
 from collections import Counter
 
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.rng import seeded
+from medflare.data.sites.fitting import Predictor
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import network_with
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model
@@ -164,9 +168,12 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
 def metric_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
     """γ (as text) -> the task's metric of the super model on a site's validation images.
 
-    The selector runs once, and the networks once for each distinct assignment of images to networks.
+    The selector runs once, and the networks once for each distinct assignment of images to networks. With `fit` "patch" both run
+    anew for every γ, since windows overlap and the selector decides for each.
     """
     task, data = site.task, site.data.validation
+    if task.fit == "patch":
+        return {f"{gamma:g}": site.score(_with_gamma(model, gamma), metrics=[task.metric]).values[task.metric] for gamma in GAMMAS}
     images = [batch.images for batch in site.ordered("validation")]
     scores = torch.cat([model.scores(batch) for batch in images]) if images else torch.zeros(0, 1)
     found: dict[str, float | None] = {}
@@ -177,6 +184,10 @@ def metric_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
         if images and assignment not in known:
             parts = choice.split([len(batch) for batch in images])
             outputs = torch.cat([model.answer(batch, part).cpu() for batch, part in zip(images, parts, strict=True)])
-            known[assignment] = score(outputs, data.targets, data.patients, task, [task.metric]).values[task.metric]
+            known[assignment] = score(outputs, data.targets, data.patients, task, [task.metric], data.spacings).values[task.metric]
         found[f"{gamma:g}"] = known.get(assignment)
     return found
+
+
+def _with_gamma(model: SuperModel, gamma: float) -> Predictor:
+    return lambda images: model.answer(images, choose_model(model.scores(images), gamma))

@@ -96,7 +96,7 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
     def _adversary(self, shared: FeatureNetwork, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
         """The site's discriminator for a round; it steps with its own Adam whenever the model steps, from the same backward pass."""
         with torch.no_grad():
-            features, _ = shared.features_and_output(self.site.data.train.images[:1].to(self.site.device))
+            features, _ = shared.features_and_output(next(self.site.ordered("train")).images[:1])
         with seeded(self.site.seed, self.site.name, "discriminator"):
             discriminator = build_discriminator(features.shape[1], self.hyper.discriminator).to(self.site.device)
         if self.discriminator is not None:

@@ -1,6 +1,7 @@
 """The mathematics of IOP-FL (Jiang et al., IEEE TMI 2023) as pure functions: local adapted models and the test-time losses.
 
-Probabilities are (N, C, H, W) for segmentation and (N, C) for classification, over all classes (background included).
+Probabilities are (N, C, H, W), or (N, C, X, Y, Z) of volumes, for segmentation and (N, C) for classification, over all classes
+(background included).
 """
 
 import math
@@ -99,17 +100,17 @@ def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
 
 
 def neighbourhood_range(p: Tensor, d: int) -> Tensor:
-    """Per class, largest minus smallest probability in the (2d+1) x (2d+1) window around each pixel (the bracket of Eq. 8).
+    """Per class, largest minus smallest probability in the window of 2d+1 pixels a side around each one (the bracket of Eq. 8).
 
-    Windows are clipped at the border. A square window's maximum is the maximum over rows of the maxima over columns, which
-    costs 2(2d+1) comparisons a pixel instead of (2d+1)^2.
+    Windows are clipped at the border; in volumes they are cubes. A window's maximum is the maximum over rows of the maxima over
+    columns, which costs 2(2d+1) comparisons a pixel instead of (2d+1)^2.
 
     Args:
-        p: (N, C, H, W).
+        p: (N, C, H, W) or (N, C, X, Y, Z).
         d: radius in pixels, >= 0.
 
     Returns:
-        (N, C, H, W), all zero for d = 0 and where the prediction is constant.
+        Of the same shape, all zero for d = 0 and where the prediction is constant.
 
     Examples:
         >>> p = torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]])
@@ -120,8 +121,11 @@ def neighbourhood_range(p: Tensor, d: int) -> Tensor:
 
 
 def _window_maximum(p: Tensor, d: int) -> Tensor:
-    rows = F.max_pool2d(p, (2 * d + 1, 1), stride=1, padding=(d, 0))
-    return F.max_pool2d(rows, (1, 2 * d + 1), stride=1, padding=(0, d))
+    dims = p.ndim - 2
+    pool = F.max_pool2d if dims == 2 else F.max_pool3d
+    for axis in range(dims):
+        p = pool(p, [2 * d + 1 if other == axis else 1 for other in range(dims)], 1, [d if other == axis else 0 for other in range(dims)])
+    return p
 
 
 def shape_loss(p: Tensor, d: int) -> Tensor:
@@ -274,7 +278,7 @@ def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
     """Each image turned by `turns` (N,) quarter turns, then, where `flips` (N,) is set, flipped upside down.
 
     Args:
-        images: (N, C, H, W) with H = W where a turn is odd.
+        images: (N, C, H, W) with H = W where a turn is odd; volumes (N, C, X, Y, Z) turn about their third axis.
         turns: counter-clockwise quarter turns.
         flips: true where an image is flipped.
 
@@ -283,12 +287,12 @@ def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
         tensor([[[[2, 4],
                   [1, 3]]]])
     """
-    parts = [torch.rot90(image, int(turn), (-2, -1)) for image, turn in zip(images, turns, strict=True)]
-    return torch.stack([part.flip(-2) if flip else part for part, flip in zip(parts, flips, strict=True)])
+    parts = [torch.rot90(image, int(turn), (1, 2)) for image, turn in zip(images, turns, strict=True)]
+    return torch.stack([part.flip(1) if flip else part for part, flip in zip(parts, flips, strict=True)])
 
 
 def turned_back(maps: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
-    """The inverse of `turned`, for the maps (N, C, H, W) predicted from turned images.
+    """The inverse of `turned`, for the maps predicted from turned images.
 
     Args:
         maps: one for every turned image.
@@ -300,5 +304,5 @@ def turned_back(maps: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
         >>> torch.equal(turned_back(turned(image, turns, flips), turns, flips), image)
         True
     """
-    parts = [one.flip(-2) if flip else one for one, flip in zip(maps, flips, strict=True)]
-    return torch.stack([torch.rot90(part, -int(turn), (-2, -1)) for part, turn in zip(parts, turns, strict=True)])
+    parts = [one.flip(1) if flip else one for one, flip in zip(maps, flips, strict=True)]
+    return torch.stack([torch.rot90(part, -int(turn), (1, 2)) for part, turn in zip(parts, turns, strict=True)])

@@ -139,7 +139,7 @@ class RoutedModel(nn.Module):
         noisy = images + self.hyper.noise * torch.randn(images.shape, generator=generator).to(images)
         if self.hyper.perturbation == "noise":
             return self._probabilities(noisy)
-        step = 1 if images.shape[-1] == images.shape[-2] else 2  # a quarter turn would swap the sides of an oblong image
+        step = 1 if images.shape[2] == images.shape[3] else 2  # a quarter turn would swap the sides of an oblong image
         turns = step * torch.randint(4 // step, (len(images),), generator=generator)
         flips = torch.randint(2, (len(images),), generator=generator)
         p = self._probabilities(formulas.turned(noisy, turns, flips))
@@ -184,7 +184,7 @@ def _shape_term(p: Tensor, every: Tensor, task: TaskConfig, hyper: OutsideHyper)
         return formulas.shape_loss_official(formulas.foreground(p, task.target), hyper.radius)
     chosen = every if hyper.shape_classes == "all" else formulas.foreground(p, task.target)
     loss = formulas.shape_loss(chosen, hyper.radius)
-    return loss * (p.shape[-2] * p.shape[-1]) if hyper.shape_sum == "sum" else loss
+    return loss * math.prod(p.shape[2:]) if hyper.shape_sum == "sum" else loss
 
 
 # -- delivered models ----------------------------------------------------------------------------------------------------------

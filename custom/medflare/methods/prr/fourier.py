@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from medflare.core.states import StateDict, batch_norm_entries, weighted_mean
 
-_WEIGHTED = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
+_TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
+_WEIGHTED = (nn.Linear, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _BINS_AT_ONCE = 2**18  # frequency bins aggregated at a time: few enough for the processor's cache
 
 
@@ -52,10 +53,12 @@ def fourier_aggregate(
     (S(k) + conj S(-k)) / 2 of the spectrum S alone, and that half is what is built here.
 
     Args:
-        weights: (K, O, I, kh, kw) convolutions or (K, O, I) linear layers of K sites with O outputs and I inputs.
+        weights: (K, O, I, kh, kw) convolutions or (K, O, I) linear layers of K sites with O outputs and I inputs. The paper knows no
+            volumes: a kernel (kh, kw, kd) has its depth beside kw, so one of depth 1 is aggregated as the plane that it is.
         r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
         classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
-        layout: the matrix of a convolution: "in_major" (I kh, kw O) as in the official code, "out_major" (O kh, I kw) as printed.
+        layout: the matrix of a convolution: "in_major" (I kh, kw O) as in the official code, "out_major" (O kh, I kw) as printed;
+            with a depth (I kh, kw kd O) and (O kh, I kw kd).
         window: "closed" |k| <= floor(r N), Eq. 2, or "official" -floor(r N) <= k < floor(r N).
         components: what is averaged: "amplitude" (as in the MICCAI 2021 paper), "phase" or "both".
         phase_mean: "arithmetic" mean of the angles, Eq. 4, or "circular", the angle of the mean unit phasor. Phasors that
@@ -79,13 +82,13 @@ def fourier_aggregate(
     check_choice("phase_mean", phase_mean, ("arithmetic", "circular"))
     if not 0 <= r <= 0.5:
         raise ValueError(f"r = {r} is outside [0, 0.5]: a band cannot be wider than the spectrum")
-    if weights.dim() not in (3, 5):
-        raise ValueError(f"weights of shape {tuple(weights.shape)} are neither (K, O, I) nor (K, O, I, kh, kw); average them plainly")
+    if weights.dim() not in (3, 5, 6):
+        raise ValueError(f"weights of shape {tuple(weights.shape)} are neither (K, O, I) nor (K, O, I, kh, kw[, kd]); average them plainly")
     if len(weights) == 1:
         return weights.clone()
     order = _axis_order(weights.dim(), classifier, layout)
     turned = weights.permute(order)
-    matrices = turned.flatten(2) if classifier else turned.flatten(3).flatten(1, 2) if weights.dim() == 5 else turned
+    matrices = turned.flatten(2) if classifier else turned.flatten(3).flatten(1, 2) if weights.dim() > 3 else turned
     if matrices.dtype in (torch.float16, torch.bfloat16):
         matrices = matrices.float()  # the CPU has no FFT of half precision
     axes = (-1,) if classifier else (-2, -1)
@@ -104,10 +107,11 @@ def fourier_aggregate(
 
 
 def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[int, ...]:
-    """The order of the axes (K, O, I, kh, kw) in which merging neighbours makes the matrix."""
+    """The order of the axes (K, O, I, kh, kw[, kd]) in which merging neighbours makes the matrix."""
     if dimensions == 3 or classifier:
         return tuple(range(dimensions))
-    return (0, 2, 3, 4, 1) if layout == "in_major" else (0, 1, 3, 2, 4)
+    further = tuple(range(4, dimensions))
+    return (0, 2, 3, *further, 1) if layout == "in_major" else (0, 1, 3, 2, *further)
 
 
 def _settle_real_bins(spectra: Tensor, rows: int, columns: int, classifier: bool) -> None:
@@ -168,7 +172,7 @@ class Treatment:
     Attributes:
         kind: "local" never leaves the site (batch normalisation, as in FedBN), "mean" is averaged plainly (biases, other
             normalisation), "kernel" gets the 2-D Fourier aggregation and "classifier" the 1-D one.
-        inputs_first: the weight is stored as (I, O, kh, kw): a transposed convolution.
+        inputs_first: the weight is stored as (I, O, ...): a transposed convolution.
     """
 
     kind: Kind
@@ -190,8 +194,28 @@ def treatments(network: nn.Module) -> dict[str, Treatment]:
     last = next(reversed(weighted), None)
     found = {name: Treatment("local" if name in local else "mean") for name in network.state_dict()}
     for name, layer in weighted.items():
-        found[name] = Treatment("classifier" if name == last else "kernel", isinstance(layer, nn.ConvTranspose2d))
+        found[name] = Treatment("classifier" if name == last else "kernel", isinstance(layer, _TRANSPOSED))
     return found
+
+
+def without_rule(network: nn.Module) -> str | None:
+    """The first layer whose weights are none that Fourier aggregation knows, "features.0 (Conv1d)"; None where it knows them all.
+
+    Biases and normalisation are averaged plainly and need none.
+
+    Args:
+        network: whose state is to be aggregated.
+
+    Examples:
+        >>> without_rule(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 3))), without_rule(nn.Conv3d(1, 1, 1))
+        ('1 (Conv1d)', None)
+    """
+    for name, layer in network.named_modules():
+        if isinstance(layer, (*_WEIGHTED, nn.LayerNorm)):
+            continue
+        if any(weight.ndim > 1 for weight in layer.parameters(recurse=False)):
+            return f"{name or 'the network'} ({type(layer).__name__})"
+    return None
 
 
 def aggregate_models(

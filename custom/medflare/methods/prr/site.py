@@ -5,19 +5,22 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from medflare.core.errors import ConfigError
 from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
-from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf
+from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf, meta_network
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
+from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, prototype_width
 from medflare.methods.prr.transfer import Transfer
 from medflare.networks.features import FeatureNetwork
+from medflare.tasks.config import TaskConfig
 
 PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
 
@@ -80,6 +83,19 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
     def needs_features(cls, hyper: PRRSiteHyper) -> bool:
         """With two models or prototypes every batch is asked for them."""
         return True
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: PRRSiteHyper, server_hyper: Any) -> None:
+        """Refuse layers that Fourier aggregation has no rule for, and class totals that patches do not tell.
+
+        Raises:
+            ConfigError: one of both.
+        """
+        super().check(task, hyper, server_hyper)
+        if server_hyper.pfa and (layer := without_rule(meta_network(task))):
+            raise ConfigError(f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier aggregation; set pfa=false")
+        if task.fit == "patch" and task.target == "multilabel" and hyper.supervision in ("both", "global", "fedeamc"):
+            raise ConfigError("prr: negatives of a multilabel task cannot be counted with fit 'patch'; set cpa=local, or fit 'resize'")
 
     # a round
 

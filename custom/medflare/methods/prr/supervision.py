@@ -4,6 +4,7 @@ A task is seen as `groups` of softmax problems, so that every formula of `formul
 classes (multiclass), one over (negative, positive) with logits (0, z) (binary), or one such pair for each label (multilabel).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
     """Targets as in `data.splits.Split` as class indices (G, N, P) beside `class_logits`.
 
     Args:
-        targets: (N,), (N, H, W), (N, C) or (N, C, H, W).
+        targets: (N,), (N, ...), (N, C) or (N, C, ...).
         task: gives target and outputs.
     """
     groups = task.outputs if task.target == "multilabel" else 1
@@ -70,7 +71,7 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
     """
     groups, classes = groups_and_classes(task)
     totals = torch.zeros(groups, classes, dtype=torch.int64)
-    pixels = task.size[0] * task.size[1] if task.kind == "segmentation" else 1
+    pixels = math.prod(task.size) if task.kind == "segmentation" else 1
     for facts in enrolled.values():
         counts = torch.tensor(facts["class_counts"])
         if task.target == "multilabel":  # only positives are counted; the other pixels are the negatives
@@ -84,7 +85,7 @@ def prototype_width(task: TaskConfig, embedding: str) -> int:
     if embedding == "logits":
         return task.outputs
     with torch.no_grad():
-        return meta_network(task).eval().features_and_output(example(task.channels, task.size, "meta"))[0].shape[1]
+        return meta_network(task).eval().features_and_output(example(task.image_channels, task.size, "meta"))[0].shape[1]
 
 
 class SitePrototypes:
@@ -107,15 +108,16 @@ class SitePrototypes:
         """Take in a batch; a map that is smaller than the label map sees it by its nearest pixels.
 
         Args:
-            features: (N, D) or (N, D, h, w).
-            logits: (N, outputs) or (N, outputs, H, W).
+            features: (N, D) or (N, D, ...).
+            logits: (N, outputs) or (N, outputs, ...).
             targets: as in `data.splits.Split`.
         """
         embeddings = (features if self.embedding == "features" else logits).detach()
-        if embeddings.dim() == 4 and embeddings.shape[2:] != targets.shape[-2:]:
-            maps = targets.reshape(len(targets), -1, *targets.shape[-2:]).float()
+        dims = embeddings.dim() - 2
+        if dims and embeddings.shape[2:] != targets.shape[-dims:]:
+            maps = targets.reshape(len(targets), -1, *targets.shape[-dims:]).float()
             nearest = functional.interpolate(maps, embeddings.shape[2:], mode="nearest")
-            targets = nearest.reshape(*targets.shape[:-2], *embeddings.shape[2:]).to(targets.dtype)
+            targets = nearest.reshape(*targets.shape[:-dims], *embeddings.shape[2:]).to(targets.dtype)
         for mean, labels in zip(self._means, class_targets(targets, self.task), strict=True):
             mean.add(embeddings, labels)
 

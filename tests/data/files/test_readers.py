@@ -11,7 +11,7 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 from medflare.core import packages
 from medflare.core.errors import DataError
-from medflare.data.readers import read_image, read_mask
+from medflare.data.files.readers import read_image, read_mask
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)  # 3 rows, 4 columns: an exchange of axes shows
 COLOUR = np.stack([GREY, GREY + 50, GREY + 100], axis=-1)

@@ -8,6 +8,8 @@ columns to the patient's left, whatever orientation a site stores.
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,26 +26,58 @@ _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 def read_image(path: Path, channels: int) -> np.ndarray:
     """Intensities as stored, float32 (channels, H, W) or (channels, H, W, slices).
 
-    Colour becomes luminance where the task has one channel; grey is repeated where it has three.
+    Colour becomes luminance where one channel is wanted; grey is repeated where it is three. A picture's transparency is dropped.
+
+    Args:
+        path: of a picture, or of a volume that is to be cut into slices.
+        channels: how many are wanted.
 
     Raises:
-        DataError: the file is missing, unreadable, of an unknown format, not an image or volume, or holds NaN or infinity.
+        DataError: the file is missing, unreadable, of an unknown format, not an image or volume, of other channels, or holds NaN
+            or infinity.
     """
     array, has_channels = _read(path, colour=True)
+    array = finite(array, path)
+    array = np.moveaxis(array, -1, 0) if has_channels else array[None]
+    if suffix(path) in PICTURES and len(array) == 4 and channels != 4:
+        array = array[:3]
+    if len(array) == 3 and channels == 1:
+        return np.tensordot(_LUMA, array, axes=1)[None].astype(np.float32)
+    if len(array) == 1 and channels == 3:
+        return np.repeat(array, channels, axis=0)
+    return of_channels(array, channels, path)
+
+
+def finite(array: np.ndarray, path: Path) -> np.ndarray:
+    """The array as float32.
+
+    Args:
+        array: intensities.
+        path: of their file, for the message.
+
+    Raises:
+        DataError: it holds NaN or infinity.
+    """
     array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise DataError(f"{path}: the image holds NaN or infinite values; repair it or leave it out")
-    if has_channels:
-        array = np.moveaxis(array, -1, 0)[:3]
-        if array.shape[0] == 2:
-            raise DataError(f"{path}: two-channel images are not supported; store one channel (grey) or three (RGB)")
-    else:
-        array = array[None]
-    if array.shape[0] == channels:
-        return array
-    if channels == 1:
-        return np.tensordot(_LUMA, array, axes=1)[None].astype(np.float32)
-    return np.repeat(array, channels, axis=0)
+    return array
+
+
+def of_channels(array: np.ndarray, channels: int, path: Path) -> np.ndarray:
+    """The array itself.
+
+    Args:
+        array: (C, ...).
+        channels: how many it must have.
+        path: of its file, for the message.
+
+    Raises:
+        DataError: it has another number.
+    """
+    if len(array) != channels:
+        raise DataError(f"{path}: the image has {len(array)} channels, the task takes {channels}; correct the file or the task's channels")
+    return array
 
 
 def read_mask(path: Path) -> np.ndarray:
@@ -58,6 +92,19 @@ def read_mask(path: Path) -> np.ndarray:
         array = array[:1] if (array[:3] == array[:1]).all() else array  # a grey mask saved as RGB or RGBA
     else:
         array = array[None]
+    return whole_numbers(array, path)
+
+
+def whole_numbers(array: np.ndarray, path: Path) -> np.ndarray:
+    """Label values as int64.
+
+    Args:
+        array: of a mask.
+        path: of its file, for the message.
+
+    Raises:
+        DataError: values that are not whole numbers.
+    """
     whole = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
     if not (whole == array).all():
         raise DataError(f"{path}: the mask holds values that are not whole numbers; store label values 0, 1, 2, ...")
@@ -80,12 +127,37 @@ def _holds_dicom(path: Path) -> bool:
         return file.read(132)[128:] == b"DICM"
 
 
-def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
-    """(rows, columns[, slices][, channels]), and whether the last axis holds channels."""
+def kind_of(path: Path) -> str:
+    """ "folder", ".dcm" for every DICOM file, or the suffix.
+
+    Raises:
+        DataError: there is no such file.
+    """
     if not path.exists():
         raise DataError(f"{path}: file not found; correct the path or restore the file")
-    kind = "folder" if path.is_dir() else ".dcm" if is_dicom(path) else suffix(path)
+    return "folder" if path.is_dir() else ".dcm" if is_dicom(path) else suffix(path)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Whatever goes wrong while a file is read, as one line that names it.
+
+    Raises:
+        DataError: something did.
+    """
     try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # the decoders of five libraries raise whatever they like on a damaged file
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or leave it out") from error
+
+
+def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
+    """(rows, columns[, slices][, channels]), and whether the last axis holds channels."""
+    kind = kind_of(path)
+    with explained(path):
         if kind in PICTURES:
             require("PIL", f"{path}: a picture", DataError)
             array = _read_picture(path, colour)
@@ -100,11 +172,6 @@ def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
         else:
             formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
             raise DataError(f"{path}: unknown image format {kind!r}; convert it to one of {formats} or a folder with a DICOM series")
-    except DataError:
-        raise
-    except Exception as error:  # the decoders of five libraries raise whatever they like on a damaged file
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or leave it out") from error
     if array.ndim not in (2, 3, 4) or not array.size:
         raise DataError(f"{path}: expected a picture or a volume, found an array of shape {array.shape}")
     return array, has_channels

@@ -1,0 +1,59 @@
+"""Images whose channels may lie in files of their own: which files stand for which channel, and the image that they make."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from medflare.core.errors import DataError
+from medflare.data.files.readers import read_image
+from medflare.tasks.config import TaskConfig
+
+Files = tuple[Path | None, ...]  # one a channel, None for zeros; or one that holds all
+
+
+def files_of(listed: Files, task: TaskConfig, place: str) -> Files:
+    """The files of an image's channels, None for a channel that is to be zeros.
+
+    Args:
+        listed: a file for each channel; None, or one that does not exist, for a channel that is missing.
+        task: gives the channels, and what a missing one means.
+        place: the beginning of a message.
+
+    Raises:
+        DataError: other channels than the task's, a missing one, or none at all.
+    """
+    named, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
+    if len(listed) != len(named):
+        raise DataError(f"{place}: {len(listed)} files for {len(named)} channels ({', '.join(named)}); list one for each")
+    found = tuple(file if file is not None and (file.exists() or not zeros) else None for file in listed)
+    if None in found and not zeros:
+        missing = named[found.index(None)]
+        raise DataError(f"{place}: channel {missing} is missing; add its file, or say missing_channels 'zeros' in the task")
+    if not any(found):
+        raise DataError(f"{place}: none of the image's files exists; correct the paths or restore the files")
+    return found
+
+
+def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
+    """A picture, or a volume that is cut into slices, as stored: float32 (C, H, W) or (C, H, W, slices).
+
+    Args:
+        files: see `Files`.
+        task: gives the number of channels.
+
+    Raises:
+        DataError: a file that cannot be read, or channels of different sizes.
+    """
+    if len(files) == 1 and files[0] is not None:
+        return read_image(files[0], task.image_channels)
+    arrays = {file: read_image(file, 1) for file in files if file is not None}
+    name, first = next(iter(arrays.items()))
+    for file, array in arrays.items():
+        if array.shape != first.shape:
+            raise DataError(f"{file}: {_size(array.shape)}, {name.name} is {_size(first.shape)}; store all channels at one size")
+    return np.concatenate([np.zeros_like(first) if file is None else arrays[file] for file in files])
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape[1:]))

@@ -1,0 +1,117 @@
+"""The task's network tried without memory (meta device): whether the task's size suits it, and what a training step needs at least."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.packages import installed
+from medflare.networks.catalogue import meta_network
+from medflare.networks.features import FeatureNetwork
+from medflare.networks.library import PROBLEMS
+from medflare.networks.structure import example
+from medflare.tasks.config import TaskConfig
+
+_DIVISORS = (2, 4, 8, 16, 32, 64)
+_COPIES = 4  # of every weight: itself, its gradient and Adam's two moments
+_BYTES = 4  # of a float32
+
+
+def check_network(task: TaskConfig) -> FeatureNetwork:
+    """Before anything starts: the task's network takes the task's images and gives what the task's kind needs; nothing is computed.
+
+    Returns:
+        The network without memory, see `catalogue.meta_network`.
+
+    Raises:
+        ConfigError: it cannot be built, or the images do not pass, with the nearest larger size that would, or the output is no logits
+            of the task.
+    """
+    network, reason = _tried(task)
+    if reason is None:
+        return network
+    place = f"task {task.name}: network {task.network['name']}"
+    for divisor in _DIVISORS:
+        larger = tuple(math.ceil(side / divisor) * divisor for side in task.size)
+        if larger != task.size and _passes(replace(task, size=larger)):
+            raise ConfigError(f"{place} needs sides divisible by {divisor}, size is {list(task.size)}; use {list(larger)}")
+    raise ConfigError(f"{place}: {reason}")
+
+
+def check_memory(task: TaskConfig, batch: int, device: torch.device, place: str) -> None:
+    """Refuse a training step that certainly does not fit into what is free on a device.
+
+    Counted are the outputs of all layers for a batch, and weights with gradient and Adam's moments; the true need is larger.
+
+    Args:
+        task: gives network and size.
+        batch: images or patches of a step.
+        device: where it would run.
+        place: the beginning of the message.
+
+    Raises:
+        ConfigError: it needs more.
+    """
+    free = _free(device)
+    if free is None:
+        return
+    needed = _least_bytes(task, batch)
+    if needed > free:
+        raise ConfigError(
+            f"{place}: a training step on {batch} x {list(task.size)} needs at least {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are "
+            f"free on {device}; make size or batch_size smaller (the site's own: batch_size in local/medflare.json)"
+        )
+
+
+def _tried(task: TaskConfig) -> tuple[FeatureNetwork, str | None]:
+    """The network without memory, and why it does not suit the task; None where it does.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    network = meta_network(task)
+    wanted = (2, task.outputs, *(task.size if task.kind == "segmentation" else ()))
+    try:
+        with torch.no_grad():
+            found = tuple(network.eval()(example(task.image_channels, task.size, "meta")).shape)
+    except PROBLEMS as error:
+        return network, f"images of size {list(task.size)} do not pass ({' '.join(str(error).split())[:200]}); change size or network"
+    if found != wanted:
+        return network, f"two images give logits of shape {list(found)}, a {task.kind} task needs {list(wanted)}"
+    return network, None
+
+
+def _passes(task: TaskConfig) -> bool:
+    try:
+        return _tried(task)[1] is None
+    except ConfigError:
+        return False
+
+
+def _least_bytes(task: TaskConfig, batch: int) -> int:
+    """Of the outputs of all layers for a batch, and of the weights with what training keeps of each."""
+    outputs: list[int] = []
+
+    def note(layer: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, Tensor) and not any(True for _ in layer.children()):
+            outputs.append(output.numel() * _BYTES)
+
+    network = meta_network(task).eval()
+    for layer in network.modules():
+        layer.register_forward_hook(note)
+    with torch.no_grad():
+        network(torch.zeros(batch, task.image_channels, *task.size, device="meta"))
+    return sum(outputs) + _COPIES * _BYTES * sum(weight.numel() for weight in network.parameters())
+
+
+def _free(device: torch.device) -> int | None:
+    """Bytes that are free on a device; None where nobody can tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if not installed("psutil"):
+        return None
+    import psutil
+
+    return int(psutil.virtual_memory().available)

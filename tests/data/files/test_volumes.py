@@ -1,0 +1,120 @@
+"""Volumes read, turned along the patient's axes, resampled and brought back; what is wrong is one line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from medflare.core.errors import DataError
+from medflare.data.files.volumes import Grid, read_channels, read_volume, turned, turned_back
+from volumes import SHAPE, SPACING, affine, cube_task, dicom_series, write
+
+VOLUME = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+
+
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "SAR", "PIR"])
+def test_a_volume_lies_along_the_tasks_axes_however_it_is_stored(tmp_path: Path, codes: str) -> None:
+    task = cube_task(orientation="LPS")
+    array, stored = read_volume(write(tmp_path / "v.nii.gz", VOLUME, affine(codes)))
+    there, here = turned(array, stored, task)
+    assert [np.sign(here.affine[axis, axis]) for axis in range(3)] == [-1, -1, 1]
+    place = np.array([3, 4, 5, 1])  # a voxel as stored, and the same millimetres on the turned grid
+    index = np.linalg.inv(here.affine) @ stored.affine @ place
+    assert there[0][tuple(index[:3].round().astype(int))] == VOLUME[3, 4, 5]
+    back = turned_back(torch.as_tensor(there), here, stored, task)
+    np.testing.assert_array_equal(back[0].numpy(), VOLUME)
+
+
+def test_resampled_to_millimetres_and_back(tmp_path: Path) -> None:
+    smooth = np.add.outer(np.add.outer(np.arange(12.0), np.arange(14.0)), np.arange(10.0)).astype(np.float32)
+    array, stored = read_volume(write(tmp_path / "v.nii.gz", smooth, affine("SPL")))
+    task = cube_task(spacing=[1.0, 1.5, 1.0])
+    there, here = turned(array, stored, task)
+    assert here.spacing == pytest.approx((1.0, 1.5, 1.0)) and there.shape[1:] == here.shape
+    back = turned_back(torch.as_tensor(there), here, stored, task)
+    assert back.shape[1:] == SHAPE
+    inner = (slice(1, -1),) * 3
+    np.testing.assert_allclose(back[0].numpy()[inner], smooth[inner], atol=0.05)
+    mask = (smooth > 15).astype(np.int64)[None]
+    labels, _ = turned(mask, stored, task, labels=True)
+    assert labels.dtype == np.int64 and set(np.unique(labels)) == {0, 1}
+
+
+def test_channels_of_their_own_files_are_put_together_and_zeros_stand_in(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.nii.gz", VOLUME + number) for number, name in enumerate("ab")]
+    array, grid = read_channels([files[0], None, files[1]], 3)
+    np.testing.assert_array_equal(array, np.stack([VOLUME, np.zeros_like(VOLUME), VOLUME + 1]))
+    assert grid.spacing == SPACING
+    four = write(tmp_path / "four.nii.gz", np.stack([VOLUME] * 4, axis=-1))
+    assert read_channels([four], 4)[0].shape == (4, *SHAPE)
+    with pytest.raises(DataError, match=r"four.nii.gz: the image has 4 channels, the task takes 3; correct"):
+        read_channels([four], 3)
+
+
+def _bad(folder: Path, volume: np.ndarray = VOLUME, matrix: np.ndarray | None = None) -> Path:
+    return write(folder / "bad.nii", volume, matrix)
+
+
+def _oblique(folder: Path) -> Path:
+    turn = np.eye(4)
+    turn[:2, :2] = [[np.cos(0.4), -np.sin(0.4)], [np.sin(0.4), np.cos(0.4)]]
+    return _bad(folder, matrix=turn @ affine())
+
+
+
+@pytest.mark.parametrize(
+    ("pixdim", "words"), [(0.0, "spacing 0 x 1 x 3 mm, each must be above 0"), (-2.0, "spacing -2 x 1 x 3 mm, each must be above 0")]
+)
+def test_spacing_that_is_none(tmp_path: Path, pixdim: float, words: str) -> None:
+    file = _bad(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[80:84] = np.float32(pixdim).tobytes()  # pixdim[1] of the NIfTI-1 header
+    file.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=rf"bad.nii: {words}; correct the file's header$"):
+        read_volume(file)
+
+
+def test_oblique_affine_nan_picture_and_other_grid(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"bad.nii: oblique affine, an axis leans 23 degrees away from the patient's; resample"):
+        read_volume(_oblique(tmp_path))
+    with pytest.raises(DataError, match=r"bad.nii: the image holds NaN or infinite values"):
+        read_channels([_bad(tmp_path, np.full(SHAPE, np.nan, np.float32))], 1)
+    with pytest.raises(DataError, match=r"bad.nii: 12 x 14 is no volume, the task has spatial_dims 3; give all slices together"):
+        read_volume(_bad(tmp_path, VOLUME[:, :, 0]))
+    (tmp_path / "p.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"p.png: a picture, the task has spatial_dims 3"):
+        read_volume(tmp_path / "p.png")
+    first = write(tmp_path / "first.nii.gz", VOLUME)
+    shifted = affine()
+    shifted[0, 3] += 1
+    with pytest.raises(DataError, match=r"bad.nii: lies on another grid than first.nii.gz \(up to 1 mm away\); resample"):
+        read_channels([first, _bad(tmp_path, matrix=shifted)], 2)
+    with pytest.raises(DataError, match=r"another grid than first.nii.gz \(12 x 14 x 9 voxels, not 12 x 14 x 10\)"):
+        read_channels([first, _bad(tmp_path, VOLUME[..., :9])], 2)
+
+
+def test_a_grid_that_nobody_knows_differs_by_its_shape_alone() -> None:
+    known, unknown = Grid(SHAPE, affine()), Grid(SHAPE, np.eye(4), known=False)
+    assert known.difference(unknown) == "" and unknown.spacing is None
+    assert turned(VOLUME[None], unknown, cube_task())[1] is unknown
+
+
+def test_a_dicom_series_has_its_place_in_space(tmp_path: Path) -> None:
+    array, grid = read_volume(dicom_series(tmp_path / "ct"))
+    assert array.shape == (1, 5, 6, 4) and array[0, 3, 2, 1] == 3 + 20 + 100
+    assert grid.spacing == pytest.approx((0.25, 0.5, 2.0))
+    np.testing.assert_allclose(grid.affine @ [3, 2, 1, 1], [-10 - 0.75, -20 - 1.0, 32, 1], atol=1e-6)  # LPS to RAS
+    with pytest.raises(DataError, match=r"0.dcm: one DICOM file is no volume here; give the folder of its series"):
+        read_volume(tmp_path / "ct/0.dcm")
+
+
+def test_a_series_that_lost_a_slice_is_no_volume(tmp_path: Path) -> None:
+    folder = dicom_series(tmp_path / "ct", slices=5)
+    (folder / "2.dcm").unlink()
+    with pytest.raises(DataError, match=r"ct: slices lie 2 to 4 mm apart; restore what is missing, or resample the volume"):
+        read_volume(folder)
+    broken = dicom_series(tmp_path / "broken")
+    (broken / "3.dcm").write_bytes((broken / "3.dcm").read_bytes()[:200])
+    with pytest.raises(DataError, match=r"broken: "):
+        read_volume(broken)

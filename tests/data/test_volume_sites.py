@@ -1,0 +1,134 @@
+"""Sites of volumes from their files to splits: channels, geometry, labels, and what is wrong with them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.data.cache import _memory
+from medflare.data.checking.check import check_site
+from medflare.data.loading import load_site_data
+from medflare.data.sites.opening import open_site
+from medflare.networks import dry_run
+from medflare.tasks.config import load_task
+from volumes import PATCHES, SHAPE, TASK, affine, cube_task, make_volumes, write
+
+Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
+
+
+@pytest.mark.parametrize("fit", ["resize", "patch"])
+def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, fit: str) -> None:
+    task, folder = cube_task(fit=fit), make_volumes(tmp_path / "A")
+    first = load_site_data("A", task, folder, cache=tmp_path / "cache")
+    _memory.clear()
+    again = load_site_data("A", task, folder, cache=tmp_path / "cache")
+    for data in (first, again):
+        assert [len(data.train), len(data.validation), len(data.test)] == [3, 2, 2]
+        size = (8, 8, 8) if fit == "resize" else SHAPE
+        assert data.train.image(0).shape == (2, *size) and data.train.targets[0].shape == size
+        spacing = (2.0 * 12 / 8, 14 / 8, 3.0 * 10 / 8) if fit == "resize" else (2.0, 1.0, 3.0)
+        assert data.train.spacings[0] == pytest.approx(spacing)
+    assert torch.equal(first.test.image(1), again.test.image(1))
+    bright = (first.train.image(0)[1] > 0.6).long()
+    assert (bright == first.train.targets[0]).float().mean() > 0.9, "channels and mask belong together"
+
+
+def test_orientation_and_spacing_of_the_task_hold_for_image_and_mask(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A")
+    stored = load_site_data("A", cube_task(fit="patch"), folder)
+    turned = load_site_data("A", cube_task(fit="patch", orientation="SPR", spacing=[3.0, 2.0, 2.0]), folder)
+    assert stored.train.image(0).shape[1:] == (12, 14, 10) and turned.train.spacings[0] == pytest.approx((3.0, 2.0, 2.0))
+    assert turned.train.image(0).shape[1:] == (10, 8, 12)
+    bright, mask = turned.train.image(0)[0] > 0.6, turned.train.targets[0] > 0
+    assert 2 * (bright & mask).sum() / (bright.sum() + mask.sum()) > 0.8
+
+
+def test_a_missing_channel_is_an_error_or_zeros(tmp_path: Path, edit: Edit) -> None:
+    folder = make_volumes(tmp_path / "A")
+    edit(folder, lambda listed: listed["training"][0].update(image=["p0_pre.nii.gz", None]))
+    with pytest.raises(DataError, match=r"training\[0\]: channel flair is missing; add its file, or say missing_channels 'zeros'"):
+        load_site_data("A", cube_task(), folder)
+    zeros = load_site_data("A", cube_task(missing_channels="zeros"), folder)
+    assert zeros.train.image(0)[1].unique().numel() == 1 and zeros.train.image(1)[1].unique().numel() > 1
+    edit(folder, lambda listed: listed["training"][0].update(image=["gone_pre.nii.gz", "gone_flair.nii.gz"]))
+    with pytest.raises(DataError, match=r"training\[0\]: none of the image's files exists"):
+        load_site_data("A", cube_task(missing_channels="zeros"), folder)
+    with pytest.raises(DataError, match=r"gone_pre.nii.gz: file not found"):
+        load_site_data("A", cube_task(), folder)
+    edit(folder, lambda listed: listed["training"][0].update(image=["p0_pre.nii.gz"]))
+    with pytest.raises(DataError, match=r"training\[0\]: 1 files for 2 channels \(pre, flair\); list one for each"):
+        load_site_data("A", cube_task(), folder)
+
+
+def test_a_label_of_another_grid_and_pictures_in_a_task_of_volumes(tmp_path: Path, edit: Edit, make_site: Callable[..., Path]) -> None:
+    folder = make_volumes(tmp_path / "B")
+    write(folder / "p0_mask.nii.gz", np.zeros(SHAPE, np.uint8), affine(spacing=(2, 1, 2.5)))
+    with pytest.raises(DataError, match=r"p0_mask.nii.gz: the mask lies on another grid than its image .*pre.nii.gz \(up to 4.5 mm away\)"):
+        load_site_data("B", cube_task(), folder)
+    with pytest.raises(DataError, match=r"0.png: a picture, the task has spatial_dims 3; give NIfTI files or folders with a DICOM series"):
+        load_site_data("A", cube_task(channels=1), make_site())
+
+
+def test_a_task_of_pictures_with_a_file_for_each_channel(tmp_path: Path, make_site: Callable[..., Path], edit: Edit) -> None:
+    folder = make_site()
+
+    def twice(listed: dict[str, Any]) -> None:
+        for entries in listed.values():
+            for entry in entries:
+                entry["image"] = [entry["image"], "images/0.png"]
+
+    edit(folder, twice)
+    data = load_site_data("A", load_task({**TASK, "spatial_dims": 2, "size": [16, 16]}), folder)
+    assert data.train.image(1).shape == (2, 16, 16) and torch.equal(data.train.image(1)[1], data.train.image(0)[0])
+
+
+def test_unreadable_images_are_left_out_up_to_a_limit_and_named(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A", patients={"training": 6, "validation": 2, "test": 2})
+    (folder / "p1_pre.nii.gz").write_bytes(b"broken")
+    with pytest.raises(DataError, match=r"p1_pre.nii.gz: cannot be read as an image"):
+        load_site_data("A", cube_task(), folder)
+    allowed = cube_task(unreadable="skip", unreadable_limit={"share": 0.1})
+    data = load_site_data("A", allowed, folder)
+    assert len(data.train) == 5 and len(data.left_out) == 1 and "p1_pre.nii.gz: cannot be read" in data.left_out[0]
+    for limit in ({"share": 0.09}, {"share": 1.0, "count": 0}):
+        with pytest.raises(DataError, match=r"site A: 1 of 10 images cannot be used, the task's unreadable_limit is .*p1_pre.nii.gz: "):
+            load_site_data("A", cube_task(unreadable="skip", unreadable_limit=limit), folder)
+    report = check_site(folder, allowed, tmp_path)
+    assert report.ok and "left out: " in report.render() and "p1_pre.nii.gz" in report.render()
+    strict = check_site(folder, cube_task())
+    assert not strict.ok and "PROBLEM: " in strict.render() and "p1_pre.nii.gz" in strict.render()
+
+
+def test_data_check_reads_and_draws_volumes(tmp_path: Path) -> None:
+    for name in ("A", "BB"):
+        make_volumes(tmp_path / name)
+    report = check_site(tmp_path, load_task(PATCHES), tmp_path / "out")
+    text = report.render()
+    assert report.ok and "12 x 14 x 10 (4), 12 x 14 x 11 (3)" in text and "training voxels" in text
+    assert report.shift is not None and report.thumbnails is not None and report.thumbnails.stat().st_size > 1000
+
+
+def test_what_does_not_fit_the_network_or_the_memory_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = {"name": "unet", "channels": [2, 2, 2, 2, 2]}
+    with pytest.raises(ConfigError, match=r"network unet needs sides divisible by 16, size is \[12, 16, 20\]; use \[16, 16, 32\]$"):
+        dry_run.check_network(cube_task(network=deep, size=[12, 16, 20]))
+    dry_run.check_network(cube_task(network=deep, size=[16, 16, 32]))
+    folder = make_volumes(tmp_path / "A")
+    open_site("A", cube_task(), data_root=folder)
+    monkeypatch.setattr(dry_run, "_free", lambda device: 10**4)
+    with pytest.raises(ConfigError, match=r"site A: a training step on 2 x \[8, 8, 8\] needs at least 0.0 GiB, 0.0 GiB are free on cpu"):
+        open_site("A", cube_task(), data_root=folder)
+
+
+def test_the_datalist_says_what_a_list_of_files_must_be(tmp_path: Path) -> None:
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": [], "label": "m.nii"}]}))
+    with pytest.raises(DataError, match=r"image must be an image file, or a list of files, one a channel, null for none, got \[\]"):
+        load_site_data("A", cube_task(), tmp_path)
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": [None], "label": "m.nii"}]}))
+    with pytest.raises(DataError, match=r"training\[0\]: every channel of the image is null"):
+        load_site_data("A", cube_task(), tmp_path)

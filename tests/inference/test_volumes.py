@@ -1,0 +1,193 @@
+"""Delivered models on volumes: the numbers of the evaluation, masks on the grid of the file, other formats."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pydicom
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medflare.core import packages
+from medflare.core.errors import ConfigError, ExportError
+from medflare.data.sites.opening import open_site
+from medflare.federation.local import run_local
+from medflare.inference.deployed import StoredModel, load_model, plain_message
+from medflare.inference.export import export
+from medflare.inference.inputs import find_inputs
+from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
+from medflare.methods.catalogue import build_deployed
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import TaskConfig, load_task
+from small import SEGMENTATION as SLICES
+from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_volumes, write
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("volumes")
+    for name in ("A", "BB", "O"):
+        make_volumes(folder / name)
+    return folder
+
+
+def _test_images(root: Path, site: str) -> list[Path]:
+    return [root / site / name for entry in json.loads((root / site / "datalist.json").read_text())["test"] for name in entry["image"]]
+
+
+@pytest.mark.parametrize(("method", "site"), [("fedsm", "A"), ("iop_fl", "O"), ("grace", "O")])
+def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, site: str, root: Path, tmp_path: Path) -> None:
+    settings: dict[str, dict[str, Any]] = {"iop_fl": {"route_epochs": 1, "radius": 1}, "grace": {"client": "erm", "tta": "dsbn"}}
+    options = settings.get(method, {})
+    task = load_task({**PATCHES, "size": [8, 8, 4]})
+    outside = [site] if site == "O" else []
+    results = run_local(method, task, ["A", "BB"], outside=outside, rounds=1, seed=0, data_root=root, out=tmp_path / "run", **options)
+    stored = load_model(tmp_path / "run/sites" / site / "deployed")
+    inputs, problems = find_inputs(_test_images(root, site), tmp_path / "out", task.channel_names)
+    assert not problems and [source.name for source in inputs] == ["p5", "p6"] and [len(source.channels) for source in inputs] == [2, 2]
+    prepared = [prepare(source, task) for source in inputs]
+    model: Any = prediction_model(stored, build_deployed).eval()
+    if hasattr(model, "adapt"):
+        fit(model, prepared, task, "cpu", stored.kind)
+    found = [prediction.probabilities[0] for prediction in predictions(model, prepared, task)]
+    place = open_site(site, task, data_root=root)
+    expected = place.predict(build_deployed(task, stored.message), "test")
+    assert all(torch.equal(first, second) for first, second in zip(found, expected, strict=True))
+    assert place.score_outputs(found, "test").values["dice"] == results["sites"][site]["metrics"]["deployed"]["dice"]
+
+
+class Bright(nn.Module):
+    """Foreground is where the first channel, scaled to 0 to 1, is bright."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images[:, :1] > 0.5).float()
+
+
+def _bright(task: TaskConfig) -> StoredModel:
+    return StoredModel(task, plain_message({}), {})
+
+
+@pytest.mark.parametrize("codes", ["RAS", "LIP"])
+@pytest.mark.parametrize("spacing", [None, [1.0, 1.0, 1.0]])
+def test_masks_lie_on_the_grid_of_the_file(codes: str, spacing: list[float] | None, tmp_path: Path) -> None:
+    task = cube_task(fit="patch", channels=1, orientation="ASL", spacing=spacing)
+    volume = np.zeros(SHAPE, np.float32)
+    volume[2:7, 3:9, 4:8] = 100
+    write(tmp_path / "scan.nii.gz", volume, affine(codes))
+    summary = predict(_bright(task), [tmp_path / "scan.nii.gz"], tmp_path / "out", builder=lambda task, message: Bright())
+    assert summary.images == 1 and not summary.failed
+    mask = nibabel.load(tmp_path / "out/scan_seg.nii.gz")
+    np.testing.assert_array_equal(mask.affine, affine(codes))
+    found = np.asarray(mask.dataobj) == 1
+    if spacing is None:
+        np.testing.assert_array_equal(found, volume > 0)
+    else:
+        assert 2 * (found & (volume > 0)).sum() / (found.sum() + (volume > 0).sum()) > 0.9
+    with (tmp_path / "out/predictions.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["voxels_cube"] == str(found.sum()) and float(row["ml_cube"]) == pytest.approx(found.sum() * 6 / 1000)
+
+
+def test_a_resized_prediction_comes_back_to_the_volumes_size(tmp_path: Path) -> None:
+    volume = np.zeros((16, 16, 16), np.float32)
+    volume[4:12, 4:12, 8:] = 100
+    write(tmp_path / "scan.nii", volume, affine("PSR"))
+    predict(_bright(cube_task(channels=1)), [tmp_path / "scan.nii"], tmp_path / "out", builder=lambda task, message: Bright())
+    found = np.asarray(nibabel.load(tmp_path / "out/scan_seg.nii.gz").dataobj) == 1
+    assert found.shape == volume.shape and 2 * (found & (volume > 0)).sum() / (found.sum() + (volume > 0).sum()) > 0.95
+
+
+def test_a_dicom_series_gets_a_nifti_mask_where_the_patient_lies(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
+    pixels = np.zeros((6, 5), np.uint16)
+    pixels[1, 3] = 500
+    (tmp_path / "in/ct").mkdir(parents=True)
+    for number in range(4):
+        write_dicom(tmp_path / f"in/ct/{number}.dcm", pixels, number)
+    task = cube_task(fit="patch", channels=1)
+    summary = predict(_bright(task), [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: Bright())
+    assert summary.failed == [] and summary.images == 1
+    mask = nibabel.load(tmp_path / "out/ct_seg.nii.gz")
+    assert np.argwhere(np.asarray(mask.dataobj) == 1).tolist() == [[3, 1, slice_] for slice_ in range(4)]  # column, row, slice
+
+
+def test_channels_are_found_by_their_names_and_a_missing_one_is_told(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("P1_pre", "P1_flair", "P2-flair", "P3"):
+        write(tmp_path / f"in/{name}.nii.gz", np.ones(SHAPE, np.float32))
+    inputs, _ = find_inputs([tmp_path / "in"], tmp_path / "out", ("pre", "flair"))
+    found = {source.name: [file and file.name for file in source.channels] for source in inputs}
+    assert found == {"P1": ["P1_pre.nii.gz", "P1_flair.nii.gz"], "P2": [None, "P2-flair.nii.gz"], "P3": []}
+    summary = predict(_bright(cube_task(fit="patch")), [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: Bright())
+    assert summary.images == 1 and len(summary.failed) == 2
+    assert any("P2: channel pre is missing" in line for line in summary.failed)
+    assert any("P3.nii.gz: the image has 1 channels, the task takes 2" in line for line in summary.failed)
+
+
+@pytest.mark.parametrize("format", ["torchscript", "onnx", "monai"])
+def test_networks_of_volumes_are_exported(format: str, root: Path, tmp_path: Path) -> None:
+    task = load_task(PATCHES)
+    if format == "onnx":
+        pytest.importorskip("onnxscript")
+    message = plain_message(initial_network(task, 0).state_dict())
+    card = {"task": task.to_dict(), "kind": "plain"}
+    done = export(StoredModel(task, message, card), format, tmp_path / "out", images=_test_images(root, "A"))
+    assert done.files and all(value < 1e-4 for value in done.differences.values()) and len(done.differences) == 2
+
+
+@pytest.mark.parametrize("target", ["binary", "multiclass"])
+def test_a_bundle_of_volumes_predicts_as_medflare_does(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from monai import bundle
+
+    changes = {} if target == "binary" else {"target": target, "labels": ["background", "cube"]}
+    task = load_task({**PATCHES, **changes, "orientation": "PLS", "spacing": [1.0, 2.0, 2.0]})
+    stored = StoredModel(task, plain_message(initial_network(task, 0).state_dict()), {"task": task.to_dict(), "kind": "plain"})
+    export(stored, "monai", tmp_path / "bundle")
+    (tmp_path / "in").mkdir()
+    for name in task.channel_names:
+        write(tmp_path / f"in/scan_{name}.nii.gz", np.random.default_rng(0).random(SHAPE).astype(np.float32), affine("LIP"))
+    monkeypatch.chdir(tmp_path / "bundle")
+    bundle.run(config_file="configs/inference.json", dataset_dir=str(tmp_path / "in"), output_dir=str(tmp_path / "monai"))
+    predict(stored, [tmp_path / "in"], tmp_path / "medflare")
+    (file,) = (tmp_path / "monai").glob("*.nii.gz")
+    ours, monais = nibabel.load(tmp_path / "medflare/scan_seg.nii.gz"), nibabel.load(file)
+    np.testing.assert_allclose(monais.affine, ours.affine, atol=1e-5)
+    assert (np.asarray(ours.dataobj) == np.asarray(monais.dataobj).reshape(SHAPE)).mean() > 0.99  # resampled back by another routine
+
+
+def test_volumes_that_are_resized_make_no_bundle(tmp_path: Path) -> None:
+    task = cube_task()
+    stored = StoredModel(task, plain_message(initial_network(task, 0).state_dict()), {"task": task.to_dict(), "kind": "plain"})
+    with pytest.raises(ExportError, match=r"cannot resize volumes as they were for training; export torchscript or onnx"):
+        export(stored, "monai", tmp_path)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) -> None:
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    dicom_series(tmp_path / "ct")
+    task = cube_task(fit="patch", channels=1) if dims == 3 else load_task({**SLICES, "size": [8, 8]})
+    for folder in ("first", "second"):
+        summary = predict(_bright(task), [tmp_path / "ct"], tmp_path / folder, builder=lambda task, message: Bright(), seg=True)
+        assert summary.failed == [] and summary.images == 1
+    seg = pydicom.dcmread(tmp_path / "first/ct_seg.dcm")
+    assert (seg.Modality, seg.PatientID, seg.FrameOfReferenceUID) == ("SEG", "p", "1.2.4")
+    assert [str(segment.SegmentLabel) for segment in seg.SegmentSequence] == list(task.labels)
+    assert seg.SOPInstanceUID == pydicom.dcmread(tmp_path / "second/ct_seg.dcm").SOPInstanceUID
+    predict(_bright(task), [tmp_path / "ct"], tmp_path / "nifti", builder=lambda task, message: Bright())
+    mask = np.asarray(nibabel.load(tmp_path / "nifti/ct_seg.nii.gz").dataobj)
+    places = [float(frame.PlanePositionSequence[0].ImagePositionPatient[2]) for frame in seg.PerFrameFunctionalGroupsSequence]
+    frames = seg.pixel_array.reshape(-1, 6, 5)
+    for frame, height in zip(frames, places, strict=True):
+        np.testing.assert_array_equal(frame, mask[:, :, round((height - 30) / 2)].T)
+    assert mask.any() and frames.sum() == mask.sum()
+
+
+def test_segmentation_objects_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=r"DICOM-SEG \(the extra medflare\[dicomseg\]\) needs the package highdicom, which is"):
+        predict(_bright(cube_task()), [tmp_path], tmp_path / "out", seg=True)

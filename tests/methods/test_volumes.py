@@ -1,0 +1,91 @@
+"""Methods on volumes: what trains, whole and in patches, and what is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.federation.local import run_local
+from medflare.methods.catalogue import get_method
+from medflare.tasks.config import load_task
+from volumes import PATCHES, TASK, cube_task, make_volumes
+
+RUNS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedsm": {},
+    "prr": {},
+    "iop_fl": {"outside": ["O"], "route_epochs": 1, "radius": 1, "perturbation": "noise+turns"},
+    "grace": {"outside": ["O"], "client": "adv", "tta": "dsbn", "probe": True},
+    "feddag": {"warmup": 0, "generator_width": 2, "generator_blocks": 1, "generator_scale": 2},
+    "moon": {},
+    "scaffold": {},
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("volumes")
+    for name in ("A", "BB", "O"):
+        make_volumes(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("fit", ["resize", "patch"])
+@pytest.mark.parametrize("method", RUNS)
+def test_a_method_trains_on_volumes(method: str, fit: str, root: Path, tmp_path: Path) -> None:
+    options = dict(RUNS[method])
+    results = run_local(method, PATCHES if fit == "patch" else TASK, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **options)
+    assert results["status"] == "COMPLETED", results["reason"]
+    for name, site in results["sites"].items():
+        assert (tmp_path / f"sites/{name}/pictures/middle slices.png").stat().st_size > 500
+        measured = site["metrics"]["deployed"]
+        assert measured.keys() == {"dice", "iou", "hd95_mm", "surface_dice"} and measured["dice"] is not None, name
+
+
+def test_patches_teach_what_whole_volumes_are_scored_on(root: Path) -> None:
+    task = {**PATCHES, "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}, "local_epochs": 25, "loss": {"name": "dice_ce"}}
+    results = [run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=root)["mean"] for _ in range(2)]
+    assert results[0]["inside"]["global"]["dice"] > 0.8
+    assert results[0] == results[1], "equal seeds draw equal patches"
+
+
+def test_what_was_left_out_is_an_event(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A", patients={"training": 4, "validation": 2, "test": 2})
+    (folder / "p1_flair.nii.gz").write_bytes(b"broken")
+    task = {**PATCHES, "unreadable": "skip", "unreadable_limit": {"share": 0.2}}
+    results = run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=tmp_path, out=tmp_path / "out")
+    (event,) = (event for event in results["events"] if event["kind"] == "left_out")
+    assert event["site"] == "A" and "p1_flair.nii.gz: cannot be read as an image" in event["message"]
+    assert results["sites"]["A"]["n"]["train"] == 3 and "p1_flair.nii.gz" in (tmp_path / "out/report.html").read_text()
+    failed = run_local("fedavg", PATCHES, ["A"], rounds=1, seed=0, data_root=tmp_path)
+    assert failed["status"] == "FAILED" and "p1_flair.nii.gz" in failed["reason"]
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "task", "message"),
+    [
+        ("fedsm_extra", {}, PATCHES, "fedsm_extra: combine=extra labels whole images, fit 'patch' has none"),
+        ("prr", {}, {**PATCHES, "target": "multilabel", "labels": ["a", "b"]}, "negatives of a multilabel task cannot be counted with fit"),
+        ("fedavg", {}, {**TASK, "network": {"name": "deeplab"}}, "network deeplab is for pictures, the task has spatial_dims 3; use .*un"),
+        ("fedavg", {}, {**TASK, "size": [8, 7, 8]}, r"network unet needs sides divisible by 2, size is \[8, 7, 8\]; use \[8, 8, 8\]"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(method: str, hyper: dict[str, Any], task: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_method(method).check(hyper, load_task(task))
+
+
+def test_a_whole_volume_may_be_labelled_by_its_best_model() -> None:
+    get_method("fedsm_extra").check({}, cube_task())
+    get_method("fedsm_extra").check({"combine": "ensemble"}, load_task(PATCHES))
+
+
+def test_networks_of_volumes_have_their_features_and_logits_at_the_volumes_size() -> None:
+    from medflare.networks.catalogue import build_network
+
+    task = cube_task()
+    network = build_network(task.network, 2, 1, 3)
+    features, logits = network.features_and_output(torch.rand(2, 2, 8, 12, 16))
+    assert features.shape == (2, 2, 8, 12, 16) and logits.shape == (2, 1, 8, 12, 16)
