@@ -121,7 +121,7 @@ class Site:
         for index, taken in self.fitting.in_order(self.data.split(split), self._bearable(batch_size or self.task.batch_size)):
             yield self._batch(index, *taken)
 
-    def take(self, split: str, index: Tensor, random: np.random.RandomState | None = None) -> Batch:
+    def take(self, split: str, index: Tensor, random: np.random.RandomState) -> Batch:
         """The images of a split in the rows `index`, long (B,), on the site's device; with `fit` "patch", a patch of each from `random`."""
         return self._batch(index, *self.fitting.take(self.data.split(split), index, random))
 
