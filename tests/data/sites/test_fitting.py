@@ -46,6 +46,8 @@ def test_small_and_empty_images_give_patches_too() -> None:
     assert torch.equal(targets[0] > 0, images[0, 0] > 0)
     empty, mask = Patches(TASK).take(_split(foreground=False), torch.tensor([0]), numpy_random_state(0, "patches"))
     assert empty.shape == (1, 2, 8, 8, 8) and not mask.any()
+    nobody, nothing = Patches(TASK).take(_split(), torch.zeros(0, dtype=torch.long), numpy_random_state(0))
+    assert nobody.shape == (0, 2, 8, 8, 8) and nothing.shape == (0, 8, 8, 8) and nothing.dtype == torch.long
 
 
 def test_windows_cover_an_image_in_order() -> None:

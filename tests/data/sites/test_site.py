@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from medflare.tasks.config import TaskConfig
 from pictures import numbered_site
 
 TaskOf = Callable[..., TaskConfig]
+
+RANDOM = np.random.RandomState(0)
 
 
 def _order(site: Site, *keys: Any, **options: Any) -> list[int]:
@@ -125,18 +128,18 @@ def test_notes_and_counts(make_task: TaskOf) -> None:
 
 def test_taken_rows_come_as_they_are(make_task: TaskOf) -> None:
     site = numbered_site(make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}]))
-    batch = site.take("train", torch.tensor([7, 0, 7]))
+    batch = site.take("train", torch.tensor([7, 0, 7]), RANDOM)
     assert batch.images[:, 0, 0, 0].tolist() == [7, 0, 7] and batch.index.tolist() == [7, 0, 7]
     assert batch.targets.flatten(1).sum(dim=1).tolist() == [7, 0, 7]
-    assert len(site.take("test", torch.tensor([], dtype=torch.long)).images) == 0
+    assert len(site.take("test", torch.tensor([], dtype=torch.long), RANDOM).images) == 0
     site.abort = lambda: True
     with pytest.raises(Aborted, match="site A: stopped on request"):
-        site.take("train", torch.tensor([0]))
+        site.take("train", torch.tensor([0]), RANDOM)
 
 
 def test_augmentation_by_itself_leaves_the_batch_alone(make_task: TaskOf) -> None:
     site = numbered_site(make_task(augment=[{"name": "RandFlip", "prob": 1.0, "spatial_axis": 0}]))
-    batch = site.take("train", torch.tensor([3, 5]))
+    batch = site.take("train", torch.tensor([3, 5]), RANDOM)
     flipped = site.augmented(batch, numpy_random_state(0, "x"))
     assert torch.equal(flipped.targets, batch.targets.flip(1)) and flipped.index is batch.index
     assert batch.targets.flatten(1).sum(dim=1).tolist() == [3, 5] and not torch.equal(flipped.targets, batch.targets)

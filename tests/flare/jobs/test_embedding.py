@@ -9,6 +9,7 @@ import pytest
 import medflare
 from medflare.cli import main
 from medflare.core.errors import ConfigError
+from medflare.evaluation.presentation import format_bytes
 from medflare.flare.jobs.building import build_job
 from medflare.flare.jobs.embedding import size_of
 from medflare.flare.recipes import FedSMRecipe
@@ -49,7 +50,7 @@ def test_with_code_and_without_app_custom_is_a_contradiction(tmp_path: Path, cap
 
 def test_the_command_says_how_large_the_job_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["job", "fedavg", "--embed-code", "--out", str(tmp_path / "job")]) == 0
-    assert f"job folder: {tmp_path / 'job'} ({size_of(tmp_path / 'job') / 2**10:.1f} KiB)" in capsys.readouterr().out
+    assert f"job folder: {tmp_path / 'job'} ({format_bytes(size_of(tmp_path / 'job'))})" in capsys.readouterr().out
     assert size_of(PACKAGE / "core") < size_of(tmp_path / "job") < 2**21
 
 

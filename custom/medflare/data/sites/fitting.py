@@ -6,7 +6,7 @@ the checks of exports go through here, so that a model sees the same windows eve
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class Fitting(Protocol):
 
     per_image: int  # samples that an image gives in an epoch
 
-    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState | None) -> Taken:
+    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState) -> Taken:
         """One sample for every row, long (B,), with draws from `random`."""
 
     def in_order(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
@@ -39,7 +39,7 @@ class Whole:
 
     per_image = 1
 
-    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState | None) -> Taken:
+    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState) -> Taken:
         """The images of some rows.
 
         Args:
@@ -66,31 +66,26 @@ class Patches:
     def __init__(self, task: TaskConfig):
         self.size, self.per_image = task.size, task.patches_per_image
 
-    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState | None) -> Taken:
+    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState) -> Taken:
         """A patch of every row, around a voxel of the foreground as often as around one of the background.
 
         Args:
             data: the split.
-            rows: long (B,).
-            random: source of the draws; None takes the middle of every image.
+            rows: long (B,); of none, an empty batch, as DP-SGD may draw it.
+            random: source of the draws.
         """
-        from monai.transforms.croppad.dictionary import CenterSpatialCropd, RandCropByPosNegLabeld
+        from monai.transforms.croppad.dictionary import RandCropByPosNegLabeld
 
-        keys = ["image", "target"]
-        crop: Any = CenterSpatialCropd(keys, self.size)
-        if random is not None:
-            crop = RandCropByPosNegLabeld(keys, label_key="foreground", spatial_size=self.size).set_random_state(state=random)
-        images, targets = [], []
+        like, label = data.image(0), data.targets[0]
+        crop = RandCropByPosNegLabeld(["image", "target"], label_key="foreground", spatial_size=self.size).set_random_state(state=random)
+        images, targets = [like.new_zeros(0, len(like), *self.size)], [label.new_zeros(0, *label.shape[: -len(self.size)], *self.size)]
         with plain_tensors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Num foregrounds")  # an image of background alone gives patches of background
             for row in rows.tolist():
-                found = crop(self._padded(data, row))
-                sample = found[0] if isinstance(found, list) else found
-                images.append(sample["image"])
-                targets.append(sample["target"])
-        kind = data.targets[0].dtype
-        shape = self.size if data.targets[0].ndim == len(self.size) else (-1, *self.size)
-        return torch.stack(images), torch.stack([target.reshape(shape) for target in targets]).to(kind)
+                (sample,) = crop(self._padded(data, row))
+                images.append(sample["image"][None])
+                targets.append(sample["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
+        return torch.cat(images), torch.cat(targets)
 
     def in_order(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
         """Every image cut into windows side by side that cover it.

@@ -58,8 +58,6 @@ class Site:
         self._loss = build_loss(task).to(self.device)
         self._drawing = {"train": drawing_weights(task, data.train.targets)}
 
-    # -- what it has -------------------------------------------------------------------------------------------------------------
-
     @property
     def n(self) -> dict[str, int]:
         """Images per split: train, validation, test."""
@@ -101,8 +99,6 @@ class Site:
         """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`."""
         return self._loss(logits, targets)
 
-    # -- batches -----------------------------------------------------------------------------------------------------------------
-
     def batches(
         self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True, drop_last: bool = False
     ) -> Iterator[Batch]:
@@ -127,7 +123,7 @@ class Site:
         for index, taken in self.fitting.in_order(self.data.split(split), self._bearable(batch_size or self.task.batch_size)):
             yield self._batch(index, *taken)
 
-    def take(self, split: str, index: Tensor, random: np.random.RandomState | None = None) -> Batch:
+    def take(self, split: str, index: Tensor, random: np.random.RandomState) -> Batch:
         """The images of a split in the rows `index`, long (B,), on the site's device; with `fit` "patch", a patch of each from `random`."""
         return self._batch(index, *self.fitting.take(self.data.split(split), index, random))
 
