@@ -10,7 +10,7 @@ import torch
 import medflare
 from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
-from medflare.federation.local import SITES, STATE, resume_local
+from medflare.federation.local.loop import SITES, STATE, resume_local
 from medflare.inference.deployed import load_model
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task

@@ -29,15 +29,15 @@ def check_network(task: TaskConfig) -> FeatureNetwork:
         ConfigError: it cannot be built, or the images do not pass, with the nearest larger size that would, or the output is no logits
             of the task.
     """
-    network, reason = _tried(task)
-    if reason is None:
-        return network
-    place = f"task {task.name}: network {task.network['name']}"
-    for divisor in _DIVISORS:
-        larger = tuple(math.ceil(side / divisor) * divisor for side in task.size)
-        if larger != task.size and _passes(replace(task, size=larger)):
-            raise ConfigError(f"{place} needs sides divisible by {divisor}, size is {list(task.size)}; use {list(larger)}")
-    raise ConfigError(f"{place}: {reason}")
+    try:
+        return _tried(task)
+    except ConfigError:
+        for divisor in _DIVISORS:
+            larger = tuple(math.ceil(side / divisor) * divisor for side in task.size)
+            if larger != task.size and _passes(replace(task, size=larger)):
+                needs = f"task {task.name}: network {task.network['name']} needs sides divisible by {divisor}"
+                raise ConfigError(f"{needs}, size is {list(task.size)}; use {list(larger)}") from None
+        raise
 
 
 def check_memory(task: TaskConfig, batch: int, device: torch.device, place: str) -> None:
@@ -65,29 +65,27 @@ def check_memory(task: TaskConfig, batch: int, device: torch.device, place: str)
         )
 
 
-def _tried(task: TaskConfig) -> tuple[FeatureNetwork, str | None]:
-    """The network without memory, and why it does not suit the task; None where it does.
-
-    Raises:
-        ConfigError: it cannot be built.
-    """
-    network = meta_network(task)
+def _tried(task: TaskConfig) -> FeatureNetwork:
+    """As `check_network`, for the task's own size."""
+    network, place = meta_network(task), f"task {task.name}: network {task.network['name']}"
     wanted = (2, task.outputs, *(task.size if task.kind == "segmentation" else ()))
     try:
         with torch.no_grad():
             found = tuple(network.eval()(example(task.image_channels, task.size, "meta")).shape)
     except PROBLEMS as error:
-        return network, f"images of size {list(task.size)} do not pass ({' '.join(str(error).split())[:200]}); change size or network"
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{place}: images of size {list(task.size)} do not pass ({reason}); change size or network") from error
     if found != wanted:
-        return network, f"two images give logits of shape {list(found)}, a {task.kind} task needs {list(wanted)}"
-    return network, None
+        raise ConfigError(f"{place}: two images give logits of shape {list(found)}, a {task.kind} task needs {list(wanted)}")
+    return network
 
 
 def _passes(task: TaskConfig) -> bool:
     try:
-        return _tried(task)[1] is None
+        _tried(task)
     except ConfigError:
         return False
+    return True
 
 
 def _least_bytes(task: TaskConfig, batch: int) -> int:
