@@ -14,6 +14,8 @@ from medflare.methods.base import ServerContext, Step
 from medflare.methods.catalogue import get_method
 from methods import squares
 
+COUNTS: dict[str, Any] = {"n": {"train": 7}, "class_counts": [3, 4]}
+
 
 class Places:
     """An exchange with sites that are there in some rounds, of which some cannot take part."""
@@ -29,7 +31,7 @@ class Places:
         assert step.phase == ENROL and not any(message.states for message in outgoing.values())
         self.told |= {site: message.facts for site, message in outgoing.items()}
         events = [{"kind": "warning", "message": "a note"}]
-        answers = {site: Reply(Message({}, {"n": {"train": 7}, "events": list(events)})) for site in outgoing}
+        answers = {site: Reply(Message({}, {**COUNTS, "events": list(events)})) for site in outgoing}
         return {site: self.broken.get(site, answer) for site, answer in answers.items()}
 
 
@@ -50,7 +52,7 @@ def test_everybody_is_told_the_federation_and_remembered() -> None:
     assert places.told["A"] == {"method": "fedavg", "sites": ["A", "B", "C"], "role": "inside", "finished": 0}
     assert places.told["O"]["role"] == "outside"
     assert list(found.enrolled) == ["A", "B", "C", "O"] and found.inside == ["A", "B", "C"]
-    assert found.enrolled["O"] == {"n": {"train": 7}, "role": "outside"} == found.context.site_counts["O"]
+    assert found.enrolled["O"] == {**COUNTS, "role": "outside"} == found.context.site_counts["O"]
     assert found.courier.outcome.enrolled is found.enrolled
     assert said(found, "warning") == [(site, None) for site in "ABCO"], "what sites note becomes events of theirs"
 
@@ -110,3 +112,15 @@ def test_too_few_inside_sites_are_counted_without_the_outside_ones() -> None:
 def test_problems_name_their_site_once() -> None:
     assert listed({"B": "late", "A": "site A has no images"}) == "site A has no images; B: late"
     assert listed({}) == ""
+
+
+def test_a_site_that_makes_no_sense_is_turned_away_once_and_the_others_go_on() -> None:
+    nonsense = Reply(Message({}, {"n": {"train": 10**400}, "class_counts": [1]}))
+    places = Places({0: "ABC", 1: "ABC"}, broken={"B": nonsense})
+    found = enrolment(places)
+    found.open(2)
+    assert found.inside == ["A", "C"]
+    places.told.clear()
+    assert found.members(Step("train", 1)) == ["A", "C"] and not places.told
+    (event,) = found.context.events.of("rejected")
+    assert event["site"] == "B" and "a number of" in event["message"]

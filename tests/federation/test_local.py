@@ -134,6 +134,11 @@ class TestDefinedBehaviour:
         events = run(sites=2, rounds=1, lam=0.1)["events"]
         assert any(event["kind"] == "warning" and "lam = 0.1 is below 1/K" in event["message"] for event in events)
 
+    @pytest.mark.parametrize("name", ["../evil", "a/b", "", "."])
+    def test_a_name_that_leads_elsewhere_is_refused(self, name: str) -> None:
+        with pytest.raises(ConfigError, match="a site's name is a folder's, too"):
+            run(sites=["A", name])
+
     def test_a_missing_data_root_is_a_failure_with_its_reason(self, tmp_path: Path) -> None:
         results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
         assert results["status"] == "FAILED"

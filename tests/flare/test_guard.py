@@ -17,9 +17,10 @@ from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.federation.settings import FACTS_LIMIT
 from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
-from medflare.flare.guard import FACTS_LIMIT, OutboundGuard, own_limits
+from medflare.flare.guard import OutboundGuard, own_limits
 from medflare.flare.privacy import UpdatePrivacy
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task

@@ -17,7 +17,8 @@ from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.federation.screening import not_plain, screen
+from medflare.federation.screening.replies import unreadable
+from medflare.federation.screening.updates import screen
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
 from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
@@ -219,7 +220,7 @@ def as_declared(halves: Mapping[str, Any], phase: str, outgoing: Mapping[str, Me
             assert half.phase(phase).unsent(outgoing[name]) is None, (phase, name)
         if name in replies:
             assert half.phase(phase).undeclared(replies[name], half.plan) is None, (phase, name)
-            assert not_plain(replies[name].facts) is None, (phase, name)
+            assert unreadable(replies[name], name) is None, (phase, name)
 
 
 def _restored(fresh: Any, memory: Message, folder: Path) -> Any:

@@ -1,5 +1,6 @@
 """What a message may hold: declared once by the method, used by its code, and checked where a reply leaves and where it arrives."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,18 +102,105 @@ class Entry(str):
         return {name.removeprefix(self): states[name] for name in sorted(states) if name.startswith(self)}
 
 
+Taken = Callable[[object], str | None]  # a fact's value -> what is wrong with it, in words that follow its name, or None
+
+
+def anything(value: object) -> str | None:
+    """Takes whatever JSON can hold."""
+    return None
+
+
+def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Taken:
+    """Takes finite numbers.
+
+    Args:
+        least: the smallest.
+        most: the largest.
+        optional: whether None is taken as well: a value that is not defined.
+
+    Examples:
+        >>> number(0, 1)(2), number(0, 1)(0.5), number()("high"), number(optional=True)(None)
+        ('is 2, expected a number from 0 to 1', None, 'is str, expected a number', None)
+    """
+    wanted = "a number" if (least, most) == (-math.inf, math.inf) else f"a number from {least:g} to {most:g}"
+
+    def problem(value: object) -> str | None:
+        if value is None and optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"is {type(value).__name__}, expected {wanted}"
+        return None if least <= value <= most and value not in (math.inf, -math.inf) else f"is {value!r:.40}, expected {wanted}"
+
+    return problem
+
+
+def count(most: int = 2**53) -> Taken:
+    """Takes whole numbers from 0.
+
+    Args:
+        most: the largest.
+
+    Examples:
+        >>> count()(3), count()(-1), count()(1.5)
+        (None, 'is -1, expected a count', 'is float, expected a count')
+    """
+
+    def problem(value: object) -> str | None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            return f"is {type(value).__name__}, expected a count"
+        return None if 0 <= value <= most else f"is {value!r:.40}, expected a count"
+
+    return problem
+
+
+def table(of: Taken = anything) -> Taken:
+    """Takes tables, name -> value.
+
+    Args:
+        of: what every value must be.
+
+    Examples:
+        >>> table(count())({"train": 3}), table(count())({"train": "many"}), table()([])
+        (None, "'train' is str, expected a count", 'is list, expected a table')
+    """
+
+    def problem(value: object) -> str | None:
+        if not isinstance(value, Mapping):
+            return f"is {type(value).__name__}, expected a table"
+        return next((f"{name!r:.60} {wrong}" for name, found in value.items() if (wrong := of(found))), None)
+
+    return problem
+
+
+def listing(of: Taken = anything) -> Taken:
+    """Takes lists.
+
+    Args:
+        of: what every item must be.
+    """
+
+    def problem(value: object) -> str | None:
+        if not isinstance(value, list | tuple):
+            return f"is {type(value).__name__}, expected a list"
+        return next((f"[{place}] {wrong}" for place, found in enumerate(value) if (wrong := of(found))), None)
+
+    return problem
+
+
 class Fact(str):
     """A named number, text or small table of a message. To the code it is the name, to the reader what it says.
 
     Attributes:
         about: what it says, a few words.
+        takes: what is wrong with a value, see `number`, `count`, `table` and `listing`; asked before a reply is used.
     """
 
     about: str
+    takes: Taken
 
-    def __new__(cls, name: str, about: str = "") -> "Fact":
+    def __new__(cls, name: str, about: str = "", takes: Taken = anything) -> "Fact":
         fact = super().__new__(cls, name)
-        fact.about = about
+        fact.about, fact.takes = about, takes
         return fact
 
 

@@ -25,6 +25,7 @@ class Enrolment:
     ):
         self.context, self.courier, self.identity = context, courier, identity
         self.returning, self.finished = returning, finished
+        self._turned_away: set[str] = set()
 
     @property
     def enrolled(self) -> dict[str, dict[str, Any]]:
@@ -66,10 +67,13 @@ class Enrolment:
         return [site for site in self.inside if site in present]
 
     def admit(self, round: int) -> dict[str, str]:
-        """Ask newcomers what they have; returns site -> problem for those that cannot take part."""
+        """Ask newcomers what they have; returns site -> problem for those that cannot take part.
+
+        A site whose answer nobody can work with is not asked again; the run goes on without it where enough others are there.
+        """
         context, problems = self.context, {}
         known = {*context.sites, *context.outside}
-        new = [site for site in sorted(self.courier.present(round)) if site in known and site not in self.enrolled]
+        new = [site for site in sorted(self.courier.present(round)) if site in known - self._turned_away and site not in self.enrolled]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
         invitation = {**self.identity, "sites": list(context.sites)}
         finished = {site: self.finished if site in self.returning else 0 for site in new}
@@ -77,8 +81,11 @@ class Enrolment:
         outgoing = {site: Message(dict(start), {**invitation, "role": roles[site], "finished": finished[site]}) for site in new}
         for site, reply in self.courier.ask(Step(ENROL, round), outgoing).items():
             if reply.message is None:
-                problems[site] = reply.problem
                 context.events.add(reply.kind, reply.problem, site=site, round=round)
+                if reply.kind == "rejected":  # what it says makes no sense: the others need not wait for it
+                    self._turned_away.add(site)
+                else:
+                    problems[site] = reply.problem
                 continue
             facts = dict(reply.message.facts)
             context.events.extend(facts.pop("events", []), site=site)

@@ -6,12 +6,13 @@ from typing import Final, Protocol
 
 from medflare.core.message import Message
 from medflare.federation.outcome import Outcome
-from medflare.federation.screening import not_plain
+from medflare.federation.screening.replies import DELIVERS, ENROLS, unfit, unreadable
 from medflare.methods.base import Step
 
 ENROL, DELIVER = "enrol", "deliver"
 START: Final = "start"  # entry of an invitation to enrol: what the task's network starts from, where that is no random draw
 PHASES_OF_ALL: Final = (ENROL, DELIVER)  # answered by the participant, whatever the method
+_FACTS: Final = {ENROL: (ENROLS, ("n", "class_counts")), DELIVER: (DELIVERS, ("metrics",))}  # phase -> (what it reports, what it must)
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Exchange(Protocol):
 
 
 class Courier:
-    """Asks sites over an exchange: counts what travels, answers for those that are silent, keeps back facts that nobody can write down."""
+    """Asks sites over an exchange: counts what travels, answers for those that are silent, lets nothing pass that nobody can work with."""
 
     def __init__(self, exchange: Exchange, outcome: Outcome):
         self.exchange, self.outcome = exchange, outcome
@@ -60,7 +61,7 @@ class Courier:
         """
         answers = self.exchange(step, outgoing) if outgoing else {}
         silent = Reply(problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing")
-        replies = {site: _plain(answers.get(site, silent)) for site in sorted(outgoing)}
+        replies = {site: _usable(answers.get(site, silent), site, step.phase) for site in sorted(outgoing)}
         self.outcome.down_bytes += total_bytes(outgoing.values())
         self.outcome.up_bytes += total_bytes(reply.message for reply in replies.values() if reply.message is not None)
         return replies
@@ -82,7 +83,9 @@ def total_bytes(messages: Iterable[Message]) -> int:
     return sum(message.nbytes for message in messages)
 
 
-def _plain(reply: Reply) -> Reply:
-    """The reply, or why its facts must not get as far as the results."""
-    problem = not_plain(reply.message.facts) if reply.message is not None else None
+def _usable(reply: Reply, site: str, phase: str) -> Reply:
+    """The reply, or why nobody can work with it."""
+    if reply.message is None:
+        return reply
+    problem = unreadable(reply.message, site) or unfit(reply.message, *_FACTS.get(phase, ((), ())))
     return reply if problem is None else Reply(problem=problem, kind="rejected")

@@ -12,13 +12,13 @@ from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import Manifest
+from medflare.core.manifest import Fact, Manifest
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed
 from medflare.federation.exchange import DELIVER, Courier, Exchange, numbered
 from medflare.federation.outcome import Outcome, StepReport
-from medflare.federation.screening import drop_undefined_metrics, screen
+from medflare.federation.screening.updates import drop_undefined_metrics, screen
 from medflare.federation.settings import Rules
 from medflare.methods.base import ServerHalf, Step
 
@@ -33,6 +33,7 @@ class Federation:
         identity: facts sent with "enrol"; a site whose task or method differs refuses, by name.
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps.
+        reports: phase -> the facts that a reply may hold, from the same declaration.
         returning: sites that were enrolled when the run that is taken up was interrupted.
     """
 
@@ -45,6 +46,7 @@ class Federation:
     checkpoint: Callable[[int], None] = lambda finished: None
     outcome: Outcome = field(default_factory=Outcome)
     returning: Collection[str] = ()
+    reports: Callable[[str], tuple[Fact, ...]] = lambda phase: ()
 
     def __post_init__(self) -> None:
         self._courier = Courier(self.exchange, self.outcome)
@@ -119,12 +121,14 @@ class Federation:
                 self.events.add(reply.kind, reply.problem, site=site, round=step.round)
         usable = {site: reply.message for site, reply in replies.items() if reply.message is not None}
         counts = {site: facts.get("n", {}) for site, facts in self.outcome.enrolled.items()}
-        screened = screen(usable, self.manifest(step.phase), outgoing, counts, norm_limit=self.rules.norm_limit)
+        declared = {"reports": self.reports(step.phase), "norm_limit": self.rules.norm_limit}
+        screened = screen(usable, self.manifest(step.phase), outgoing, counts, **declared)
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
         for site, message in screened.accepted.items():
             for metric in drop_undefined_metrics(message.facts):
-                self.events.add("undefined", f"validation metric of the {metric} model is not a number", site=site, round=step.round)
+                problem = f"validation metric of the {metric} model is no number from 0 to 1"
+                self.events.add("undefined", problem, site=site, round=step.round)
             self.events.extend(message.facts.pop("events", []), site=site, round=step.round)
         return screened.accepted, {**rejected, **screened.rejected}
 

@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.settings import STRICT, checked
 
+FACTS_LIMIT: Final = 65_536  # bytes of JSON in a message: room for counts and metrics, none for a model
 Sites = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 

@@ -22,6 +22,7 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import MedflareError, UpdateError
 from medflare.data.sites.local import OutboundLimits, local_settings
+from medflare.federation.settings import FACTS_LIMIT
 from medflare.flare.exchange.participants import SITE_TASK, SiteTask, read_local
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from medflare.core.message import Message
 
 REPORT = "outbound.csv"  # in the site's folder of the job
-FACTS_LIMIT = 65_536  # bytes of JSON: room for counts and metrics, none for a model
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phases
+from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phases, table
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
@@ -40,7 +40,7 @@ class ServerHyper:
 # What every reply to training or validation reports, see `SiteHalf.facts`.
 N_SAMPLES = Fact("n_samples", "training images")
 LOSS = Fact("loss", "mean training loss")
-VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training")
+VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", table())
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
 
 S = TypeVar("S", bound=SiteHyper)

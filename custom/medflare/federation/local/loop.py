@@ -169,8 +169,19 @@ def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+def _plain_name(name: str) -> str:
+    """The name, which is also a folder's.
+
+    Raises:
+        ConfigError: as a folder it would lie elsewhere.
+    """
+    if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ConfigError(f"site {name!r}: a site's name is a folder's, too; use letters, digits, - and _")
+    return name
+
+
 def _listed(names: Iterable[str], what: str) -> list[str]:
     """The names; a single text, which Python takes for its letters, is refused."""
     if isinstance(names, str):
         raise ConfigError(f"{what} = {names!r}: give a list of site names, for example [{names!r}]")
-    return list(names)
+    return [_plain_name(name) for name in names]

@@ -10,7 +10,7 @@ from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.manifest import Entry, Fact, Phase, number, table
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
@@ -29,7 +29,7 @@ T = TypeVar("T")
 GLOBAL = Entry("model")
 MODEL = Entry("model", "the site's locally trained model, for the weighted mean")
 OWN = Entry("own")  # what stays at home of a model that is shared in part
-PRIVACY = Fact("privacy", "what the run has cost the site's patients, with DP-SGD")
+PRIVACY = Fact("privacy", "what the run has cost the site's patients, with DP-SGD", table(number(0.0, optional=True)))
 SELECTED_ROUND = Fact("selected_round", "rounds of training behind a model")
 
 TRAIN = Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.manifest import Entry, Fact, Phase, number, table
 from medflare.core.message import Message
 from medflare.core.settings import no_such
 from medflare.core.states import StateDict, moved
@@ -29,7 +29,7 @@ PERTURBED = Entry(
     when=lambda plan: _perturbs(plan.server_hyper),
 )
 CANDIDATE = Entry("candidate/")  # the model of another site, to be scored
-SCORES = Fact("scores", "site -> score of its model on this site's validation images")
+SCORES = Fact("scores", "site -> score of its model on this site's validation images", table(number(optional=True)))
 
 
 class ScoredSite(SiteHalf[Any]):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from medflare.core.manifest import Entry, Fact, Phase, merged_phases
+from medflare.core.manifest import Entry, Fact, Phase, merged_phases, number, table
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict, copy_state
@@ -37,7 +37,7 @@ GENERATOR = Entry(
 STUDENT = Entry(
     "student", "the site's student, for the mean that students start from", when=lambda plan: plan.site_hyper.distribution == "type2"
 )
-LOSSES = Fact("losses", "mean of each loss of the round")
+LOSSES = Fact("losses", "mean of each loss of the round", table(number(optional=True)))
 
 
 class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.manifest import Entry, Fact, Phase, count, number, table
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
@@ -36,9 +36,10 @@ META = Entry(
 )
 PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
 SELECTOR = Entry("selector")
-LOSSES = Fact("losses", "mean training loss of each model")
+LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)))
 UPDATE = Fact("update", "number of the selector's update within a round")
-GAMMAS, N_VALIDATION = Fact("gammas", "γ -> the super model's validation metric"), Fact("n_validation", "validation images")
+GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)))
+N_VALIDATION = Fact("n_validation", "validation images", count())
 SUPER = (Fact("gamma"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)  # what a super model is told with
 
 

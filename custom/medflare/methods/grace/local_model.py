@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from medflare.core.manifest import Fact, Phase
+from medflare.core.manifest import Fact, Phase, number
 from medflare.core.message import Message
 from medflare.core.rng import derived_seed
 from medflare.data.sites.site import Site
@@ -25,7 +25,7 @@ from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 
-A_DISTANCE = Fact("a_distance", "between global and local features")
+A_DISTANCE = Fact("a_distance", "between global and local features", number(optional=True))
 
 H = TypeVar("H", bound=LocalModelHyper)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.manifest import Entry, Fact, Phase, count, listing
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
@@ -53,7 +53,7 @@ NORMALISATION = Entry(
 )
 PERSONAL = Entry("personal", "the site's personal model, a candidate for outside sites")
 CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites")
-STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate")
+STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count()))
 _RECEIVED: dict[str, Any] = {"sends": (DEPUTY, PROTOTYPES), "tells": (CLASS_TOTALS,)}
 
 

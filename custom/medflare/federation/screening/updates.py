@@ -1,14 +1,14 @@
-"""What the server takes from a site: everything else is rejected, by name, before it can reach an average."""
+"""Replies to the phases of a method: what does not hold what the method declares, or cannot be meant, reaches no average."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from medflare.core.manifest import Manifest, non_finite, violation
+from medflare.core.manifest import Fact, Manifest, non_finite, violation
 from medflare.core.message import Message
+from medflare.federation.screening.replies import METRIC, is_number, unfit
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,23 @@ def screen(
     outgoing: Mapping[str, Message],
     enrolled: Mapping[str, Mapping[str, int]],
     *,
+    reports: tuple[Fact, ...] = (),
     norm_limit: float = 100.0,
 ) -> Screened:
-    """Check every reply against the manifest, for finite values, plausible sample counts and an update norm near its peers'.
+    """Check every reply against the declaration, for finite values, plausible sample counts and an update norm near its peers'.
 
     Args:
         replies: site -> reply.
         manifest: what a reply to this step holds.
         outgoing: what each site was sent; an update is the difference to the entry of the same name.
         enrolled: site -> {"train", "validation", "test"} counts given when it enrolled.
+        reports: the facts that a reply to this step may hold, with what they take.
         norm_limit: reject an update longer than this many times the median of the round (with three or more replies).
     """
     accepted: dict[str, Message] = {}
     rejected: dict[str, str] = {}
     for site in sorted(replies):
-        reason = _reason(replies[site], manifest, enrolled.get(site, {}))
+        reason = _reason(replies[site], manifest, reports, enrolled.get(site, {}))
         if reason is None:
             accepted[site] = replies[site]
         else:
@@ -50,31 +52,21 @@ def screen(
     return Screened(accepted, dict(sorted(rejected.items())))
 
 
-def not_plain(facts: Mapping[str, object]) -> str | None:
-    """What in a reply's facts cannot be written down as numbers and names, in words, or None.
-
-    Args:
-        facts: of a reply.
-    """
+def _reason(reply: Message, manifest: Manifest, reports: tuple[Fact, ...], counts: Mapping[str, int]) -> str | None:
     try:
-        json.dumps(facts)
-    except (TypeError, ValueError) as error:
-        return f"facts hold something that is neither number nor text ({error})"
-    return None
-
-
-def _reason(reply: Message, manifest: Manifest, counts: Mapping[str, int]) -> str | None:
-    return violation(reply, manifest) or non_finite(reply) or _implausible(reply.facts, counts)
+        return violation(reply, manifest) or non_finite(reply) or unfit(reply, reports) or _implausible(reply.facts, counts)
+    except Exception as error:  # whatever it is made of, it is the site's
+        return f"it cannot be checked ({type(error).__name__}: {error})"
 
 
 def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | None:
     loss = facts.get("loss")
-    if loss is not None and not _is_number(loss):
+    if loss is not None and not is_number(loss):
         return f"loss is {loss}: training diverged at the site; lower its learning rate or check its images"
     if "n_samples" not in facts:
         return None
     samples, known = facts["n_samples"], counts.get("train")
-    if not _is_number(samples) or samples <= 0:
+    if not is_number(samples) or samples <= 0:
         return f"n_samples is {samples!r}, expected a positive number"
     if known is not None and samples > known:
         return f"n_samples is {samples}, more than the {known} training images the site enrolled with"
@@ -107,7 +99,7 @@ def _update_norm(reply: Message, sent: Message | None, entry: str) -> float:
 
 
 def drop_undefined_metrics(facts: dict[str, Any]) -> list[str]:
-    """Set validation metrics that are no finite numbers to None, in place; returns their names.
+    """Set validation metrics that no metric can have to None, in place; returns their names.
 
     A site's metric only helps to choose a round, so a bad one costs the site its vote and not its update.
 
@@ -120,10 +112,6 @@ def drop_undefined_metrics(facts: dict[str, Any]) -> list[str]:
         (['global'], {'validation': {'global': None, 'personal': 0.5}})
     """
     measured = facts.get("validation") or {}
-    bad = [name for name, value in measured.items() if value is not None and not _is_number(value)]
+    bad = [name for name, value in measured.items() if METRIC(value)]
     facts["validation"] = {name: None if name in bad else value for name, value in measured.items()}
     return bad
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,192 @@
+"""The gate: whatever a site sends is either usable or rejected in one line, and nothing behind it fails."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.events import EventLog
+from medflare.core.message import Message
+from medflare.evaluation.contract import validate_results
+from medflare.federation.exchange import DELIVER, ENROL, Reply
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.loop import run_local
+from medflare.federation.screening.replies import DELIVERS, ENROLS, is_number, unfit, unreadable
+from medflare.methods.base import MEASURED, Step
+from small import tiny_phantom
+
+TINY = tiny_phantom(size=[16, 16])
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def event(**changes: Any) -> dict[str, Any]:
+    return {"events": [{"kind": "warning", "message": "a note", **changes}]}
+
+
+STATES = {
+    "states that are a list": lambda: Message([1], {}),  # type: ignore[arg-type]
+    "an entry that is no state": lambda: Message({"model": 3}, {}),  # type: ignore[dict-item]
+    "a number in place of a tensor": lambda: Message({"model": {"w": 3}}, {}),  # type: ignore[dict-item]
+    "an array in place of a tensor": lambda: Message({"model": {"w": torch.ones(2).numpy()}}, {}),  # type: ignore[dict-item]
+    "a sparse tensor": lambda: Message({"model": {"w": torch.ones(2).to_sparse()}}, {}),
+    "a tensor without memory": lambda: Message({"model": {"w": torch.ones(2, device="meta")}}, {}),
+}
+FACTS: dict[str, Any] = {
+    "facts that are a list": [1],
+    "a tensor": {"loss": torch.ones(2)},
+    "a huge number": {"n_samples": 10**400},
+    "a number of thousands of digits": {"loss": 10**5000},
+    "nested without end": {"validation": nested(5000)},
+    "half a character": {"validation": {"\ud800": 0.5}},
+    "a million facts": {str(number): number for number in range(100_000)},
+    "a set": {"validation": {1, 2}},
+    "events as text": {"events": "all is well"},
+    "an event as text": {"events": ["all is well"]},
+    "an event of no kind": {"events": [{"message": "hello"}]},
+    "an event of an unknown kind": event(kind="party"),
+    "an event in another's name": event(site="other"),
+    "an event in a round that is text": event(round="first"),
+    "an event without words": event(message=None),
+    "a thousand events": {"events": event()["events"] * 1000},
+}
+
+
+@pytest.mark.parametrize("made", STATES.values(), ids=STATES)
+def test_states_that_nobody_can_work_with(made: Callable[[], Message]) -> None:
+    reason = unreadable(made(), "A")
+    assert reason and "\n" not in reason and len(reason) < 200
+
+
+@pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS)
+def test_facts_that_nobody_can_work_with(facts: Any) -> None:
+    reason = unreadable(Message({}, facts), "A")
+    assert reason and "\n" not in reason and len(reason) < 200
+
+
+def test_what_sites_say_every_day_passes() -> None:
+    facts = {"n_samples": 7, "loss": math.nan, "validation": {"global": None, "personal": 0.5}, **event(site="A", round=2)}
+    message = Message({"model": {"w": torch.ones(2, 2).T, "count": torch.tensor(3)}}, facts)
+    assert unreadable(message, "A") is None and unfit(message, MEASURED) is None
+
+
+@pytest.mark.parametrize(
+    ("declared", "facts", "words"),
+    [
+        (MEASURED, {"validation": "good"}, "validation is str, expected a table"),
+        (ENROLS, {"n": 7}, "n is int, expected a table"),
+        (ENROLS, {"n": {"train": -1}}, "n 'train' is -1, expected a count"),
+        (ENROLS, {"n": {"test": 1}}, "n says nothing of 'train'"),
+        (ENROLS, {"class_counts": "many"}, "class_counts is str, expected a list"),
+        (DELIVERS, {"metrics": "fine"}, "metrics is str, expected a table"),
+        (DELIVERS, {"metrics": {"global": [1]}}, "metrics 'global' is list, expected a table of metrics"),
+        (DELIVERS, {"metrics": {"global": {"dice": 1e9}}}, "metrics 'global' 'dice' is 1000000000.0, expected a number from 0 to 1"),
+        (DELIVERS, {"metrics": {"global": {"hd95": -1}}}, "metrics 'global' 'hd95' is -1, expected a number from 0 to inf"),
+        (DELIVERS, {"reports": 3}, "reports is int, expected a table"),
+    ],
+)
+def test_facts_that_cannot_be_meant(declared: Any, facts: dict[str, Any], words: str) -> None:
+    assert unfit(Message({}, facts), declared) == words
+
+
+def test_what_must_be_said() -> None:
+    assert unfit(Message(), ENROLS, ("n",)) == "fact 'n' is missing"
+    assert unfit(Message({}, {"metrics": {"deployed": {"dice": None, "hd95": 40.0}}}), DELIVERS, ("metrics",)) is None
+
+
+NAMES = ["n", "class_counts", "metrics", "validation", "loss", "events"]
+
+
+def anything(random: random.Random, depth: int = 0) -> Any:
+    """Whatever JSON can hold, and some that it cannot, with a liking for names that matter."""
+    numbers = [True, 0, -1, 7, 10**30, 10**400, 0.5, -2.5, math.nan, math.inf]
+    scalars = [None, *numbers, "", "good", "\ud800", "x" * 500, b"x", torch.ones(1), {1}]
+    if depth > 4 or random.random() < 0.4:
+        return random.choice(scalars)
+    if random.random() < 0.4:
+        return [anything(random, depth + 1) for _ in range(random.randrange(4))]
+    names = [*NAMES, "train", "global", "dice", "n_samples", "kind", "message", "site", 3]
+    return {random.choice(names): anything(random, depth + 1) for _ in range(random.randrange(5))}
+
+
+def test_two_thousand_odd_messages_fail_nowhere() -> None:
+    """What passes the gate can be written down and counted as an event; what does not has one line that says why."""
+    source = random.Random(0)
+    passed = 0
+    for _ in range(2000):
+        facts = anything(source)
+        if source.random() < 0.7:
+            facts = {name: anything(source, 1) for name in source.sample(NAMES, 3)}
+        message = Message({}, facts)
+        reason = unreadable(message, "A")
+        if reason is None:
+            passed += 1
+            json.dumps(facts).encode()
+            EventLog().extend(facts.get("events", []), site="A")
+            for declared in (MEASURED, ENROLS, DELIVERS):
+                problem = unfit(message, declared)
+                assert problem is None or "\n" not in problem
+        else:
+            assert isinstance(reason, str) and "\n" not in reason
+    assert 100 < passed < 1900
+
+
+class Attacked(LocalExchange):
+    """The plain loop with one site whose answers to a phase are another's."""
+
+    victim, phase = "B", ""
+    answers: Callable[[Message], Message] = staticmethod(lambda message: message)
+
+    def answer(self, site: str, step: Step, message: Message) -> Reply:
+        reply = super().answer(site, step, message)
+        if site == self.victim and step.phase == self.phase and reply.message is not None:
+            return Reply(type(self).answers(reply.message))
+        return reply
+
+
+ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a metric that is text": ("train", {"validation": "good"}),
+    "a loss without end": ("train", {"loss": 10**400}),
+    "an event of an unknown kind": ("train", event(kind="party")),
+    "an event in another's name": ("train", event(site="A")),
+    "facts nested without end": ("train", {"more": nested(5000)}),
+    "counts that are a list": (ENROL, {"n": [1, 2, 3]}),
+    "counts that are text": (ENROL, {"n": "many"}),
+    "final metrics that are text": (DELIVER, {"metrics": "good"}),
+    "a Dice of a thousand million": (DELIVER, {"metrics": {"global": {"dice": 1e9}}}),
+    "half a character": ("train", {"\ud800": 1}),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_one_site_cannot_end_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    phase, changes = ATTACKS[name]
+    monkeypatch.setattr(Attacked, "phase", phase)
+    monkeypatch.setattr(Attacked, "answers", staticmethod(lambda message: Message(message.states, {**message.facts, **changes})))
+    monkeypatch.setattr("medflare.federation.local.loop.LocalExchange", Attacked)
+    results = run_local("fedavg", TINY, ("A", "B", "C"), rounds=1, seed=0)
+    assert results["status"] == "COMPLETED", results["reason"]
+    validate_results(results)
+    assert {found["site"] for found in results["events"] if found["kind"] == "rejected"} == {"B"}
+    assert all(results["sites"][site]["metrics"]["global"]["dice"] is not None for site in "AC")
+
+
+def test_too_few_sites_that_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attacked, "phase", ENROL)
+    monkeypatch.setattr(Attacked, "answers", staticmethod(lambda message: Message({}, {"n": "many"})))
+    monkeypatch.setattr("medflare.federation.local.loop.LocalExchange", Attacked)
+    results = run_local("fedavg", TINY, ("A", "B"), rounds=1, seed=0)
+    assert results["status"] == "FAILED" and "min_sites is 2" in results["reason"]
+
+
+def test_numbers() -> None:
+    assert [is_number(value) for value in (1, 0.5, True, math.nan, 10**400, "1", None)] == [True, True, False, False, False, False, False]
