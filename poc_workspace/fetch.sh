@@ -3,6 +3,7 @@
 #
 #   ./fetch.sh KIT JOB_ID [FOLDER]
 set -euo pipefail
+umask 077
 folder=${3:-$PWD/$2}
 nvflare job download "$2" -o "$folder" --startup-kit "$1"
 python3 -m medflare.cli results "$folder"

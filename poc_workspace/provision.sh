@@ -4,6 +4,7 @@
 #
 #   ./provision.sh [PROJECT.yml] [WORKSPACE]
 set -euo pipefail
+umask 077 # the root key and all private keys: for this account's eyes alone
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 project=${1:-$here/project.yml}
 workspace=${2:-$PWD/federation}

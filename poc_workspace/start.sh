@@ -3,6 +3,7 @@
 #
 #   ./start.sh KIT [SECONDS]
 set -euo pipefail
+umask 077 # states, models, predictions and decoded images: for the account that runs the site alone
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 kit=$(cd "$1" && pwd)
 limit=${2:-60}

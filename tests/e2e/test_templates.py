@@ -30,6 +30,12 @@ def test_templates_are_what_a_kit_gets(provisioned: ProvisionedFederation, kind:
         assert json.loads(text) == found, template
 
 
+def test_keys_are_for_one_account_alone(provisioned: ProvisionedFederation) -> None:
+    keys = [*provisioned.folder.rglob("*.key"), *provisioned.folder.rglob("cert.json")]
+    assert {"client.key", "server.key", "cert.json"} <= {path.name for path in keys}
+    assert {path.stat().st_mode & 0o077 for path in [*keys, *(path.parent for path in keys)]} == {0}
+
+
 def test_a_sites_own_settings(provisioned: ProvisionedFederation, tmp_path: Path) -> None:
     options = ["--data-root", str(tmp_path), "--device", "cuda:1", "--batch-size", "4"]
     command = [sys.executable, str(SCRIPTS / "install_local.py"), str(provisioned.kit("site-1")), *options]

@@ -100,6 +100,25 @@ def test_dicom(tmp_path: Path) -> None:
     assert pydicom.dcmread(tmp_path / "c.dcm").SamplesPerPixel == 3
 
 
+@pytest.mark.parametrize(("slope", "intercept"), [(1, 0), (2, -1000)])
+def test_monochrome1_is_turned_around(tmp_path: Path, slope: int, intercept: int) -> None:
+    """One picture stored both ways is one picture; twelve bits of sixteen are used, as detectors do."""
+    stored = GREY.astype(np.uint16) * 100
+    for name, kind, pixels in (("usual", "MONOCHROME2", stored), ("inverse", "MONOCHROME1", 4095 - stored)):
+        _dicom(tmp_path / f"{name}.dcm", pixels, slope=slope, intercept=intercept)
+        file = pydicom.dcmread(tmp_path / f"{name}.dcm")
+        file.PhotometricInterpretation, file.BitsStored, file.HighBit = kind, 12, 11
+        file.save_as(tmp_path / f"{name}.dcm")
+    np.testing.assert_array_equal(read_image(tmp_path / "inverse.dcm", 1), read_image(tmp_path / "usual.dcm", 1))
+
+
+def test_a_camera_that_was_held_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown a quarter turn clockwise
+    Image.fromarray(GREY).save(tmp_path / "upright.png", exif=exif)
+    np.testing.assert_array_equal(read_image(tmp_path / "upright.png", 1)[0], np.rot90(GREY, -1))
+
+
 @pytest.mark.parametrize("frames", [3, 5])
 def test_frames_of_one_dicom_file_are_slices(tmp_path: Path, frames: int) -> None:
     volume = np.random.default_rng(0).integers(0, 255, (frames, 3, 4)).astype(np.uint8)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -179,10 +180,12 @@ def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
 
 def _read_picture(path: Path, colour: bool) -> np.ndarray:
     from monai.data.image_reader import PILReader
+    from PIL import ImageOps
 
     image = PILReader().read(path)
     if getattr(image, "n_frames", 1) > 1:
         raise DataError(f"{path}: the file holds {image.n_frames} pages; store pages as separate files or as a NIfTI volume")
+    image = ImageOps.exif_transpose(image)  # a camera held upright says so in the file, and stores the picture lying
     if image.mode == "LA":
         image = image.convert("L")
     elif image.mode in ("CMYK", "YCbCr", "HSV", "LAB", "PA") or (image.mode == "P" and colour):
@@ -223,4 +226,19 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
         array = np.moveaxis(array, 2, -1)  # slices were stacked behind the channels
     elif not series and int(first.get("NumberOfFrames") or 1) > 1:
         array = np.moveaxis(array, 0, 2)  # frames come first
-    return array, colour
+    return bright_is_high(array, first), colour
+
+
+def bright_is_high(array: np.ndarray, dataset: Any) -> np.ndarray:
+    """Intensities that rise with brightness: those of MONOCHROME1, where the lowest is white, are turned around.
+
+    Within the range of the stored numbers, so that all images of a device stay comparable (PS3.3, Sec. C.7.6.3.1.2).
+
+    Args:
+        array: intensities after rescaling.
+        dataset: of pydicom, that they come from.
+    """
+    if str(dataset.get("PhotometricInterpretation", "")) != "MONOCHROME1":
+        return array
+    ends = -1 if int(dataset.get("PixelRepresentation", 0)) else 2 ** int(dataset.BitsStored) - 1  # lowest plus highest stored number
+    return float(dataset.get("RescaleSlope", 1)) * ends + 2 * float(dataset.get("RescaleIntercept", 0)) - array

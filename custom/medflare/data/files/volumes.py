@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.readers import DICOM, NIFTI, explained, finite, is_dicom, kind_of, of_channels
+from medflare.data.files.readers import DICOM, NIFTI, bright_is_high, explained, finite, is_dicom, kind_of, of_channels
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -197,7 +197,7 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
     placed = hasattr(first, "ImagePositionPatient") and hasattr(first, "ImageOrientationPatient")
     if placed and isinstance(stored, list):
         _check_series(stored, array.shape[2], path)
-    return array, np.asarray(meta["affine"], np.float64), placed or hasattr(first, "SegmentSequence")
+    return bright_is_high(array, first), np.asarray(meta["affine"], np.float64), placed or hasattr(first, "SegmentSequence")
 
 
 def _check_series(slices: Sequence[Any], read: int, path: Path) -> None:
