@@ -15,7 +15,7 @@ BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 # Python 3.12 and later count lines at next to no cost; earlier ones with coverage's own tracer in C.
 COVERED    = COVERAGE_CORE=$(shell $(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")')
-PYTEST    := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST    := python -m pytest --durations=30 --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 FITS      := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
 # Several sites share the cores, so each computes on one thread.
