@@ -126,13 +126,10 @@ def _of_site(site: str, folder: Path, task: TaskConfig) -> Fingerprint:
     seen = _Seen(task, min(_DRAWN, _MOST_DRAWN // max(1, len(entries))))
     for number, entry in enumerate(entries):
         try:
-            image = source.image(entry)
-            target = target_of(task, source, entry, image)
+            seen.add(source, entry, numpy_generator(0, site, number, "fingerprint"))
         except DataError:
             if task.unreadable == "error":
                 raise
-            continue
-        seen.add(entry, image, target, source.spacing(entry), numpy_generator(0, site, number, "fingerprint"))
     if not seen.sizes:
         raise DataError(f"site {site}: no training image to look at; list some in datalist.json")
     settings = task.to_dict()
@@ -152,8 +149,11 @@ class _Seen:
         self._images: Counter[str] = Counter()
         self._areas: Counter[str] = Counter()
 
-    def add(self, entry: Entry, image: np.ndarray, target: np.ndarray, spacing: Spacing | None, random: np.random.Generator) -> None:
-        """One image: (C, ...), with its target and the millimetres between its voxels."""
+    def add(self, source: FileSource, entry: Entry, random: np.random.Generator) -> None:
+        """One image, read here, so that none is kept while the next one is read."""
+        image = source.image(entry)
+        target = target_of(self._task, source, entry, image)
+        spacing = source.spacing(entry)
         self._patients.add(entry.patient)
         pictures = list(pictures_of(self._task, entry.name, image, target))  # views, not copies
         for _, picture, label in pictures:
