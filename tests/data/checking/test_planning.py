@@ -19,7 +19,7 @@ SIDE = 16
 
 
 def spread(*sides: float, tenth: tuple[float, ...] | None = None) -> Spread:
-    return Spread(sides, tenth or sides, sides, sides, sides)
+    return Spread(tenth or sides, tenth or sides, sides, sides, sides)
 
 
 def fingerprint(
