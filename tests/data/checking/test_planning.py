@@ -153,8 +153,10 @@ class TestTogether:
         text = proposed.render()
         assert [setting for setting in chosen if f"{setting}: " not in text] == [] and "Nature Methods" in text
 
-    def test_it_trains(self) -> None:
-        check_task(load_task(planned(fingerprint(SIDE, SIDE, SIDE))))
+    @pytest.mark.parametrize("dims", [2, 3])
+    def test_it_trains_with_everything_that_is_drawn(self, dims: int) -> None:
+        settings = planned(fingerprint(*[SIDE] * dims))
+        check_task(load_task(settings | {"augment": [{**transform, "prob": 1.0} for transform in settings["augment"]]}))
 
     def test_other_tasks_do_not_go_together(self) -> None:
         other = fingerprint(SIDE, SIDE, SIDE, site="B", learnt={"labels": ["ball"]})

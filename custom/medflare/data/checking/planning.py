@@ -23,9 +23,9 @@ _COUNTED: Final = 0.5  # of the memory, that what `least_bytes` counts may fill
 _MOST_PATCHES: Final = 8  # that an image gives in an epoch
 _KNOWN: Final = (0, 10, 50, 90, 100)  # percentiles of a `Spread`
 # What `load_task` wants to see beside what is learnt, before anything is decided.
-_PLACEHOLDER: Final = {"network": {"name": "unet"}, "loss": {"name": "dice"}, "optimizer": {"name": "adam", "lr": 1.0}} | {
-    "batch_size": 1,
-    "local_epochs": 1,
+_PLACEHOLDER: Final = {
+    **{"network": {"name": "unet"}, "loss": {"name": "dice"}, "optimizer": {"name": "adam", "lr": 1.0}},
+    **{"batch_size": 1, "local_epochs": 1},
 }
 
 
@@ -72,7 +72,7 @@ def plan(
         ConfigError: fingerprints that do not belong together, a task without masks, images that are too small for a U-Net, or too little
             memory.
     """
-    if not memory > 0:
+    if not 0 < memory < math.inf:
         raise ConfigError(f"memory must be above 0 GiB, got {memory:g}")
     learnt = _learnt(found)
     geometry = _geometry(found, learnt["spatial_dims"], voxels)
@@ -125,7 +125,7 @@ def _learnt(found: Sequence[Fingerprint]) -> dict[str, Any]:
         raise ConfigError("no fingerprint to plan from; write one with medflare data fingerprint")
     first = found[0]
     for item in found:
-        task = load_task({**item.learnt, **_PLACEHOLDER, "size": [32] * item.learnt.get("spatial_dims", 2)})
+        task = load_task({**item.learnt, **_PLACEHOLDER, "size": [1] * len(item.sizes.median)})
         if task.kind != "segmentation":
             raise ConfigError(f"site {item.site}: task {task.name} classifies, the rules are for masks; choose size and network by hand")
         axes = {len(spread.median) for spread in (item.sizes, item.spacings, item.extents) if spread is not None}
@@ -274,23 +274,28 @@ def _of_ct(found: Sequence[Fingerprint]) -> Choice:
 def _augment(geometry: _Geometry) -> Choice:
     """Rotation is the one that depends on geometry."""
     axes = len(geometry.median)
-    rotate: Any = math.radians(180)
-    if axes == 3:
-        coarsest = max(range(3), key=lambda axis: geometry.spacing[axis])
-        rotate = [math.radians(180 if axis == coarsest else 0) for axis in range(3)] if geometry.anisotropic else [math.radians(30)] * 3
-    turned = "in the plane of the fine axes alone" if geometry.anisotropic else "about every axis"
-    moved = [
+    rotate, turned = [_HALF_TURN], "by any angle"
+    if geometry.anisotropic:
+        coarsest = max(range(axes), key=lambda axis: geometry.spacing[axis])
+        rotate, turned = [_HALF_TURN if axis == coarsest else 0.0 for axis in range(axes)], "in the plane of the fine axes alone"
+    elif axes == 3:
+        rotate, turned = [_HALF_TURN / 6] * axes, "by 30 degrees about every axis"
+    transforms = [
         {"name": "RandAffine", "prob": 0.2, "rotate_range": rotate, "scale_range": [[-0.3, 0.4]] * axes, "padding_mode": "zeros"},
+        *_PHOTOMETRIC,
+        {"name": "RandSimulateLowResolution", "prob": 0.25, "upsample_mode": "bilinear" if axes == 2 else "trilinear"},
         *({"name": "RandFlip", "prob": 0.5, "spatial_axis": axis} for axis in range(axes)),
     ]
-    return Choice("augment", [*moved, *_PHOTOMETRIC], f"nnU-Net's own, under MONAI's names; rotation {turned}; mirroring along all axes")
+    return Choice("augment", transforms, f"nnU-Net's own, under MONAI's names; rotation {turned}, mirroring along all axes")
 
 
+_HALF_TURN: Final = 3.1416
 _PHOTOMETRIC: Final = (
     {"name": "RandGaussianNoise", "prob": 0.15, "std": 0.1},
-    {"name": "RandGaussianSmooth", "prob": 0.1, "sigma_x": [0.5, 1.5], "sigma_y": [0.5, 1.5], "sigma_z": [0.5, 1.5]},
+    {"name": "RandGaussianSmooth", "prob": 0.2, "sigma_x": [0.5, 1.5], "sigma_y": [0.5, 1.5], "sigma_z": [0.5, 1.5]},
     {"name": "RandScaleIntensity", "prob": 0.15, "factors": [-0.3, 0.3]},
-    {"name": "RandAdjustContrast", "prob": 0.15, "gamma": [0.7, 1.5]},
+    {"name": "RandScaleIntensityFixedMean", "prob": 0.15, "factors": [-0.35, 0.5]},
+    {"name": "RandAdjustContrast", "prob": 0.3, "gamma": [0.7, 1.5]},
 )
 _TRAINING: Final = (
     Choice("loss", {"name": "dice_ce", "batch": True}, "Dice and cross entropy, summed; Dice pools the batch, as patches may be empty"),
