@@ -78,9 +78,9 @@ class TestGeometry:
         assert task["network"]["strides"] == [[1, 1, 1], [2, 2, 2], [2, 2, 2]]
 
     def test_pictures(self) -> None:
-        task = planned(fingerprint(33, 20), modality="photo")
+        task = planned(fingerprint(57, 20), modality="photo")
         assert "spacing" not in task and task["spatial_dims"] == 2
-        assert task["size"] == [40, 20] and task["network"]["strides"] == [[1, 1], [2, 2], [2, 2], [2, 1]]
+        assert task["size"] == [64, 20] and task["network"]["strides"] == [[1, 1], [2, 2], [2, 2], [2, 1]]
 
     def test_sites_are_pooled_by_their_images(self) -> None:
         few, many = Spread((10,) * 2, (10,) * 2, (20,) * 2, (30,) * 2, (30,) * 2), spread(40, 40)

@@ -24,8 +24,11 @@ _MOST_PATCHES: Final = 8  # that an image gives in an epoch
 _KNOWN: Final = (0, 10, 50, 90, 100)  # percentiles of a `Spread`
 # What `load_task` wants to see beside what is learnt, before anything is decided.
 _PLACEHOLDER: Final = {
-    **{"network": {"name": "unet"}, "loss": {"name": "dice"}, "optimizer": {"name": "adam", "lr": 1.0}},
-    **{"batch_size": 1, "local_epochs": 1},
+    "network": {"name": "unet"},
+    "loss": {"name": "dice"},
+    "optimizer": {"name": "adam", "lr": 1.0},
+    "batch_size": 1,
+    "local_epochs": 1,
 }
 
 
