@@ -128,7 +128,7 @@ def _learnt(found: Sequence[Fingerprint]) -> dict[str, Any]:
         raise ConfigError("no fingerprint to plan from; write one with medflare data fingerprint")
     first = found[0]
     for item in found:
-        task = load_task({**item.learnt, **_PLACEHOLDER, "size": [1] * len(item.sizes.median)})
+        task = load_task({**item.learnt, **_PLACEHOLDER, "size": [1] * (3 if item.learnt.get("spatial_dims") == 3 else 2)})
         if task.kind != "segmentation":
             raise ConfigError(f"site {item.site}: task {task.name} classifies, the rules are for masks; choose size and network by hand")
         axes = {len(spread.median) for spread in (item.sizes, item.spacings, item.extents) if spread is not None}
