@@ -11,7 +11,7 @@ import pytest
 from medflare.cli.command import command_line
 from medflare.federation.settings import RunSettings
 
-COMMANDS = ("run", "resume", "job", "study", "results", "methods", "data check", "predict", "export")
+COMMANDS = ("run", "resume", "job", "study", "results", "methods", "data check", "data fingerprint", "plan", "predict", "export")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:

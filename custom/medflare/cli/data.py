@@ -1,25 +1,32 @@
-"""`medflare data`: a look at a site's images and labels before it joins."""
+"""`medflare data` and `medflare plan`: a look at a site's images and labels before it joins, and a task proposed from what was seen."""
 
 import argparse
+import json
 from pathlib import Path
 
 from medflare.cli.options import Commands, add_command
 
+_ROOT = "folder with datalist.json, or with one such folder per site"
+_TASK = "preset name or a JSON file, see app_configs/"
+
 
 def add_commands(commands: Commands) -> None:
-    """Declare it, with one action."""
+    """Declare both, `data` with its actions."""
     example = "medflare data check DATA --task brain_lgg --out check"
     parser = commands.add_parser("data", help="look at a site's data before it joins", epilog=f"example: {example}")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
     check = add_command(
-        parser.add_subparsers(required=True, metavar="ACTION"),
+        actions,
         "check",
         _check,
         help="validate a site's folder, or a folder of sites; counts, sizes, classes, shift, thumbnails",
         examples=(example, "medflare data check /data/site-1 --task app_configs/ham10000.json"),
     )
-    check.add_argument("root", type=Path, help="folder with datalist.json, or with one such folder per site")
-    check.add_argument("--task", required=True, help="preset name or a JSON file, see app_configs/")
+    check.add_argument("root", type=Path, help=_ROOT)
+    check.add_argument("--task", required=True, help=_TASK)
     check.add_argument("--out", type=Path, help="folder for thumbnails (default: none are written)")
+    _add_fingerprint(actions)
+    _add_plan(commands)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -29,3 +36,77 @@ def _check(options: argparse.Namespace) -> int:
     report = check_site(options.root, load_task(options.task), out=options.out)
     print(report.render())
     return 0 if report.ok else 1
+
+
+# -- fingerprint and plan --------------------------------------------------------------------------------------------------
+
+
+def _add_fingerprint(actions: Commands) -> None:
+    parser = add_command(
+        actions,
+        "fingerprint",
+        _fingerprint,
+        help="sizes, spacings, intensities and classes of the training images as numbers, to plan a task from",
+        description="Writes JSON with the site's name and numbers over its training images: no image, no file, no patient is in it.",
+        examples=(
+            "medflare data fingerprint /data/site-1 --task app_configs/brain_lgg_3d.json --out site-1.json",
+            "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json",
+        ),
+    )
+    parser.add_argument("root", type=Path, help=_ROOT)
+    parser.add_argument("--task", required=True, help=f"what files and labels mean: {_TASK}; size and network do not matter")
+    parser.add_argument("--out", type=Path, help="file to write (default: printed)")
+
+
+def _fingerprint(options: argparse.Namespace) -> int:
+    from medflare.core.store import write_json
+    from medflare.data.checking.fingerprint import fingerprints, to_json
+    from medflare.tasks.config import load_task
+
+    found = fingerprints(options.root, load_task(options.task))
+    if options.out is None:
+        print(json.dumps(to_json(found), indent=2))
+        return 0
+    write_json(options.out, to_json(found))
+    for item in found:
+        print(f"{item.site}: {item.images} training images of {item.patients} patients")
+    print(f"written: {options.out}; read it before it leaves the site")
+    return 0
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "plan",
+        _plan,
+        help="propose a segmentation task from the fingerprints of its sites, by nnU-Net's rules",
+        description="Writes a task with spacing, patch, network, batch and normalisation, and prints each choice with its reason.",
+        examples=(
+            "medflare plan sites.json --out task.json",
+            "medflare plan site-1.json site-2.json --modality ct --memory 24 --name liver --out liver.json",
+        ),
+    )
+    parser.add_argument("fingerprints", type=Path, nargs="+", metavar="FINGERPRINT", help="files of medflare data fingerprint")
+    parser.add_argument("--out", type=Path, required=True, help="task file to write")
+    parser.add_argument("--memory", type=float, default=8.0, metavar="GIB", help="of the smallest training device (default: %(default)g)")
+    parser.add_argument(
+        "--modality",
+        choices=("mr", "ct", "photo"),
+        default="mr",
+        help="ct: Hounsfield units; photo: colours; mr: all whose numbers have no unit (default: mr)",
+    )
+    parser.add_argument("--voxels", action="store_true", help="do not use the files' millimetres: where spacings are unknown or wrong")
+    parser.add_argument("--name", help="of the task (default: that of the fingerprints' task, and _planned)")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from medflare.core.store import write_json
+    from medflare.data.checking.fingerprint import read_fingerprints
+    from medflare.data.checking.planning import plan
+
+    found = read_fingerprints(options.fingerprints)
+    proposed = plan(found, modality=options.modality, memory=options.memory, voxels=options.voxels, name=options.name)
+    write_json(options.out, proposed.settings)
+    print(proposed.render())
+    print(f"planned from {sum(item.images for item in found)} images of {len(found)} sites; written: {options.out}")
+    return 0

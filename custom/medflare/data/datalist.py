@@ -65,6 +65,21 @@ class Entry:
         return self.label if isinstance(self.label, list) else [self.label]
 
 
+def site_folders(root: Path) -> list[Path]:
+    """The folders of the sites below a data root: itself where it is one's, else those within it, sorted.
+
+    Args:
+        root: holds datalist.json itself, or folders that do.
+
+    Raises:
+        DataError: there is none.
+    """
+    folders = [root] if (root / FILE).is_file() else sorted(path.parent for path in root.glob(f"*/{FILE}"))
+    if not folders:
+        raise DataError(f"{root}: neither a {FILE} nor folders that hold one; give a site's folder or the folder of several sites")
+    return folders
+
+
 def read_datalist(folder: Path, kind: str) -> list[Entry]:
     """All entries, in file order.
 

@@ -49,7 +49,7 @@ def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
                 raise
             failed[number] = str(error)
             continue
-        for name, picture, label in _pictures(task, entry.name, image, target):
+        for name, picture, label in pictures_of(task, entry.name, image, target):
             images.append(preprocessing.image(picture))
             targets.append(_for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task))
             rows.append(number)
@@ -114,8 +114,18 @@ def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray)
     return encode_mask(mask, task, place)
 
 
-def _pictures(task: TaskConfig, name: str, image: np.ndarray, target: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The picture or volume itself, or the kept slices of a volume, with their targets."""
+def pictures_of(task: TaskConfig, name: str, image: np.ndarray, target: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """The picture or volume itself, or the kept slices of a volume, with their targets.
+
+    Args:
+        task: decides about slices.
+        name: of the image.
+        image: (C, ...), at its stored size.
+        target: see `target_of`.
+
+    Yields:
+        Name, picture (C, ...) and target of each.
+    """
     if image.ndim == task.spatial_dims + 1:
         yield name, image, target
         return

@@ -80,19 +80,37 @@ def load_site_data(site: str, task: TaskConfig, root: Path | None, *, role: str 
         DataError: anything wrong with the data; the message names the file or value and the remedy.
     """
     source: Source = PhantomSource(site, task) if root is None else FileSource(root, task)
-    found = source.entries()
-    kept = [entry for entry in found if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
-    entries = assign_splits(kept, source.listed(), site, outside=role == "outside", resplit=task.resplit)
+    entries, dropped = used_entries(site, task, source, role=role)
     _refuse_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
     _refuse_too_many(decoded.failed, len(entries), task, site)
     splits = {name: _split(decoded, entries, name) for name in SPLITS}
     _refuse_empty({name: len(split) for name, split in splits.items()}, site, role)
-    notes = [f"{len(found) - len(kept)} images left out: label_values lists no label for them"] if len(kept) < len(found) else []
+    notes = [f"{dropped} images left out: label_values lists no label for them"] if dropped else []
     if role == "inside":
         counts = class_counts(splits["training"].targets, task)
         notes += [f"class {name} is absent from the training images" for name, n in zip(task.classes, counts, strict=True) if n == 0]
     return SiteData(splits["training"], splits["validation"], splits["test"], tuple(notes), tuple(decoded.failed.values()))
+
+
+def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[Entry], int]:
+    """The entries that the task can use, each with its split.
+
+    Args:
+        site: its name.
+        task: what is learnt.
+        source: the site's data.
+        role: see `load_site_data`.
+
+    Returns:
+        The entries, and how many others were dropped because no label is listed for them.
+
+    Raises:
+        DataError: see `datalist.assign_splits`, or a label that the task does not know.
+    """
+    found = source.entries()
+    kept = [entry for entry in found if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
+    return assign_splits(kept, source.listed(), site, outside=role == "outside", resplit=task.resplit), len(found) - len(kept)
 
 
 def _split(decoded: Decoded, entries: list[Entry], name: str) -> Samples:

@@ -57,12 +57,36 @@ def check_memory(task: TaskConfig, batch: int, device: torch.device, place: str)
     free = _free(device)
     if free is None:
         return
-    needed = _least_bytes(task, batch)
+    needed = least_bytes(task, batch)
     if needed > free:
         raise ConfigError(
             f"{place}: a training step on {batch} x {list(task.size)} needs at least {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are "
             f"free on {device}; make size or batch_size smaller (the site's own: batch_size in local/medflare.json)"
         )
+
+
+def least_bytes(task: TaskConfig, batch: int) -> int:
+    """What a training step needs at least: outputs of all layers for a batch, weights with gradient and Adam's moments.
+
+    Args:
+        task: gives network and size.
+        batch: images or patches of a step.
+
+    Returns:
+        Bytes. Nothing is computed: the network has no memory.
+    """
+    outputs: list[int] = []
+
+    def note(layer: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, Tensor) and not any(True for _ in layer.children()):
+            outputs.append(output.numel() * _BYTES)
+
+    network = meta_network(task).eval()
+    for layer in network.modules():
+        layer.register_forward_hook(note)
+    with torch.no_grad():
+        network(torch.zeros(batch, task.image_channels, *task.size, device="meta"))
+    return sum(outputs) + _COPIES * _BYTES * sum(weight.numel() for weight in network.parameters())
 
 
 def _tried(task: TaskConfig) -> FeatureNetwork:
@@ -86,22 +110,6 @@ def _passes(task: TaskConfig) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _least_bytes(task: TaskConfig, batch: int) -> int:
-    """Of the outputs of all layers for a batch, and of the weights with what training keeps of each."""
-    outputs: list[int] = []
-
-    def note(layer: nn.Module, inputs: object, output: object) -> None:
-        if isinstance(output, Tensor) and not any(True for _ in layer.children()):
-            outputs.append(output.numel() * _BYTES)
-
-    network = meta_network(task).eval()
-    for layer in network.modules():
-        layer.register_forward_hook(note)
-    with torch.no_grad():
-        network(torch.zeros(batch, task.image_channels, *task.size, device="meta"))
-    return sum(outputs) + _COPIES * _BYTES * sum(weight.numel() for weight in network.parameters())
 
 
 def _free(device: torch.device) -> int | None:

@@ -11,7 +11,7 @@ from medflare.core.rng import numpy_generator, seeded
 from medflare.data.checking.contact_sheet import write_contact_sheet
 from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
-from medflare.data.datalist import FILE, Entry
+from medflare.data.datalist import Entry, site_folders
 from medflare.data.decoding import target_of
 from medflare.data.loading import load_site_data
 from medflare.data.sources import FileSource
@@ -40,9 +40,7 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     """
     root = Path(root)
     check_task(task)
-    folders = [root] if (root / FILE).is_file() else sorted(path.parent for path in root.glob(f"*/{FILE}"))
-    if not folders:
-        raise DataError(f"{root}: neither a {FILE} nor folders that hold one; give a site's folder or the folder of several sites")
+    folders = site_folders(root)
     report = CheckReport(task, root, {})
     data = {}
     for folder in folders:

@@ -1,0 +1,159 @@
+"""A fingerprint: the numbers of the training images, and nothing that tells whose they are."""
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medflare.core.errors import DataError
+from medflare.data.checking.fingerprint import Fingerprint, fingerprints, read_fingerprints, to_json
+from medflare.data.datalist import Entry
+from medflare.data.sources import FileSource
+from medflare.tasks.config import TaskConfig
+from volumes import cube_task, make_volumes
+
+TaskOf = Callable[..., TaskConfig]
+SiteOf = Callable[..., Path]
+
+SPLITS = {"training": ["smith", "smith", "jones"], "validation": ["brown"], "test": ["davis"]}
+
+
+def training_images(folder: Path) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(folder / f"images/{number}.png"), np.float64) for number in range(3)])
+
+
+def test_numbers_of_the_training_images(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site(SPLITS)
+    (found,) = fingerprints(folder, make_task())
+    images = training_images(folder)
+    inside = images > 150  # the squares, see make_site
+    assert (found.site, found.images, found.patients) == ("A", 3, 2)
+    assert found.sizes.minimum == found.sizes.median == found.sizes.maximum == (16.0, 16.0)
+    assert found.spacings is None and found.extents is None and found.zeros == 0
+    (channel,) = found.channels
+    assert channel.foreground is not None
+    for values, seen in ((images, channel.overall), (images[inside], channel.foreground)):
+        assert (seen.mean, seen.deviation) == pytest.approx((values.mean(), values.std()))
+        assert [seen.p0_5, seen.median, seen.p99_5] == pytest.approx(np.percentile(values, (0.5, 50, 99.5)))
+    assert found.classes["square"].images == 3 and found.classes["square"].share == pytest.approx(16 / 256)
+
+
+def test_nobody_looks_at_validation_and_test_images(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site(SPLITS)
+    before = fingerprints(folder, make_task())
+    for number in (3, 4):
+        (folder / f"images/{number}.png").write_bytes(b"broken")
+    assert fingerprints(folder, make_task()) == before
+
+
+def test_no_name_of_a_file_or_patient_leaks(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    text = json.dumps(to_json(fingerprints(make_site(SPLITS), make_task())))
+    assert [word for word in ("smith", "jones", "brown", "davis", ".png", "images/", str(tmp_path)) if word in text] == []
+    assert text.count('"A"') == 1  # the site alone
+
+
+def test_one_image_in_memory_at_a_time(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+    read = FileSource.image
+
+    def image(source: FileSource, entry: Entry) -> np.ndarray:
+        assert [kept for kept in alive if kept() is not None] == []
+        array = read(source, entry).copy()
+        alive.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(FileSource, "image", image)
+    fingerprints(make_site(SPLITS), make_task())
+    assert len(alive) == 3
+
+
+def test_volumes_as_stored_along_the_axes_of_the_task(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A")
+    (found,) = fingerprints(folder, cube_task(spacing=[1.0, 1.0, 1.0], orientation="SPR"))
+    assert found.spacings is not None and found.extents is not None
+    assert found.spacings.median == pytest.approx((3.0, 1.0, 2.0))
+    assert found.sizes.minimum == (10.0, 14.0, 12.0) and found.sizes.maximum == (11.0, 14.0, 12.0)
+    assert found.sizes.median == (10.0, 14.0, 12.0) and found.extents.maximum == pytest.approx((33.0, 14.0, 24.0))
+    assert len(found.channels) == 2 and found.learnt["channels"] == ["pre", "flair"]
+
+
+def test_slices_of_a_volume_count_as_images(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A", patients={"training": 1, "validation": 1, "test": 1})
+    (found,) = fingerprints(folder, cube_task(spatial_dims=2, size=[16, 16], slices={"keep": "foreground"}))
+    assert (found.images, found.patients, found.classes["cube"].images) == (5, 1, 5)  # a cube of five voxels
+    assert len(found.sizes.median) == 2
+
+
+def test_classes_of_images(make_site: SiteOf, make_task: TaskOf) -> None:
+    task = make_task("classification", labels=["dark", "medium", "bright"], resplit=None)
+    (found,) = fingerprints(make_site(kind="classification"), task)
+    assert {name: (seen.images, seen.share) for name, seen in found.classes.items()} == {
+        "dark": (2, None),
+        "medium": (2, None),
+        "bright": (1, None),
+    }
+    assert [channel.foreground for channel in found.channels] == [None]
+
+
+def test_structures_of_their_own(make_site: SiteOf, make_task: TaskOf) -> None:
+    values = {"square": [1], "nothing": [2]}
+    task = make_task(target="multilabel", labels=list(values), label_values=values)
+    (found,) = fingerprints(make_site(), task)
+    assert (found.classes["square"].images, found.classes["nothing"].images) == (5, 0)
+
+
+def test_damaged_images(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site(SPLITS)
+    (folder / "images/0.png").write_bytes(b"broken")
+    with pytest.raises(DataError, match=r"0\.png"):
+        fingerprints(folder, make_task())
+    assert fingerprints(folder, make_task(unreadable="skip"))[0].images == 2
+    for number in (1, 2):
+        (folder / f"images/{number}.png").unlink()
+    with pytest.raises(DataError, match="site A: no training image to look at"):
+        fingerprints(folder, make_task(unreadable="skip"))
+
+
+class TestOnDisk:
+    def test_what_is_written_is_read(self, make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+        for name in ("A", "B"):
+            make_site(name=name)
+        found = fingerprints(tmp_path, make_task())
+        path = tmp_path / "sites.json"
+        path.write_text(json.dumps(to_json(found)))
+        assert read_fingerprints([path]) == found
+        with pytest.raises(DataError, match=r"sites\.json: site A is also in .*sites\.json; give each site once"):
+            read_fingerprints([path, path])
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", "not readable as JSON"),
+            ("[]", "no file of fingerprints"),
+            ('{"format": "medflare fingerprint 0", "sites": []}', "no file of fingerprints"),
+            ('{"format": "medflare fingerprint 1", "sites": [{}]}', r"sites\[0\]: setting 'site' is missing; write it anew"),
+            ('{"format": "medflare fingerprint 1", "sites": [{"sits": 1}]}', "unknown setting 'sits'; did you mean site"),
+        ],
+    )
+    def test_other_files(self, content: str, message: str, tmp_path: Path) -> None:
+        path = tmp_path / "sites.json"
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            read_fingerprints([path])
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="file not found; write it anew with medflare data fingerprint"):
+            read_fingerprints([tmp_path / "none.json"])
+
+
+def test_the_draw_is_the_same_every_time(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medflare.data.checking.fingerprint._DRAWN", 50)  # of 256 pixels
+    folder = make_site()
+    first, second = (fingerprints(folder, make_task()) for _ in range(2))
+    assert first == second and isinstance(first[0], Fingerprint)
+    monkeypatch.undo()
+    assert fingerprints(folder, make_task())[0].channels[0].overall.median != first[0].channels[0].overall.median

@@ -1,0 +1,184 @@
+"""A planned task: each choice as computed by hand, accepted by `load_task`, with its reason."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import small
+from medflare.core.errors import ConfigError
+from medflare.data.checking.check import check_task
+from medflare.data.checking.fingerprint import LEARNT, Channel, Fingerprint, Intensities, Presence, Spread
+from medflare.data.checking.planning import plan, pooled
+from medflare.data.checking.rules import Topology, topology
+from medflare.tasks.config import load_task
+from volumes import cube_task
+
+VALUES = Intensities(-100, 20, 300, 50, 80)
+SIDE = 16
+
+
+def spread(*sides: float, tenth: tuple[float, ...] | None = None) -> Spread:
+    return Spread(tenth or sides, tenth or sides, sides, sides, sides)
+
+
+def fingerprint(
+    *sides: float, spacing: tuple[float, ...] | None = None, tenth: tuple[float, ...] | None = None, **changes: Any
+) -> Fingerprint:
+    """Ten images of one size, one channel."""
+    dims = len(sides)
+    settings = {"channels": 1, **changes.pop("learnt", {})}
+    task = cube_task(**settings) if dims == 3 else small.small_task(**settings)
+    written = task.to_dict()
+    gaps, extent = None, None
+    if spacing is not None:
+        gaps = spread(*spacing, tenth=tenth)
+        extent = spread(*(side * gap for side, gap in zip(sides, spacing, strict=True)))
+    found: dict[str, Any] = {"site": "A", "images": 10, "patients": 10, "zeros": 0.1, "channels": (Channel(VALUES, VALUES),)}
+    found |= {"learnt": {name: written[name] for name in LEARNT}, "sizes": spread(*sides), "spacings": gaps, "extents": extent}
+    found["classes"] = {task.labels[0]: Presence(10, 0.1)}
+    return Fingerprint(**(found | changes))
+
+
+def planned(*found: Fingerprint, **options: Any) -> dict[str, Any]:
+    settings = plan(found, **options).settings
+    load_task(settings)
+    return settings
+
+
+class TestGeometry:
+    def test_the_median_image_where_memory_holds_it(self) -> None:
+        task = planned(fingerprint(30, 20, 17, spacing=(2.0, 2.0, 2.0)))
+        assert task["spacing"] == [2.0, 2.0, 2.0] and task["fit"] == "patch"
+        # 30, 20, 17 -> 15, 10, 9 -> 8, 5, 5 -> 4: two poolings of all, a third one of the first axis, which has 8 left, less than 12
+        assert task["network"]["strides"] == [[1, 1, 1], [2, 2, 2], [2, 2, 2]]
+        assert task["network"]["filters"] == [32, 64, 128] and task["size"] == [32, 20, 20]
+        assert task["batch_size"] == 2 and task["patches_per_image"] == 1
+
+    def test_sizes_after_resampling(self) -> None:
+        task = planned(
+            fingerprint(32, 32, 16, spacing=(1.0, 1.0, 2.0)), fingerprint(16, 16, 32, spacing=(2.0, 2.0, 1.0), site="B", images=30)
+        )
+        assert task["spacing"] == [2.0, 2.0, 1.0] and task["size"] == [16, 16, 32]
+
+    def test_thick_slices_take_the_tenth_percentile(self) -> None:
+        found = fingerprint(64, 64, 12, spacing=(1.0, 1.0, 6.0), tenth=(0.9, 0.9, 3.0))
+        proposed = plan([found])
+        assert proposed.settings["spacing"] == [1.0, 1.0, 3.0]
+        assert proposed.settings["network"]["strides"][:3] == [[1, 1, 1], [2, 2, 1], [2, 2, 2]]
+        assert "10th percentile" in proposed.render()
+        turning = proposed.settings["augment"][0]["rotate_range"]
+        assert turning[:2] == [0, 0] and turning[2] > 3
+
+    @pytest.mark.parametrize("options", [{}, {"voxels": True}])
+    def test_volumes_of_unknown_spacing_stay_as_stored(self, options: dict[str, bool]) -> None:
+        known = fingerprint(16, 16, 16, spacing=(1.0, 1.0, 5.0), site="B")
+        task = planned(known, *([] if options else [fingerprint(16, 16, 16)]), **options)
+        assert task["spacing"] is None and task["size"] == [16, 16, 16]
+        assert task["network"]["strides"] == [[1, 1, 1], [2, 2, 2], [2, 2, 2]]
+
+    def test_pictures(self) -> None:
+        task = planned(fingerprint(57, 20), modality="photo")
+        assert "spacing" not in task and task["spatial_dims"] == 2
+        assert task["size"] == [64, 20] and task["network"]["strides"] == [[1, 1], [2, 2], [2, 2], [2, 1]]
+
+    def test_sites_are_pooled_by_their_images(self) -> None:
+        few, many = Spread((10,) * 2, (10,) * 2, (20,) * 2, (30,) * 2, (30,) * 2), spread(40, 40)
+        assert pooled([few], [7], 50) == (20.0, 20.0) and pooled([few], [7], 10) == (10.0, 10.0)
+        assert pooled([few, many], [9, 10], 50) == (40.0, 40.0) and pooled([few, many], [90, 10], 50)[0] < 30
+
+
+class TestMemory:
+    def test_less_memory_a_smaller_patch(self) -> None:
+        found = fingerprint(48, 48, 48)
+        large, little = planned(found), planned(found, memory=0.3)
+        assert large["size"] == [48, 48, 48]
+        assert all(new < side for new, side in zip(little["size"], large["size"], strict=True))
+        strides = [tuple(row) for row in little["network"]["strides"]]
+        divisors = Topology((), tuple(strides)).divisors
+        assert [side % divisor for side, divisor in zip(little["size"], divisors, strict=True)] == [0, 0, 0]
+        assert little["batch_size"] >= 2 and little["patches_per_image"] > 1
+
+    def test_what_memory_leaves_goes_to_the_batch_up_to_a_twentieth_of_the_smallest_site(self) -> None:
+        assert planned(fingerprint(SIDE, SIDE, SIDE, images=100), fingerprint(SIDE, SIDE, SIDE, images=200, site="B"))["batch_size"] == 5
+        assert planned(fingerprint(SIDE, SIDE, SIDE, images=10_000), memory=0.25)["batch_size"] in range(3, 100)
+
+    def test_none_that_fits(self) -> None:
+        with pytest.raises(ConfigError, match=r"no patch of the least size fits into 0\.001 GiB; give more with --memory"):
+            plan([fingerprint(32, 32, 32)], memory=0.001)
+        with pytest.raises(ConfigError, match="memory must be above 0 GiB, got 0"):
+            plan([fingerprint(32, 32, 32)], memory=0)
+
+    def test_images_that_are_too_small(self) -> None:
+        with pytest.raises(ConfigError, match="the median image is 10 x 10 x 4, too small for 3 levels; write the task by hand"):
+            plan([fingerprint(10, 10, 4)])
+
+
+class TestIntensity:
+    def test_no_unit(self) -> None:
+        for zeros, nonzero in ((0.2, False), (0.4, True)):
+            intensity = planned(fingerprint(SIDE, SIDE, SIDE, zeros=zeros))["intensity"]
+            assert intensity == {"name": "NormalizeIntensity", "nonzero": nonzero, "channel_wise": True}
+
+    def test_ct_by_the_foreground_of_all(self) -> None:
+        other = Intensities(0, 0, 100, 10, 40)
+        sites = (fingerprint(SIDE, SIDE, SIDE), fingerprint(SIDE, SIDE, SIDE, site="B", images=30, channels=(Channel(VALUES, other),)))
+        intensity = planned(*sites, modality="ct")["intensity"]
+        mean, deviation = 20.0, (0.25 * (80**2 + 50**2) + 0.75 * (40**2 + 10**2) - 20**2) ** 0.5
+        assert (intensity["a_min"], intensity["a_max"], intensity["clip"]) == (-25, 150, True)
+        assert (intensity["b_min"], intensity["b_max"]) == pytest.approx(((-25 - mean) / deviation, (150 - mean) / deviation), abs=1e-4)
+
+    def test_ct_without_foreground(self) -> None:
+        with pytest.raises(ConfigError, match="modality ct needs one channel and training images with foreground"):
+            plan([fingerprint(SIDE, SIDE, SIDE, channels=(Channel(VALUES, None),))], modality="ct")
+        flat = Intensities(5, 5, 5, 5, 0)
+        with pytest.raises(ConfigError, match=r"the foreground has one intensity only \(5\)"):
+            plan([fingerprint(SIDE, SIDE, SIDE, channels=(Channel(flat, flat),))], modality="ct")
+
+    def test_photographs(self) -> None:
+        for highest, top in ((255, 255), (4000, 65535)):
+            values = Intensities(0, 20, highest, 50, 80)
+            found = fingerprint(SIDE, SIDE, channels=(Channel(values, None),))
+            assert planned(found, modality="photo")["intensity"]["a_max"] == top
+
+
+class TestTogether:
+    def test_every_choice_has_its_reason(self) -> None:
+        proposed = plan([fingerprint(SIDE, SIDE, SIDE)], name="mine")
+        assert proposed.settings["name"] == "mine" and all(choice.reason for choice in proposed.choices)
+        chosen = [choice.setting for choice in proposed.choices]
+        assert len(set(chosen)) == len(chosen)
+        assert set(chosen) == set(proposed.settings) - set(LEARNT)
+        assert {choice.setting: choice.value for choice in proposed.choices}.items() <= proposed.settings.items()
+        text = proposed.render()
+        assert [setting for setting in chosen if f"{setting}: " not in text] == [] and "Nature Methods" in text
+
+    @pytest.mark.parametrize("dims", [2, 3])
+    def test_it_trains_with_everything_that_is_drawn(self, dims: int) -> None:
+        settings = planned(fingerprint(*[SIDE] * dims))
+        check_task(load_task(settings | {"augment": [{**transform, "prob": 1.0} for transform in settings["augment"]]}))
+
+    def test_other_tasks_do_not_go_together(self) -> None:
+        other = fingerprint(SIDE, SIDE, SIDE, site="B", learnt={"labels": ["ball"]})
+        with pytest.raises(ConfigError, match=r"site B: looked at with labels \['ball'\], site A with \['cube'\]; write .* with one task"):
+            plan([fingerprint(SIDE, SIDE, SIDE), other])
+        with pytest.raises(ConfigError, match="no fingerprint to plan from"):
+            plan([])
+
+    def test_classes_are_not_planned(self) -> None:
+        task = small.small_task("classification").to_dict()
+        found = dataclasses.replace(fingerprint(SIDE, SIDE), learnt={name: task[name] for name in LEARNT})
+        with pytest.raises(ConfigError, match="task shades classifies, the rules are for masks"):
+            plan([found])
+
+    def test_numbers_of_other_axes(self) -> None:
+        with pytest.raises(ConfigError, match="site A: axes or channels are not those of task cubes"):
+            plan([fingerprint(SIDE, SIDE, SIDE, sizes=spread(16, 16))])
+
+
+def test_the_levels_of_published_sizes() -> None:
+    """The Decathlon's prostates as nnU-Net's documentation has them: 20 x 320 x 256 voxels of 3.6 x 0.62 x 0.62 mm."""
+    levels = topology((20, 320, 256), (3.6, 0.62, 0.62))
+    assert levels.strides == ((1, 1, 1), (1, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2), (1, 2, 2), (1, 2, 2))
+    assert levels.kernels[:3] == ((1, 3, 3), (1, 3, 3), (3, 3, 3))
+    assert levels.padded((20, 320, 256)) == (20, 320, 256)
