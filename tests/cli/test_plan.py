@@ -21,7 +21,7 @@ def test_fingerprints_and_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "A: 3 training images of 3 patients\nB: 3 training" in capsys.readouterr().out
     assert main(["plan", str(sites), "--memory", "4", "--name", "planned_cubes", "--out", str(planned)]) == 0
     said = capsys.readouterr().out
-    assert "spacing: [2.0, 1.0, 3.0]\n    median spacing" in said and "planned from 6 images of 2 sites" in said
+    assert "spacing: [2.0, 1.0, 3.0]\n    median spacing" in said and "planned from 6 training images (A, B)" in said
     found = load_task(planned)
     assert (found.name, found.spacing, found.labels) == ("planned_cubes", (2.0, 1.0, 3.0), ("cube",))
     assert main(["plan", str(planned), "--out", str(planned)]) == 1

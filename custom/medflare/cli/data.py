@@ -108,5 +108,6 @@ def _plan(options: argparse.Namespace) -> int:
     proposed = plan(found, modality=options.modality, memory=options.memory, voxels=options.voxels, name=options.name)
     write_json(options.out, proposed.settings)
     print(proposed.render())
-    print(f"planned from {sum(item.images for item in found)} images of {len(found)} sites; written: {options.out}")
+    sites = ", ".join(item.site for item in found)
+    print(f"planned from {sum(item.images for item in found)} training images ({sites}); written: {options.out}")
     return 0

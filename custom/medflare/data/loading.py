@@ -83,7 +83,7 @@ def load_site_data(site: str, task: TaskConfig, root: Path | None, *, role: str 
     entries, dropped = used_entries(site, task, source, role=role)
     _refuse_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
-    _refuse_too_many(decoded.failed, len(entries), task, site)
+    refuse_too_many(decoded.failed, len(entries), task, site)
     splits = {name: _split(decoded, entries, name) for name in SPLITS}
     _refuse_empty({name: len(split) for name, split in splits.items()}, site, role)
     notes = [f"{dropped} images left out: label_values lists no label for them"] if dropped else []
@@ -123,7 +123,18 @@ def _split(decoded: Decoded, entries: list[Entry], name: str) -> Samples:
     return OneByOne(images, targets, patients, names, tuple(decoded.spacings[row] for row in rows if decoded.spacings))
 
 
-def _refuse_too_many(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
+def refuse_too_many(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
+    """Nothing where the task's `unreadable_limit` allows that so many images are left out.
+
+    Args:
+        failed: number of an entry that cannot be used -> why.
+        images: how many there are in all.
+        task: gives the limit.
+        site: its name.
+
+    Raises:
+        DataError: there are more, with the first reason.
+    """
     share, count = task.unreadable_limit["share"], task.unreadable_limit["count"]
     if len(failed) > min(share * images, count):
         first = next(iter(failed.values()))

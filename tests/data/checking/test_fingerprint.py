@@ -4,6 +4,7 @@ import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,11 +112,14 @@ def test_damaged_images(make_site: SiteOf, make_task: TaskOf) -> None:
     (folder / "images/0.png").write_bytes(b"broken")
     with pytest.raises(DataError, match=r"0\.png"):
         fingerprints(folder, make_task())
-    assert fingerprints(folder, make_task(unreadable="skip"))[0].images == 2
+    skips: dict[str, Any] = {"unreadable": "skip", "unreadable_limit": {"share": 1.0}}
+    assert fingerprints(folder, make_task(**skips))[0].images == 2
+    with pytest.raises(DataError, match="1 of 3 images cannot be used, the task's unreadable_limit"):
+        fingerprints(folder, make_task(unreadable="skip"))
     for number in (1, 2):
         (folder / f"images/{number}.png").unlink()
     with pytest.raises(DataError, match="site A: no training image to look at"):
-        fingerprints(folder, make_task(unreadable="skip"))
+        fingerprints(folder, make_task(**skips))
 
 
 class TestOnDisk:

@@ -16,7 +16,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.datalist import Entry, site_folders
 from medflare.data.decoding import pictures_of, target_of
-from medflare.data.loading import used_entries
+from medflare.data.loading import refuse_too_many, used_entries
 from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
@@ -124,12 +124,15 @@ def _of_site(site: str, folder: Path, task: TaskConfig) -> Fingerprint:
     source = FileSource(folder, task)
     entries = [entry for entry in used_entries(site, task, source)[0] if entry.split == "training"]
     seen = _Seen(task, min(_DRAWN, _MOST_DRAWN // max(1, len(entries))))
+    failed: dict[int, str] = {}
     for number, entry in enumerate(entries):
         try:
             seen.add(source, entry, numpy_generator(0, site, number, "fingerprint"))
-        except DataError:
+        except DataError as error:
             if task.unreadable == "error":
                 raise
+            failed[number] = str(error)
+    refuse_too_many(failed, len(entries), task, site)
     if not seen.sizes:
         raise DataError(f"site {site}: no training image to look at; list some in datalist.json")
     settings = task.to_dict()

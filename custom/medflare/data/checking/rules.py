@@ -1,5 +1,5 @@
 """The rules by which nnU-Net configures itself, as pure functions (Isensee et al., "nnU-Net: a self-configuring method for deep
-learning-based biomedical image segmentation", Nature Methods 18, 2021: "rule-based parameters" and Supplementary Note 2)."""
+learning-based biomedical image segmentation", Nature Methods 18, 203-211, 2021, "rule-based parameters", and the program beside it)."""
 
 import math
 from collections.abc import Sequence
