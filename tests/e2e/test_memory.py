@@ -14,10 +14,11 @@ from medflare.flare.jobs.building import build_job
 pytestmark = END_TO_END
 
 ROUNDS = 30
+SMALL = 8 << 20  # bytes: FLARE remembers every stream for a minute, which shows in processes that hold next to nothing else
 
 
 def test_memory_does_not_grow(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    """Mean resident memory of each process in the last third of the rounds, against the first third: less than 5 % more."""
+    """Mean resident memory of each process in the last third of the rounds, against the first third: less than 5 % or 8 MB more."""
     simulation = simulate(build_job("fedsm", tiny_task, rounds=ROUNDS, seed=1, out=tmp_path / "job"), "-n", "2", "-t", "2")
     log = simulation.folder / "metrics.jsonl"
     memory: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # process -> round -> bytes
@@ -38,6 +39,6 @@ def test_memory_does_not_grow(simulate: Simulate, tiny_task: dict[str, Any], tmp
         last = [size for done, sizes in rounds.items() if ROUNDS - third < done <= ROUNDS for size in sizes]
         if first and last:  # a process that lived through the rounds
             watched += 1
-            growth = statistics.mean(last) / statistics.mean(first) - 1
-            assert growth < 0.05, f"{growth:.1%} more memory in the last third"
+            before, growth = statistics.mean(first), statistics.mean(last) - statistics.mean(first)
+            assert growth < max(0.05 * before, SMALL), f"{growth / 2**20:.1f} MB more than {before / 2**20:.0f} in the last third"
     assert watched >= 3, "the server and two sites"
