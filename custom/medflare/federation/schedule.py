@@ -121,8 +121,8 @@ class Federation:
                 self.events.add(reply.kind, reply.problem, site=site, round=step.round)
         usable = {site: reply.message for site, reply in replies.items() if reply.message is not None}
         counts = {site: facts.get("n", {}) for site, facts in self.outcome.enrolled.items()}
-        declared = {"reports": self.reports(step.phase), "norm_limit": self.rules.norm_limit}
-        screened = screen(usable, self.manifest(step.phase), outgoing, counts, **declared)
+        reports, limit = self.reports(step.phase), self.rules.norm_limit
+        screened = screen(usable, self.manifest(step.phase), outgoing, counts, reports=reports, norm_limit=limit)
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
         for site, message in screened.accepted.items():
