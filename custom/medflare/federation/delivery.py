@@ -70,7 +70,8 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
         keep: called with (role, model, metrics) for every delivered model.
 
     Returns:
-        Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), "n" and "events".
+        Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), "n" and "events", which name
+            no site: the server knows whose they are.
     """
     log = EventLog()
     metrics: dict[str, dict[str, float | None]] = {}
@@ -79,7 +80,7 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
     for role in dict.fromkeys([*ROLES, *models]):
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.metrics)
-            log.add("undefined", f"{role}: a site that did not train has no such model", site=site.name)
+            log.add("undefined", f"{role}: a site that did not train has no such model")
             continue
         if id(models[role]) not in seen:
             module = build_deployed(site.task, models[role]).to(site.device)
@@ -108,10 +109,9 @@ def volume_picture(site: Site, models: Mapping[str, Message]) -> dict[str, bytes
 def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> dict[str, float | None]:
     scores = site.score(module, "test")
     for metric, reason in scores.undefined.items():
-        log.add("undefined", f"{role} {metric}: {reason}", site=site.name)
+        log.add("undefined", f"{role} {metric}: {reason}")
     distance = "hd95" if site.task.spatial_dims == 2 else "hd95_mm"
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
-            words = f"{role} {metric}: undefined for {count} patients and structures, left out of the means"
-            log.add("undefined", words, site=site.name)
+            log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means")
     return {metric: finite_or_none(value) for metric, value in scores.values.items()}

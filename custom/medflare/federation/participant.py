@@ -155,9 +155,9 @@ class Participant:
     def _notes(self, site: Site) -> list[dict[str, Any]]:
         log = EventLog()
         for note in site.notes:
-            log.add("warning", note, site=self.name)
+            log.add("warning", note)
         for line in site.data.left_out:
-            log.add("left_out", line, site=self.name)
+            log.add("left_out", line)
         return log.to_list()
 
     def _opened(self, role: str) -> Site:
