@@ -1,6 +1,7 @@
 """Small sites of NIfTI volumes on disk, and a task to read them with."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ def write(path: Path, volume: np.ndarray, matrix: np.ndarray | None = None) -> P
     """A NIfTI file."""
     nibabel.save(nibabel.Nifti1Image(volume, affine() if matrix is None else matrix), path)
     return path
+
+
+def make_sites(folder: Path, names: Iterable[str]) -> Path:
+    """A folder of sites, each with volumes as `make_volumes` draws them."""
+    for name in names:
+        make_volumes(folder / name)
+    return folder
 
 
 def make_volumes(folder: Path, shape: tuple[int, int, int] = SHAPE, patients: dict[str, int] | None = None) -> Path:

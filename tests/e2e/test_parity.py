@@ -12,7 +12,7 @@ from medflare import run_local
 from medflare.core.store import read_message
 from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
-from volumes import PATCHES, make_volumes
+from volumes import PATCHES, make_sites
 
 pytestmark = END_TO_END
 
@@ -115,8 +115,7 @@ def test_engines_end_in_the_same_weights(
 
 def test_volumes(simulate: Simulate, tmp_path: Path) -> None:
     """Patches of volumes, drawn at the sites, and scores of whole ones."""
-    for site in SITES[:2]:
-        make_volumes(tmp_path / "data" / site)
+    make_sites(tmp_path / "data", SITES[:2])
     settings: dict[str, Any] = {"task": PATCHES, "rounds": 1, "seed": 5}
     job = build_job("fedsm", **settings, out=tmp_path / "job")
     simulation = simulate(job, "-n", "2", "-t", "2", MEDFLARE_DATA_ROOT=str(tmp_path / "data"))

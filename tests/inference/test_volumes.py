@@ -25,15 +25,12 @@ from medflare.methods.catalogue import build_deployed
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
 from small import SEGMENTATION as SLICES
-from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_volumes, write
+from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("volumes")
-    for name in ("A", "BB", "O"):
-        make_volumes(folder / name)
-    return folder
+    return make_sites(tmp_path_factory.mktemp("volumes"), ("A", "BB", "O"))
 
 
 def _test_images(root: Path, site: str) -> list[Path]:

@@ -10,7 +10,7 @@ from medflare.core.errors import ConfigError
 from medflare.federation.local import run_local
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
-from volumes import PATCHES, TASK, cube_task, make_volumes
+from volumes import PATCHES, TASK, cube_task, make_sites, make_volumes
 
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -26,10 +26,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("volumes")
-    for name in ("A", "BB", "O"):
-        make_volumes(folder / name)
-    return folder
+    return make_sites(tmp_path_factory.mktemp("volumes"), ("A", "BB", "O"))
 
 
 @pytest.mark.parametrize("fit", ["resize", "patch"])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,8 +39,26 @@ class Samples(Protocol):
         """Images (B, C, ...) and targets (B, ...) of some rows, long (B,), that have one size."""
 
 
+class _InMemory:
+    """What every split in memory can do."""
+
+    images: Any
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def image(self, row: int) -> Tensor:
+        """One image, float32 (C, ...).
+
+        Args:
+            row: in the split.
+        """
+        return self.images[row]
+
+
 @dataclass(frozen=True)
-class Split:
+class Split(_InMemory):
     """One split in memory, of images of one size.
 
     Attributes:
@@ -57,17 +75,6 @@ class Split:
     names: tuple[str, ...]
     spacings: tuple[Spacing | None, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def image(self, row: int) -> Tensor:
-        """One image, float32 (C, H, W).
-
-        Args:
-            row: in the split.
-        """
-        return self.images[row]
-
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Images and targets of some rows.
 
@@ -78,7 +85,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class OneByOne:
+class OneByOne(_InMemory):
     """One split in memory, of images that have sizes of their own.
 
     Attributes:
@@ -92,17 +99,6 @@ class OneByOne:
     patients: tuple[str, ...]
     names: tuple[str, ...]
     spacings: tuple[Spacing | None, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def image(self, row: int) -> Tensor:
-        """One image, float32 (C, ...).
-
-        Args:
-            row: in the split.
-        """
-        return self.images[row]
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Images and targets of some rows that have one size.

@@ -127,8 +127,17 @@ class Run:
                 self._checkpoint.save(finished, federation)
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), self.settings.seed)
-        federation = Federation(server, exchange, manifest, self.settings.rules, identity, self._after_step, keep, outcome)
-        federation.reports = lambda phase: self.method.site_class.phase(phase).reports
+        federation = Federation(
+            server,
+            exchange,
+            manifest,
+            self.settings.rules,
+            identity,
+            self._after_step,
+            keep,
+            outcome,
+            reports=lambda phase: self.method.site_class.phase(phase).reports,
+        )
         return federation
 
     def _after_step(self, report: StepReport) -> None:

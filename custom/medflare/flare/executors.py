@@ -63,6 +63,7 @@ class MedflareExecutor(Executor):
         self.hyper = hyper
         self.server_half = server_half
         self.resume = resume
+        self._authorized: ParticipantSpec | None = None
         self._participant: Participant | None = None
         self._abort_signal = Signal()
         share_cleanup_thread()
@@ -112,11 +113,12 @@ class MedflareExecutor(Executor):
         return error_reply(reason)
 
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
-        spec = authorized(self._spec(fl_ctx), fl_ctx)
+        if self._authorized is None:
+            self._authorized = authorized(self._spec(fl_ctx), fl_ctx)
         if self._relay.there():
-            return self._relay.answer(spec, phase, round, incoming, self._aborted)
+            return self._relay.answer(self._authorized, phase, round, incoming, self._aborted)
         if self._participant is None:
-            self._participant = spec.participant(self._aborted)
+            self._participant = self._authorized.participant(self._aborted)
         return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
 
     def _aborted(self) -> bool:

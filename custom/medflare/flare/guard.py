@@ -22,7 +22,6 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import MedflareError, UpdateError
 from medflare.data.sites.local import OutboundLimits, local_settings
-from medflare.federation.settings import FACTS_LIMIT
 from medflare.flare.exchange.participants import SITE_TASK, SiteTask, read_local
 
 if TYPE_CHECKING:
@@ -104,6 +103,7 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
         UpdateError: what is wrong with it.
     """
     from medflare.core.manifest import violation
+    from medflare.federation.screening.replies import not_plain
 
     if problem := violation(message, manifest):
         raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")
@@ -113,12 +113,8 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
             raise UpdateError(f"{entry} is not among the entries that local/medflare.json lets leave: {allowed}")
     if limits.bytes is not None and message.nbytes > limits.bytes:
         raise UpdateError(f"{message.nbytes} bytes of tensors, local/medflare.json allows {limits.bytes}")
-    try:
-        size = len(json.dumps(message.facts))
-    except TypeError as error:
-        raise UpdateError(f"facts hold something that is neither number nor text ({error})") from error
-    if size > FACTS_LIMIT:
-        raise UpdateError(f"{size} bytes of facts, more than the {FACTS_LIMIT} that counts and metrics need")
+    if problem := not_plain(message.facts):
+        raise UpdateError(problem)
 
 
 def _check_headers(shareable: Shareable) -> None:

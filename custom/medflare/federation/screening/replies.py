@@ -63,7 +63,7 @@ def unreadable(message: Message, site: str) -> str | None:
         site: that sent it; it speaks for itself alone.
     """
     try:
-        return _no_states(message.states) or _not_plain(message.facts) or _no_events(message.facts.get("events", []), site)
+        return _no_states(message.states) or not_plain(message.facts) or _no_events(message.facts.get("events", []), site)
     except Exception as error:  # whatever it is made of, it is the site's
         return f"it cannot be read ({type(error).__name__})"
 
@@ -98,7 +98,12 @@ def _no_states(states: object) -> str | None:
     return None
 
 
-def _not_plain(facts: object) -> str | None:
+def not_plain(facts: object) -> str | None:
+    """What in facts cannot be written down as numbers and names, or is more than those need, in words, or None.
+
+    Args:
+        facts: of a message.
+    """
     if not isinstance(facts, Mapping):
         return f"its facts are {type(facts).__name__}"
     for value in _walk(facts, 0):

@@ -32,6 +32,7 @@ FOLDER = "medflare"  # below the job's folder: a site's state and models, the se
 LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
 SITE_TASK = "medflare.site_task"  # in FLARE's context while a task and the filters of its result run
 DATA_ROOT = "MEDFLARE_DATA_ROOT"  # as `data.loading` reads it
+DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator gives each site's process its own
 _MEMBER = "state"
 _log = logging.getLogger(__name__)
 

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from medflare.core.errors import MedflareError
-from medflare.flare.exchange.participants import DATA_ROOT, ParticipantSpec, anchor, load_ahead
+from medflare.flare.exchange.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
 
 _TICK = 1.0  # seconds between two looks at who still lives
 _IDLE = 60.0  # seconds after which a fork without work ends: with many sites and few threads not all stay in memory
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -173,7 +172,7 @@ def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, h
     """A fork's life: task after task, until the host is gone or ends it."""
     try:
         if request["devices"] is not None:
-            os.environ[_DEVICES] = request["devices"]
+            os.environ[DEVICES] = request["devices"]
         listener.settimeout(_TICK)
         seat = _Seat(ParticipantSpec(**request["spec"]))
         while os.getppid() == host:

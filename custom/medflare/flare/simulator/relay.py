@@ -28,7 +28,7 @@ from medflare.flare.exchange.wire import from_bytes, to_bytes
 
 _LOOK = 0.1  # seconds between two looks at the abort signal
 _PACKAGES = Path(__file__).resolve().parents[3]  # where this package lies; a job may carry it, and only FLARE's processes know
-_DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator gives each site's process its own
+DEVICES = "CUDA_VISIBLEDEVICES"  # the simulator gives each site's process its own
 _log = logging.getLogger(__name__)
 
 
@@ -109,7 +109,7 @@ class Relay:
         Raises:
             MedflareError: there is none, and no host that makes one.
         """
-        request = {"spec": asdict(spec), "devices": os.environ.get(_DEVICES)}
+        request = {"spec": asdict(spec), "devices": os.environ.get(DEVICES)}
         try:
             with Client(self.address, family="AF_UNIX") as host:
                 host.send_bytes(json.dumps(request).encode())
