@@ -1,7 +1,7 @@
 """One federation, three engines: the plain loop, the simulator with a process per site, the simulator with a process per task."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from volumes import PATCHES, make_sites
 pytestmark = END_TO_END
 
 SITES = ("site-1", "site-2", "site-3")
+Simulations = Callable[[str], Simulation]
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -47,6 +48,9 @@ def read_local(local: Path) -> dict[str, Any]:
     return load_results(local)
 
 
+VOLUMES = "volumes"  # patches are drawn at the sites, whole volumes scored
+
+
 class Case(NamedTuple):
     """A federation: its task, how many sites train, how many look on, for how many rounds, and whether it also runs with `-t 1`."""
 
@@ -55,6 +59,7 @@ class Case(NamedTuple):
     outside: int
     rounds: int
     process_per_task: bool = True
+    hyper: Mapping[str, Any] = {}
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -62,18 +67,19 @@ class Case(NamedTuple):
 
     def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
         """What `build_job` and `run_local` take."""
-        task = tiny_task if self.task == "phantom" else {**load_task(self.task).to_dict(), "batch_size": 32}
+        tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
+        task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "batch_size": 32}
         return {"task": task, "rounds": self.rounds, "seed": 5, "outside": self.sites[self.inside :]}
 
 
 CASES = {
-    "fedavg": Case("phantom", 2, 0, 2, process_per_task=False),  # but for the server's step it is the method of another distribution below
-    "fedsm": Case("phantom", 3, 0, 2, process_per_task=False),  # the shortest command below does it
-    "grace": Case("phantom", 2, 0, 2),
+    "fedavg": Case(VOLUMES, 2, 0, 2, process_per_task=False),  # in two dimensions: the method of another distribution below
+    "fedsm": Case(VOLUMES, 3, 0, 2, process_per_task=False),  # in two dimensions: the shortest command below
+    "grace": Case(VOLUMES, 2, 0, 2),
     "scaffold": Case("phantom", 2, 0, 2),  # what a site remembers counts only once the server has it
     # With one thread the same fork answers all tasks of a site, as with a thread a site; what differs is FLARE's, and those above show it.
     "prr": Case("phantom_grades", 2, 1, 2, process_per_task=False),
-    "iop_fl": Case("phantom", 2, 1, 2, process_per_task=False),
+    "iop_fl": Case(VOLUMES, 2, 1, 2, process_per_task=False, hyper={"route_epochs": 1, "radius": 1}),
     "feddag": Case("phantom_grades", 2, 0, 2, process_per_task=False),
     "fedrep": Case("phantom", 2, 1, 1, process_per_task=False),
     "fedprox": Case("phantom", 2, 0, 1, process_per_task=False),
@@ -83,7 +89,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def process_per_task(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any]) -> Iterator[Callable[[str], Simulation]]:
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data root with volumes of every site."""
+    return make_sites(tmp_path_factory.mktemp("volumes"), SITES)
+
+
+@pytest.fixture(scope="module")
+def process_per_task(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any], volumes: Path) -> Iterator[Simulations]:
     """A case's simulation with a process for every task, by method. They wait more than they compute: the next one runs already."""
     folder, order = tmp_path_factory.mktemp("process-per-task"), [name for name, case in CASES.items() if case.process_per_task]
     started: dict[str, Simulation] = {}
@@ -92,35 +104,44 @@ def process_per_task(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[s
         def of(method: str) -> Simulation:
             for name in order[order.index(method) :][:2]:
                 if name not in started:
-                    job = build_job(name, **CASES[name].settings(tiny_task), out=folder / name)
-                    started[name] = simulate(job, "-n", str(len(CASES[name].sites)), "-t", "1")
+                    started[name] = simulated(name, CASES[name], simulate, tiny_task, volumes, folder / name, threads=1)
             return started[method]
 
         yield of
 
 
+def simulated(
+    method: str, case: Case, simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, job: Path, threads: int | None = None
+) -> Simulation:
+    """A case under FLARE's simulator, just started; `threads` sites work at the same time (None: all)."""
+    build_job(method, **case.settings(tiny_task), hyper=dict(case.hyper), out=job)
+    data = {"MEDFLARE_DATA_ROOT": str(volumes)} if case.task == VOLUMES else {}
+    return simulate(job, "-n", str(len(case.sites)), "-t", str(threads or len(case.sites)), **data)
+
+
+def assert_engines_agree(per_site: Simulation, method: str, case: Case, tiny_task: dict[str, Any], volumes: Path, local: Path) -> None:
+    root = volumes if case.task == VOLUMES else None
+    run_local(method, sites=case.sites[: case.inside], **case.settings(tiny_task), **case.hyper, data_root=root, out=local)
+    assert_equal_to_local(per_site.wait(), local, case.sites)
+
+
 @pytest.mark.parametrize("method", CASES)
 def test_engines_end_in_the_same_weights(
-    method: str, process_per_task: Callable[[str], Simulation], simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path
+    method: str, process_per_task: Simulations, simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, tmp_path: Path
 ) -> None:
     case = CASES[method]
     per_task = process_per_task(method) if case.process_per_task else None
-    n, settings = str(len(case.sites)), case.settings(tiny_task)
-    per_site = simulate(build_job(method, **settings, out=tmp_path / "job"), "-n", n, "-t", n)
-    run_local(method, sites=case.sites[: case.inside], **settings, out=tmp_path / "local")
-    assert_equal_to_local(per_site.wait(), tmp_path / "local", case.sites)
+    per_site = simulated(method, case, simulate, tiny_task, volumes, tmp_path / "job")
+    assert_engines_agree(per_site, method, case, tiny_task, volumes, tmp_path / "local")
     if per_task is not None:
         assert_equal_to_local(per_task.wait(), tmp_path / "local", case.sites)
 
 
-def test_volumes(simulate: Simulate, tmp_path: Path) -> None:
-    """Patches of volumes, drawn at the sites, and scores of whole ones."""
-    make_sites(tmp_path / "data", SITES[:2])
-    settings: dict[str, Any] = {"task": PATCHES, "rounds": 1, "seed": 5}
-    job = build_job("fedsm", **settings, out=tmp_path / "job")
-    simulation = simulate(job, "-n", "2", "-t", "2", MEDFLARE_DATA_ROOT=str(tmp_path / "data"))
-    run_local("fedsm", sites=SITES[:2], **settings, data_root=tmp_path / "data", out=tmp_path / "local")
-    assert_equal_to_local(simulation.wait(), tmp_path / "local", SITES[:2])
+def test_prr_on_volumes(simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, tmp_path: Path) -> None:
+    """Its average of 3-D kernels; with images to be told apart by class, see above, it does the rest."""
+    case = Case(VOLUMES, 2, 1, 1)
+    simulation = simulated("prr", case, simulate, tiny_task, volumes, tmp_path / "job")
+    assert_engines_agree(simulation, "prr", case, tiny_task, volumes, tmp_path / "local")
 
 
 def test_a_method_of_another_distribution(
