@@ -14,14 +14,13 @@ REAL_IMAGES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 # Files that take minutes, and the longest of those that start no FLARE processes; each the longest first.
 LONG = (
-    "test_parity",
     "test_faults_provisioned",
+    "test_parity",
     "test_provisioned",
     "test_faults",
     "test_recipes",
     "test_embedded",
     "test_poc",
-    "test_clocks",
     "test_memory",
     "test_ten_faults",
     "test_many_rounds",

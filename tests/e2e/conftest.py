@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from e2e.provisioned import SERVER, ProvisionedFederation
+from e2e.provisioned import HOUR, SERVER, ProvisionedFederation
 from e2e.simulation import Simulate, importing, simulations
 from foreign.install import METHOD, install
 from medflare.methods import catalogue
@@ -41,8 +41,12 @@ def foreign(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory, packages: Path) -> Iterator[ProvisionedFederation]:
-    """Provisioned and running: a server and three sites, at which another distribution than medflare is installed too."""
-    running = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2", "site-3"))
+    """Provisioned and running: a server and three sites, at which another distribution than medflare is installed too.
+
+    One site's clock is two hours ahead, another's two hours behind, in all of their processes; nobody takes them for silent or late.
+    """
+    clocks = {"site-2": 2 * HOUR, "site-3": -2 * HOUR}
+    running = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2", "site-3"), clocks)
     running.environment = {**running.environment, **importing(packages)}
     running.provision()
     try:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ PEOPLE = {
     "member": "member@hospital-two.org",
     "it": "it@hospital-one.org",
 }
+HOUR = 3600.0  # seconds
+_SKEWED = Path(__file__).parent / "components" / "skewed"
 _LAST_WORD = {"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"}  # see poc_workspace/start.sh
 
 
@@ -37,11 +39,13 @@ class ProvisionedFederation:
     Attributes:
         folder: everything of the federation lies below it.
         kits: the folder of startup kits.
+        clocks: party -> seconds by which the clock of its processes is ahead; those of all others are right.
     """
 
-    def __init__(self, folder: Path, sites: Sequence[str]):
+    def __init__(self, folder: Path, sites: Sequence[str], clocks: Mapping[str, float] | None = None):
         self.folder = folder
         self.sites = tuple(sites)
+        self.clocks = clocks or {}
         self.port = _free_port()
         self.kits = folder / "federation" / "medflare" / "prod_00"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -62,7 +66,18 @@ class ProvisionedFederation:
                 one["fed_learn_port"] = self.port
         path = self.folder / "project.yml"
         path.write_text(yaml.safe_dump(project))
-        self.script("provision.sh", path, self.folder / "federation")
+        with self.clock(-12 * HOUR):  # half a day ago: certificates are valid for a party whose clock is behind, too
+            self.script("provision.sh", path, self.folder / "federation")
+
+    @contextlib.contextmanager
+    def clock(self, ahead: float) -> Iterator[None]:
+        """For a while all processes that are started have a clock that is ahead by so many seconds."""
+        usual = self.environment
+        self.environment = skewed(usual, ahead)
+        try:
+            yield
+        finally:
+            self.environment = usual
 
     def start(self, *names: str) -> None:
         """Start server or sites, each from its own kit in processes of its own, and wait until all of them are up."""
@@ -76,8 +91,9 @@ class ProvisionedFederation:
         before = len(text_of(log))
         command = [str(kit / "startup" / "sub_start.sh"), "--once"]
         with (kit / "start.log").open("ab") as output:
+            environment = skewed(self.environment, self.clocks[name]) if name in self.clocks else self.environment
             self._processes[name] = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=kit
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=kit
             )
         return log, before, "Server started" if name == SERVER else "Successfully registered client"
 
@@ -135,6 +151,12 @@ class ProvisionedFederation:
     def stop(self) -> None:
         for name in tuple(self._processes):
             self.kill(name)
+
+
+def skewed(environment: Mapping[str, str], ahead: float) -> dict[str, str]:
+    """The environment of processes whose clock is ahead by so many seconds."""
+    paths = [str(_SKEWED), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "CLOCK_SKEW": str(ahead), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def wait_until(true: Callable[[], bool], otherwise: str, every: float = 0.25) -> None:

@@ -3,8 +3,9 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any], f
 def test_command_line_and_api_give_the_plain_loops_models_and_metrics(
     federation: ProvisionedFederation, job: Path, plain: Path, tmp_path: Path
 ) -> None:
-    """Both ways of submitting at once: two jobs run side by side in one federation and do not disturb each other."""
+    """Both ways of submitting at once: two jobs run side by side in one federation and do not disturb each other, by any clock."""
     api = subprocess.Popen(
         [sys.executable, "-c", THROUGH_THE_API, "lead@coordination.org", federation.kit("lead"), job, tmp_path],
         stdout=subprocess.PIPE,
@@ -78,6 +79,8 @@ def test_command_line_and_api_give_the_plain_loops_models_and_metrics(
             for role in ROLES:  # each hospital holds its own models; nothing was fetched from the server for them
                 _same_state(own / role / "model.safetensors", plain / "sites" / site / role / "model.safetensors")
                 assert json.loads((own / role / "card.json").read_text())["site"] == site
+    ahead = {site: _ahead(federation.kit(site) / first / "log.txt") for site in federation.sites}
+    assert ahead == pytest.approx({site: federation.clocks.get(site, 0) for site in federation.sites}, abs=300), "a job had another clock"
 
 
 def test_a_member_may_not_submit(federation: ProvisionedFederation, job: Path) -> None:
@@ -113,33 +116,13 @@ def test_a_job_that_cannot_be_read_leaves_results(federation: ProvisionedFederat
 
 def test_a_site_that_does_not_list_medflare_is_named(federation: ProvisionedFederation, job: Path) -> None:
     """Without "medflare." in class_allow_list the job does not run there, and the message names site, component and remedy."""
-    with allow_lists(federation, lambda allowed: allowed.remove("medflare."), "site-3"):
+    with allow_lists([federation.kit("site-3")], lambda allowed: allowed.remove("medflare.")):
         identity = federation.submit(job)
         watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
     assert "site-3 does not allow the component medflare.flare.executors.FedSMExecutor" in watched.stdout
     assert "class_allow_list" in watched.stdout and "resources.json" in watched.stdout
     assert not (federation.kit("site-3") / identity / "medflare").exists()
-
-
-def test_a_method_of_another_distribution_is_what_a_party_allows_by_name(
-    federation: ProvisionedFederation, foreign: str, tiny_task: dict[str, Any], tmp_path: Path
-) -> None:
-    """Installed everywhere, and still not run by a site that does not list its package; run by all once that site does, too."""
-    job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, out=tmp_path / "job")
-    remedy = f'which site-3 does not allow; who trusts it adds "{foreign}." to class_allow_list in local/resources.json'
-    with allow_lists(federation, lambda allowed: allowed.append(f"{foreign}."), SERVER, "site-1", "site-2"):
-        refused = federation.submit(job)
-        watched = federation.watch(refused, check=False)
-        assert watched.returncode != 0
-        assert f"the federation failed: method '{foreign}' comes from {foreign}, {remedy}\n" in watched.stdout
-        with allow_lists(federation, lambda allowed: allowed.append(f"{foreign}."), "site-3"):
-            identity = federation.submit(job)
-            federation.watch(identity)
-    federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
-    plain = run_local(foreign, tiny_task, federation.sites, rounds=1, seed=SEED, out=tmp_path / "plain")
-    _same_results(load_results(tmp_path / "fetched"), plain)
-    _same_models(next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models")
 
 
 def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -161,23 +144,38 @@ def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_
     assert "site-3" in connected and "site-4" not in connected
 
 
-def test_a_site_that_is_added_later_takes_part(federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    """A kit of the same root for a running federation, as docs/deployment.md says; nobody else notices, and the next job includes it."""
+def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
+    federation: ProvisionedFederation, foreign: str, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
+    """A kit of the same root for a running federation, as docs/deployment.md says; nobody else notices, and the next job includes it.
+
+    The job's method is another distribution's, installed everywhere: not run by a site that does not list its package, and once that
+    site does, too, run by all.
+    """
     (federation.folder / "site-4.yml").write_text("name: site-4\ntype: client\norg: hospital_four\n")
     provision = ("nvflare", "provision", "-p", "project.yml", "-w", "federation", "--add-client", "site-4.yml", "--force")
     federation.command(*provision)
     later = type(federation)(federation.folder, ["site-4"])
-    later.kits = federation.kits.with_name("prod_01")
+    later.environment, later.kits = federation.environment, federation.kits.with_name("prod_01")
     later.command(sys.executable, SCRIPTS / "install_local.py", later.kit("site-4"))
+    job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=4, out=tmp_path / "job")
+    remedy = f'which site-4 does not allow; who trusts it adds "{foreign}." to class_allow_list in local/resources.json'
+    kits = [federation.kit(party) for party in (SERVER, *federation.sites)]
     try:
         later.start("site-4")
-        identity = federation.submit(build_job("fedavg", tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=4, out=tmp_path / "job"))
-        federation.watch(identity)
+        with allow_lists(kits, lambda allowed: allowed.append(f"{foreign}.")):
+            refused = federation.watch(federation.submit(job), check=False)
+            assert refused.returncode != 0
+            assert f"the federation failed: method '{foreign}' comes from {foreign}, {remedy}\n" in refused.stdout
+            with allow_lists([later.kit("site-4")], lambda allowed: allowed.append(f"{foreign}.")):
+                identity = federation.submit(job)
+                federation.watch(identity)
     finally:
         later.stop()
     federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
-    results, plain = load_results(tmp_path / "fetched"), run_local("fedavg", tiny_task, 4, rounds=1, seed=SEED)
-    assert results["status"] == "COMPLETED" and results["sites"] == plain["sites"]
+    plain = run_local(foreign, tiny_task, 4, rounds=1, seed=SEED, out=tmp_path / "plain")
+    _same_results(load_results(tmp_path / "fetched"), plain)
+    _same_models(next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models")
     assert (later.kit("site-4") / identity / "medflare" / "personal" / "model.safetensors").exists()
 
 
@@ -185,9 +183,9 @@ def test_a_site_that_is_added_later_takes_part(federation: ProvisionedFederation
 
 
 @contextmanager
-def allow_lists(federation: ProvisionedFederation, change: Callable[[list[str]], None], *parties: str) -> Iterator[None]:
+def allow_lists(kits: Iterable[Path], change: Callable[[list[str]], None]) -> Iterator[None]:
     """For a while some parties allow other classes in the jobs that they run."""
-    files = [federation.kit(party) / "local" / "resources.json" for party in parties]
+    files = [kit / "local" / "resources.json" for kit in kits]
     before = [file.read_text() for file in files]
     for file in files:
         content = json.loads(file.read_text())
@@ -198,6 +196,12 @@ def allow_lists(federation: ProvisionedFederation, change: Callable[[list[str]],
     finally:
         for file, text in zip(files, before, strict=True):
             file.write_text(text)
+
+
+def _ahead(log: Path) -> float:
+    """Seconds by which the clock of a log's last line is ahead of the file system's."""
+    written = [line[:19] for line in log.read_text().splitlines() if line[:2] == "20"][-1]
+    return datetime.strptime(written, "%Y-%m-%d %H:%M:%S").timestamp() - log.stat().st_mtime
 
 
 def _same_results(found: dict[str, Any], expected: dict[str, Any]) -> None:
