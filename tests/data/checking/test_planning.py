@@ -88,6 +88,26 @@ class TestGeometry:
         assert pooled([few, many], [9, 10], 50) == (40.0, 40.0) and pooled([few, many], [90, 10], 50)[0] < 30
 
 
+@pytest.mark.parametrize(
+    ("size", "spacing", "padded", "poolings"),
+    [
+        ((32, 32), (1, 1), (32, 32), (3, 3)),
+        ((32, 32, 8), (1, 1, 3), (32, 32, 8), (3, 3, 1)),
+        ((9, 9, 40), (1, 1, 1), (10, 10, 40), (1, 1, 2)),
+        ((20, 20, 10), (1, 1, 4), (20, 20, 10), (2, 2, 0)),
+        ((96, 96, 10), (1, 1, 2.5), (96, 96, 10), (4, 4, 1)),
+        ((64, 64, 34), (4, 4, 1), (64, 64, 40), (4, 4, 3)),
+        ((320, 320, 20), (0.8, 0.8, 5), (320, 320, 20), (6, 6, 2)),
+    ],
+)
+def test_poolings_and_sizes_are_those_of_the_published_program(
+    size: tuple[int, ...], spacing: tuple[float, ...], padded: tuple[int, ...], poolings: tuple[int, ...]
+) -> None:
+    """Numbers that nnU-Net's own `get_pool_and_conv_props` gives (commit 04f3cfc)."""
+    levels = topology(size, spacing)
+    assert levels.padded(size) == padded and levels.divisors == tuple(2**number for number in poolings)
+
+
 class TestMemory:
     def test_less_memory_a_smaller_patch(self) -> None:
         found = fingerprint(48, 48, 48)

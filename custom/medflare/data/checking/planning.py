@@ -192,7 +192,7 @@ def _sized(found: Sequence[Fingerprint], settings: dict[str, Any], geometry: _Ge
     levels = len(network["strides"])
     poolings = [int(math.log2(math.prod(column))) for column in zip(*network["strides"], strict=True)]
     median = f"the median image, {_by(geometry.median)}"
-    cut = "whole" if whole else f"made smaller until two patches fit into {memory:g} GiB"
+    cut = "whole" if whole else f"as long in millimetres along all axes, made smaller until two fit into {memory:g} GiB"
     return [
         Choice("size", size, f"{median}, {cut}; sides divisible by 2 ** poolings ({_by(poolings)})"),
         Choice(
@@ -213,17 +213,18 @@ def _sized(found: Sequence[Fingerprint], settings: dict[str, Any], geometry: _Ge
 
 def _fitting(settings: dict[str, Any], geometry: _Geometry, budget: float, memory: float) -> tuple[list[int], dict[str, Any]]:
     """The largest patch of which two fit, and its network."""
-    wanted = geometry.median
+    first = rules.first_patch(geometry.median, geometry.spacing)
+    size = largest = rules.topology(first, geometry.spacing).padded(first)
     while True:
-        levels = rules.topology(wanted, geometry.spacing)
+        levels = rules.topology(size, geometry.spacing)
+        if len(levels.strides) < _LEAST_LEVELS and size == largest:
+            raise ConfigError(f"the median image is {_by(geometry.median)}, too small for {_LEAST_LEVELS} levels; write the task by hand")
         if len(levels.strides) < _LEAST_LEVELS:
-            if wanted == geometry.median:
-                raise ConfigError(f"the median image is {_by(wanted)}, too small for {_LEAST_LEVELS} levels; write the task by hand")
             raise ConfigError(f"no patch of the least size fits into {memory:g} GiB; give more with --memory, or write the task by hand")
-        size, network = list(levels.padded(wanted)), _dynunet(levels)
-        if least_bytes(load_task(settings | {"size": size, "network": network}), rules.LEAST_BATCH) <= budget:
-            return size, network
-        wanted = rules.smaller(wanted, geometry.median, levels.divisors)
+        network = _dynunet(levels)
+        if least_bytes(load_task(settings | {"size": list(size), "network": network}), rules.LEAST_BATCH) <= budget:
+            return list(size), network
+        size = rules.smaller(size, geometry.median, geometry.spacing)
 
 
 def _dynunet(levels: rules.Topology) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 """The rules by which nnU-Net configures itself, as pure functions (Isensee et al., "nnU-Net: a self-configuring method for deep
-learning-based biomedical image segmentation", Nature Methods 18, 203-211, 2021, "rule-based parameters", and the program beside it)."""
+learning-based biomedical image segmentation", Nature Methods 18, 203-211, 2021, "rule-based parameters").
+
+Where the paper leaves a number open, it is that of the program beside it: github.com/MIC-DKFZ/nnUNet, version 2, commits 017de4a
+(experiment planner) and 04f3cfc (network topology). What differs from either says so.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +16,8 @@ ANISOTROPY: Final = 3  # from which an axis is treated by itself
 LEAST_SIDE: Final = 4  # of the smallest feature map
 LEAST_BATCH: Final = 2
 BATCH_SHARE: Final = 0.05  # of all voxels, that one batch may show
-CROPPED: Final = 0.25  # share of zeros from which intensities are normalised without them
+CROPPED: Final = 0.25  # share of zeros from which intensities are normalised without them; nnU-Net asks what a box around the rest cuts off
+_LARGEST: Final = {2: 2048**2, 3: 256**3}  # pixels or voxels of the patch that is made smaller until it fits
 _FEATURES: Final = 32
 _MOST_FEATURES: Final = {2: 512, 3: 320}
 
@@ -92,7 +97,7 @@ def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
     """How often each axis is pooled, and with which kernels.
 
     A level more while an axis can be halved and still has 4 voxels. Of those axes only the ones are pooled whose spacing is within a
-    factor of 2 of their finest; the last axis that is left goes on only where it has 12. A kernel is 3 wide along an axis from the level on
+    factor of 2 of their finest; one that would be pooled alone, only where it has 12. A kernel is 3 wide along an axis from the level on
     where its spacing comes within a factor of 2 of the finest, 1 before, and 3 at the bottom. It is 3 wide behind a pooling of its axis
     too, which the published program leaves out: volumes that are coarse in two axes and short in the third would have kernels of 1.
 
@@ -109,6 +114,8 @@ def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
         ((3, 3, 1), (3, 3, 3), (3, 3, 3), (3, 3, 3))
         >>> topology((32, 32, 12), (8, 8, 1)).kernels
         ((1, 1, 3), (1, 1, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3))
+        >>> topology((10, 10), (1, 4)).strides
+        ((1, 1),)
     """
     sides, gaps, axes = list(size), list(spacing), range(len(size))
     kernel: Sides = (1,) * len(size)
@@ -118,7 +125,7 @@ def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
         kernels.append(kernel)
         large = [axis for axis in axes if sides[axis] >= 2 * LEAST_SIDE]
         pooled = [axis for axis in large if gaps[axis] < 2 * min(gaps[other] for other in large)]
-        if not pooled or (len(large) == 1 and sides[pooled[0]] < 3 * LEAST_SIDE):
+        if not pooled or (len(pooled) == 1 and sides[pooled[0]] < 3 * LEAST_SIDE):
             return Topology((*kernels[:-1], (3,) * len(size)), tuple(strides))
         strides.append(tuple(2 if axis in pooled else 1 for axis in axes))
         for axis in pooled:
@@ -126,20 +133,43 @@ def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
         kernel = tuple(max(width, 3 if axis in pooled else 1) for axis, width in enumerate(kernel))
 
 
-def smaller(size: Sequence[int], median: Sequence[float], divisors: Sequence[int]) -> Sides:
+def first_patch(median: Sequence[float], spacing: Sequence[float]) -> Sides:
+    """The patch to begin with: equally long in millimetres along all axes, 256 ** 3 voxels or 2048 ** 2 pixels, within the median image.
+
+    Args:
+        median: sides of the median image.
+        spacing: millimetres between its voxels.
+
+    Examples:
+        >>> first_patch((512, 512, 100), (0.8, 0.8, 5.0)), first_patch((3000, 500), (1, 1))
+        ((472, 472, 75), (2048, 500))
+    """
+    dense = [1 / side for side in spacing]
+    scale = (_LARGEST[len(dense)] / math.prod(dense)) ** (1 / len(dense))
+    return tuple(min(round(scale * side), round(full)) for side, full in zip(dense, median, strict=True))
+
+
+def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[float]) -> Sides:
     """The next smaller patch, where one does not fit into memory: the axis that is longest for its median loses a step.
+
+    A step is what the network of the smaller patch divides that axis by, so that no size which it takes is skipped.
 
     Args:
         size: sides of the patch.
         median: sides of the median image.
-        divisors: what the sides are divisible by, see `Topology.divisors`.
+        spacing: millimetres between voxels.
 
     Examples:
-        >>> smaller((64, 64, 32), (128, 100, 64), (16, 16, 8))
-        (64, 48, 32)
+        >>> smaller((128, 128, 128), (150, 190, 160), (1, 1, 1)), smaller((256, 64, 64), (256, 64, 64), (1, 1, 1))
+        ((112, 128, 128), (256, 64, 56))
     """
-    longest = max(range(len(size)), key=lambda axis: size[axis] / median[axis])
-    return tuple(max(1, side - divisors[axis]) if axis == longest else side for axis, side in enumerate(size))
+    longest = max(range(len(size)), key=lambda axis: (size[axis] / median[axis], axis))
+
+    def shortened(step: int) -> Sides:
+        return tuple(max(1, side - step) if axis == longest else side for axis, side in enumerate(size))
+
+    step = topology(shortened(topology(size, spacing).divisors[longest]), spacing).divisors[longest]
+    return topology(shortened(step), spacing).padded(shortened(step))
 
 
 def features(levels: int, dimensions: int) -> Sides:
@@ -157,11 +187,11 @@ def features(levels: int, dimensions: int) -> Sides:
 
 
 def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequence[int]) -> int:
-    """What memory leaves room for, as long as one batch shows at most 5 % of all voxels; 2 at least.
+    """What memory leaves room for, as long as one batch shows about 5 % of all voxels at most; 2 at least.
 
     Args:
         fitting: the most patches that fit into memory.
-        images: training images; of the smallest site, since a batch is drawn at one.
+        images: training images; of the smallest site, since a batch is drawn at one (nnU-Net: of all, which lie in one place).
         median: sides of the median image.
         patch: sides of a patch.
 
@@ -170,4 +200,4 @@ def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequen
         (20, 7, 2)
     """
     share = BATCH_SHARE * images * math.prod(median) / math.prod(patch)
-    return max(LEAST_BATCH, min(fitting, int(share)))
+    return max(LEAST_BATCH, min(fitting, round(share)))
