@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+import small
 from medflare.cli import main
+from medflare.inference.deployed import plain_message, save_model
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import load_task
 
 ROOT = "MEDFLARE_DATA_ROOT"
 EMPTY: dict[str, dict[str, Any]] = {"site": {}, "server": {}}
@@ -150,3 +154,14 @@ def test_a_study_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.Capt
     assert "task.NAME=VALUE" in refused(capsys, *begin, "--set", "lam=3")
     assert "leave the halves out" in refused(capsys, "study", "single-site:site_half=moon", *begin[2:])
     assert not [*tmp_path.iterdir()]
+
+
+def test_evaluate_is_a_federation_without_rounds(capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path) -> None:
+    """With the model's own task; its results do not go where the model lies."""
+    task = load_task(small.tiny_phantom())
+    save_model(tmp_path / "model", task, plain_message(initial_network(task, 0).state_dict()), {})
+    assert main(["run", "evaluate", "--engine", "local", "--model", str(tmp_path / "model"), "--out", str(tmp_path)]) == 0
+    ((method, found, _), named, _) = engine.calls[0]
+    assert (method, named["rounds"], named["out"].name) == ("fedavg", 0, f"evaluate-{task.name}-seed0")
+    assert found.network["weights"]["format"] == "medflare" and found.size == task.size
+    assert "evaluate: say which model with --model FOLDER" in refused(capsys, "run", "evaluate")

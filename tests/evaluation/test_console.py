@@ -31,6 +31,10 @@ def test_round_line_after_the_last_round_has_no_loss(history: list[dict[str, Any
     assert "loss" not in line
 
 
+def test_round_line_of_a_run_that_trains_nothing(history: list[dict[str, Any]]) -> None:
+    assert round_line("validate", 0, 0, history[2]["sites"], {}, 0.2).startswith("without a round validate: A ")
+
+
 def test_round_line_shows_what_the_aggregation_made_of_each_site() -> None:
     """Scores and weights of FedDAG's second phase; B answered nothing, and its model has a weight all the same."""
     numbers: dict[str, dict[str, float | None]] = {

@@ -45,7 +45,7 @@ def test_the_schedule_is_told_its_rules() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"rounds": -1}, "rounds must be at least 0, got -1"),
         ({"rounds": "three"}, "rounds must be a whole number, got 'three'"),
         ({"rounds": True}, "rounds must be a whole number, got True"),
         ({"rounds": None}, "rounds must be a whole number, got None"),

@@ -43,6 +43,26 @@ def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered:
     assert step["sites"]["site-1"]["validation"]["global"] == pytest.approx(expected)
 
 
+def test_a_given_model_is_evaluated_by_every_site(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:
+    """No round trains: what is delivered is what was given, tested on images of sites that it has never seen, too."""
+    model, task = delivered
+    given = load_model(model).message.states["model"]
+    results = medflare.run_local("fedavg", task, 2, rounds=0, seed=3, outside=["site-3"], out=tmp_path, weights=model)
+    assert results["status"] == "COMPLETED" and results["rounds"] == 0 and results["traffic"]["up_bytes"] == 0
+    kept = load_model(tmp_path / "sites" / "site-3" / "deployed").message.states["model"]
+    assert all(torch.equal(kept[name], given[name]) for name in given)
+    for name, found in results["sites"].items():
+        site = open_site(name, load_task(task), seed=3, role=found["role"])
+        site.start = given
+        expected = site.score(site.predictor(site.network()), "test", ["dice"]).values["dice"]
+        assert found["metrics"]["global"]["dice"] == pytest.approx(expected)
+
+
+def test_no_rounds_and_nothing_to_evaluate() -> None:
+    results = medflare.run_local("fedavg", tiny_phantom(), 2, rounds=0, seed=0)
+    assert results["status"] == "FAILED" and "rounds is 0, which trains nothing, and task" in results["reason"]
+
+
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:
     model, task = delivered
 

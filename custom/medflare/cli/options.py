@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 DEFAULT_ROUNDS: Final = 10
+EVALUATE: Final = "evaluate"  # in place of a method: no rounds, the final models are the one that was given
+_METHODS: Final = "fedavg, fedsm, ...; `medflare methods` lists them with their hyper-parameters"
+_PHANTOM: Final = "phantom"
 _TASK: Final = "task."  # before the name of a task's setting
 
 # What is no hyper-parameter either, beside the settings of a run; each is an option of some subcommand.
@@ -63,9 +66,10 @@ def add_command(
 
 def add_federation_options(parser: argparse.ArgumentParser) -> None:
     """The method with its halves and hyper-parameters, the task, and the settings of the run."""
-    add_method_options(parser)
-    add_task_options(parser, "a hyper-parameter (lam=0.3, where both halves have it site.beta=1 or server.beta=1)")
-    parser.add_argument("--from", dest="model", type=Path, metavar="MODEL", help="go on from a delivered model of one network (its folder)")
+    add_method_options(parser, about=f"{_METHODS}; or {EVALUATE}: every site tests --model, nobody trains")
+    add_task_options(parser, "a hyper-parameter (lam=0.3, where both halves have it site.beta=1 or server.beta=1)", "that of MODEL, else ")
+    about = "go on from a delivered model of one network (its folder), with its task where --task names no other"
+    parser.add_argument("--from", "--model", dest="model", type=Path, metavar="MODEL", help=about)
     parser.add_argument("--resplit", type=int, metavar="SEED", help="draw the training / validation / test split anew by patient")
     run = parser.add_argument_group("settings of the run")
     add_rounds(run)
@@ -80,17 +84,24 @@ def add_federation_options(parser: argparse.ArgumentParser) -> None:
     flare.add_argument("--silence", type=float, metavar="SECONDS", help="without a sign of life a site counts as gone (default: 120)")
 
 
-def add_method_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_method_options(parser: argparse.ArgumentParser, *, optional: bool = False, about: str = _METHODS) -> None:
     """A method by name, and the halves of other methods in it."""
-    about = "fedavg, fedsm, ...; `medflare methods` lists them with their hyper-parameters"
     parser.add_argument("method", nargs="?" if optional else None, help="one method (default: all)" if optional else about)
     parser.add_argument("--site-half", metavar="METHOD", help="use the site half of another method")
     parser.add_argument("--server-half", metavar="METHOD", help="use the server half of another method")
 
 
-def add_task_options(parser: argparse.ArgumentParser, settings: str = "") -> None:
-    """The task and --set; `settings` says what --set takes beside the task's settings."""
-    parser.add_argument("--task", default="phantom", help="preset name or a JSON file, see app_configs/ (default: phantom, synthetic)")
+def add_task_options(parser: argparse.ArgumentParser, settings: str = "", first: str = "") -> None:
+    """The task and --set.
+
+    Args:
+        parser: of a subcommand.
+        settings: what --set takes beside the task's settings.
+        first: the default before the usual one, see `hyper_and_task`.
+    """
+    default = None if first else _PHANTOM
+    about = f"preset name or a JSON file, see app_configs/ (default: {first}{_PHANTOM}, synthetic)"
+    parser.add_argument("--task", default=default, help=about)
     parser.add_argument(
         "--set",
         action="append",
@@ -121,13 +132,17 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_method(options: argparse.Namespace) -> "Method":
-    """The method, with the halves of others where they were asked for.
+    """The method, with the halves of others where they were asked for; "evaluate" becomes a federation without rounds.
 
     Raises:
-        ConfigError: no such method.
+        ConfigError: no such method, or nothing to evaluate.
     """
     from medflare.methods.catalogue import get_method
 
+    if options.method == EVALUATE:
+        if options.model is None:
+            raise ConfigError("evaluate: say which model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")
+        options.method, options.rounds = "fedavg", 0
     return get_method(options.method, site=options.site_half, server=options.server_half)
 
 
@@ -150,23 +165,14 @@ def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict
     changes = {name: value for name, value in given.items() if name.startswith(_TASK)}
     if options.resplit is not None:
         changes[f"{_TASK}resplit"] = options.resplit
+    source = options.task or _PHANTOM
     if options.model is not None:
-        changes[f"{_TASK}network.weights"] = delivered_weights(options.model)
-    return halved(hyper, method.hyper_classes, method.name), task_with(options.task, changes)
+        from medflare.inference.deployed import WEIGHTS_FILE, load_model
 
-
-def delivered_weights(folder: Path) -> dict[str, str]:
-    """What a task says of the weights of a delivered model, to start from them.
-
-    Args:
-        folder: of the model.
-
-    Raises:
-        StateError: no delivered model lies there.
-    """
-    from medflare.inference.deployed import WEIGHTS_FILE, load_model
-
-    return {"file": WEIGHTS_FILE, "sha256": load_model(folder).card["sha256"], "format": "medflare"}
+        model = load_model(options.model)
+        changes[f"{_TASK}network.weights"] = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"], "format": "medflare"}
+        source = options.task or model.task.to_dict()
+    return halved(hyper, method.hyper_classes, method.name), task_with(source, changes)
 
 
 def set_values(settings: Sequence[str]) -> dict[str, Any]:
@@ -186,11 +192,11 @@ def set_values(settings: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def task_with(source: str, changes: Mapping[str, Any]) -> "TaskConfig":
+def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "TaskConfig":
     """A task with some settings changed.
 
     Args:
-        source: preset name or JSON file.
+        source: preset name, JSON file or mapping.
         changes: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
 
     Raises:

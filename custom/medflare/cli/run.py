@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from medflare.cli.options import (
+    EVALUATE,
     Commands,
     add_command,
     add_data_root,
@@ -44,6 +45,7 @@ def _add_run(commands: Commands) -> None:
             "medflare run moon --server-half grace --rounds 20                 # GRACE's aggregation of MOON's sites",
             "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
             "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  # go on from a delivered model",
+            "medflare run evaluate --model runs/fedsm-phantom-seed0/models/global  # every site tests it, nobody trains",
         ),
     )
     add_federation_options(parser)
@@ -74,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     settings = run_arguments(options)
     sites = list(dict.fromkeys([*site_names(options.sites), *settings["outside"]]))
     weights = options.weights or options.model
-    folder = options.out / f"{method.name}-{task.name}-seed{options.seed}"
+    folder = options.out / f"{method.name if options.rounds else EVALUATE}-{task.name}-seed{options.seed}"
     if options.engine == "local":
         if given := [name for name in _OF_FLARE if getattr(options, name) is not None]:
             raise ConfigError(f"--{given[0].replace('_', '-')} is for FLARE's simulator; leave it out with --engine local")

@@ -34,7 +34,8 @@ def round_line(
     Returns:
         For example "round 2 (3/20) train: A loss 0.4120 global 0.801 weight 0.612 | B rejected (holds NaN) | 1.2 s".
     """
-    place = f"after round {rounds - 1}" if round >= rounds else f"round {round} ({round + 1}/{rounds})"
+    after = f"after round {rounds - 1}" if rounds else "without a round"
+    place = after if round >= rounds else f"round {round} ({round + 1}/{rounds})"
     shown = {site: [site, *_step_facts(facts[site])] for site in facts}
     shown.update({site: [site, f"rejected ({' '.join(reason.split())})"] for site, reason in rejected.items()})
     for site, numbers in (aggregation or {}).items():

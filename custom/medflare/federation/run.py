@@ -17,7 +17,7 @@ from medflare.federation.exchange import Exchange
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.participant import identity_of
 from medflare.federation.schedule import Federation
-from medflare.federation.settings import RunSettings
+from medflare.federation.settings import RunSettings, check_rounds
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import ServerContext, ServerHalf
@@ -102,6 +102,7 @@ class Run:
 
     def _server(self) -> ServerHalf[Any]:
         self.method.check(self.hyper, self.task)
+        check_rounds(self.settings.rounds, self.task)
         plan = self.method.plan(self.task, self.sites, self.hyper)
         context = ServerContext(
             plan,

@@ -3,12 +3,16 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked
+
+if TYPE_CHECKING:
+    from medflare.tasks.config import TaskConfig
 
 FACTS_LIMIT: Final = 65_536  # bytes of JSON in a message: room for counts and metrics, none for a model
 Sites = Annotated[int, Field(ge=1)]
@@ -37,7 +41,7 @@ class RunSettings:
     """The settings of a federation's run.
 
     Attributes:
-        rounds: of the federation.
+        rounds: of the federation; 0 trains nothing, see `check_rounds`.
         seed: of everything that is drawn.
         outside: names of sites that never train and only receive the final models.
         min_sites: usable answers that a step needs; None: two, or one in a federation of one.
@@ -47,7 +51,7 @@ class RunSettings:
         resume: id of the interrupted job that this one takes up at the last step that it finished.
     """
 
-    rounds: Annotated[int, Field(ge=1)]
+    rounds: Annotated[int, Field(ge=0)]
     seed: int
     outside: tuple[str, ...] = ()
     min_sites: Sites | None = None
@@ -79,3 +83,20 @@ def run_settings(values: Mapping[str, Any]) -> RunSettings:
         ConfigError: one that is unknown, missing, of another type or outside its range.
     """
     return checked(RunSettings, values, "run")
+
+
+def check_rounds(rounds: int, task: "TaskConfig") -> None:
+    """Without rounds every site tests the model that the run starts from; there must be one.
+
+    Args:
+        rounds: of the run.
+        task: what is to be learnt.
+
+    Raises:
+        ConfigError: no rounds, and random weights.
+    """
+    if rounds == 0 and "weights" not in task.network:
+        raise ConfigError(
+            f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; give 1 or more, "
+            "or a model to evaluate (network.weights, --model)"
+        )

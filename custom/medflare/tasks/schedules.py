@@ -106,13 +106,15 @@ def rate_factor(settings: Mapping[str, Any], round: int, rounds: int) -> float:
     Args:
         settings: see `written_out`.
         round: 0-based; steps after the last round have the last one's.
-        rounds: of the run.
+        rounds: of the run; without any, nothing is trained and the rate is the task's.
 
     Examples:
         >>> [rate_factor({"name": "polynomial", "power": 1.0, "warmup_rounds": 1}, round, 5) for round in range(5)]
         [0.5, 1.0, 0.75, 0.5, 0.25]
     """
     schedule = _built(settings, "schedule")
+    if rounds == 0:
+        return 1.0
     round = min(round, rounds - 1)
     if round < schedule.warmup_rounds:
         return (round + 1) / (schedule.warmup_rounds + 1)

@@ -107,6 +107,6 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         build_job("fedms", "phantom", out=tmp_path / "job")
     with pytest.raises(ConfigError, match="no hyper-parameter 'lambda_'"):
         build_job("fedsm", "phantom", out=tmp_path / "job", hyper={"lambda_": 0.3})
-    with pytest.raises(ConfigError, match="rounds must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="rounds is 0, which trains nothing, and task phantom starts from random weights; give 1 or more"):
         build_job("fedsm", "phantom", out=tmp_path / "job", rounds=0)
     assert not (tmp_path / "job").exists()

@@ -20,7 +20,7 @@ from medflare.core.hyper import Halved
 from medflare.core.manifest import Manifest
 from medflare.core.settings import STRICT, checked
 from medflare.core.store import write_json
-from medflare.federation.settings import RUN_SETTINGS, RunSettings
+from medflare.federation.settings import RUN_SETTINGS, RunSettings, check_rounds
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.exchange.participants import TASK_FILE
@@ -60,7 +60,7 @@ class JobSettings(RunSettings):
     """
 
     method: str
-    rounds: Annotated[int, Field(ge=1)] = 10
+    rounds: Annotated[int, Field(ge=0)] = 10
     seed: int = 0
     hyper: dict[str, Any] = field(default_factory=dict)
     site_half: str | None = None
@@ -86,6 +86,7 @@ class FederationJob(FedJob):
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
         method.check(settings.hyper, task)
+        check_rounds(settings.rounds, task)
         hyper = method.effective(settings.hyper)  # all of them, so that a reader of the job sees what there is to set
         super().__init__(name=f"{method.name.replace('+', '_')}-{task.name}", min_clients=settings.min_sites or 1)
         self.set_app_packages(["medflare"])  # else FLARE copies the sources of our classes into the job
