@@ -106,14 +106,7 @@ def as_data(value: Any) -> Any:
 
 
 def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
-    """A workflow over a folder of pictures, or of NIfTI volumes where the task has them.
-
-    Raises:
-        ExportError: volumes that are resized, which MONAI's transforms would resize otherwise than medflare.
-    """
-    if task.spatial_dims == 3 and task.fit == "resize":
-        remedy = "export torchscript or onnx, or train with fit 'patch'"
-        raise ExportError(f"a MONAI bundle cannot resize volumes as they were for training; {remedy}")
+    """A workflow over a folder of pictures, or of NIfTI volumes where the task has them."""
     volumes = task.spatial_dims == 3
     found = f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES!r}]"
     weights = "torch.load(@bundle_root + '/models/model.pt', map_location=@device, weights_only=True)"
@@ -131,7 +124,7 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
         "checkpoint": f"$@network.load_state_dict({weights})",
         "preprocessing": {"_target_": "Compose", "transforms": _volume_preprocessing(task) if volumes else _preprocessing(task)},
         "dataset": {"_target_": "Dataset", "data": "@datalist", "transform": "@preprocessing"},
-        "inferer": sliding_window(task) if task.fit == "patch" else {"_target_": "SimpleInferer"},
+        "inferer": sliding_window(task) if task.fit == "patch" else _resized(task) if volumes else {"_target_": "SimpleInferer"},
         **saving,
         "run": [
             "$@checkpoint",
@@ -171,6 +164,14 @@ def sliding_window(task: TaskConfig) -> dict[str, Any]:
         task: gives the window's size.
     """
     return {"_target_": "SlidingWindowInferer", "roi_size": list(task.size), "sw_batch_size": 4, "overlap": OVERLAP, "mode": "gaussian"}
+
+
+def _resized(task: TaskConfig) -> str:
+    """To the network's size as `Preprocessing` and back as `masks.restored`; in MONAI's transforms the way back would be another one."""
+    resize = "torch.nn.functional.interpolate"
+    there = f"'area' if all(side >= new for side, new in zip(images.shape[2:], {task.size})) else 'trilinear'"
+    back = f"'area' if all(side <= new for side, new in zip(images.shape[2:], {task.size})) else 'trilinear'"
+    return f"$lambda images, network: {resize}(network({resize}(images, {task.size}, mode={there})), images.shape[2:], mode={back})"
 
 
 def _volume_list(task: TaskConfig) -> str:
