@@ -5,12 +5,14 @@
 `floor` trains the network on every site's images in turn and averages, with nothing around it: no message, no metric, no file. All
 others run the whole federation: enrolment, validation in every round, selection, delivery, results. Each is a process of its own on
 one thread a site; they take turns, so that a busy machine slows all of them alike, and what counts is the ratio to the floor.
-Seconds and memory are of the process and everything that it started.
+Seconds, processor seconds and memory are of the process and everything that it started. A test (tests/test_speed.py) calls `spent` on
+small runs.
 """
 
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -94,8 +96,20 @@ def engines(sites: int, rounds: int) -> dict[str, Callable[[], None]]:
     }
 
 
+def spent(work: Callable[[], None]) -> float:
+    """Processor seconds of a piece of work: of this process and of those that it started and waited for."""
+
+    def so_far() -> float:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+    before = so_far()
+    work()
+    return so_far() - before
+
+
 def measured(name: str, sites: int, rounds: int) -> dict[str, float]:
-    """Seconds and the peak of the memory (proportional share of pages, MB) of an engine with everything that it starts."""
+    """Seconds, processor seconds and peak memory (proportional share of pages, MB) of an engine with everything that it starts."""
     command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--sites", str(sites), "--rounds", str(rounds)]
     paths = [str(HERE.parent / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
     started = time.monotonic()
@@ -105,13 +119,13 @@ def measured(name: str, sites: int, rounds: int) -> dict[str, float]:
     peak, done = [0.0], threading.Event()
     watch = threading.Thread(target=_watch, args=(mark, peak, done), daemon=True)
     watch.start()
-    code = process.wait()
-    seconds = time.monotonic() - started
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - started
     done.set()
     watch.join()
-    if code:
-        raise SystemExit(f"{name}: exit code {code}")
-    return {"seconds": seconds, "megabytes": peak[0]}
+    if process.returncode:
+        raise SystemExit(f"{name}: exit code {process.returncode}")
+    return {"seconds": seconds, "processor": usage.ru_utime + usage.ru_stime, "megabytes": peak[0]}
 
 
 def _watch(mark: str, peak: list[float], done: threading.Event) -> None:
@@ -144,11 +158,11 @@ def main() -> None:
     for _ in range(options.repeats):
         for name in chosen:
             found[name].append(measured(name, options.sites, options.rounds))
-    middle = {name: {what: median(one[what] for one in runs) for what in ("seconds", "megabytes")} for name, runs in found.items()}
-    print("| engine | seconds | beside the floor | peak memory, MB |\n|---|---|---|---|")
+    middle = {name: {what: median(one[what] for one in runs) for what in ("seconds", "processor", "megabytes")} for name, runs in found.items()}
+    print("| engine | seconds | beside the floor | processor seconds | peak memory, MB |\n|---|---|---|---|---|")
     for name, values in middle.items():
         ratio = values["seconds"] / middle["floor"]["seconds"]
-        print(f"| {name} | {values['seconds']:.1f} | {ratio:.2f} | {values['megabytes']:.0f} |")
+        print(f"| {name} | {values['seconds']:.1f} | {ratio:.2f} | {values['processor']:.1f} | {values['megabytes']:.0f} |")
 
 
 if __name__ == "__main__":

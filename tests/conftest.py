@@ -25,6 +25,7 @@ LONG = (
     "test_ten_faults",
     "test_many_rounds",
     "test_stock_workflow",
+    "test_speed",
     "test_resume",
     "test_contributing",
     "test_catalogue",

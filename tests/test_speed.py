@@ -1,0 +1,38 @@
+"""Engines beside a bare PyTorch loop, in processor time: bounds that only a regression of about 2 x breaks."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SITES, ROUNDS = 2, 4
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def compare() -> ModuleType:
+    """benchmarks/compare.py."""
+    spec = importlib.util.spec_from_file_location("compare", Path(__file__).resolve().parents[1] / "benchmarks" / "compare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def floor(compare: ModuleType) -> float:
+    """Processor seconds of the bare loop, after everything has been imported and the images are made."""
+    compare.floor(SITES, 1)
+    return float(compare.spent(lambda: compare.floor(SITES, ROUNDS)))
+
+
+def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor: float) -> None:
+    """Validation, selection, delivery and files beside the training."""
+    assert compare.spent(lambda: compare.loop(SITES, ROUNDS, 1)) < 3.5 * floor  # 1.9 when this was written
+
+
+def test_the_simulator_imports_torch_once(compare: ModuleType, floor: float) -> None:
+    """Beside the training there are FLARE's processes and one import of torch and MONAI for all sites, each as long as some rounds."""
+    assert compare.spent(lambda: compare.simulator(SITES, ROUNDS, SITES)) < 9 * floor  # 4.7 when this was written
