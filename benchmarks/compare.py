@@ -158,7 +158,7 @@ def main() -> None:
     for _ in range(options.repeats):
         for name in chosen:
             found[name].append(measured(name, options.sites, options.rounds))
-    middle = {name: {what: median(one[what] for one in runs) for what in ("seconds", "processor", "megabytes")} for name, runs in found.items()}
+    middle = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in found.items()}
     print("| engine | seconds | beside the floor | processor seconds | peak memory, MB |\n|---|---|---|---|---|")
     for name, values in middle.items():
         ratio = values["seconds"] / middle["floor"]["seconds"]
