@@ -14,7 +14,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, WeightedMean
 from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step, site_models
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving
-from medflare.methods.parts.selection import Best, mean_validation
+from medflare.methods.parts.selection import Election
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -41,7 +41,7 @@ class FedAvgServer(ServerHalf[G]):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         self.model = context.initial_state()
-        self.best = Best(self.memory, "global")
+        self.best = Election(self.memory, "global", self.hyper.selection)
         declared = context.answer("train", MODEL)
         self._sent = list(self.model if declared is None else declared.tensors)
 
@@ -79,7 +79,7 @@ class FedAvgServer(ServerHalf[G]):
             self.model = {**self.model, **self.aggregation.shared(site_models(replies, OWN), step.round)}
             self.memory.facts["whole"] = True
             return
-        self.best.offer(mean_validation(replies, "global"), step.round, self.model)
+        self.best.hold(replies, "global", step.round, self.model)
         if step.phase in ("train", "train_part"):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
@@ -100,8 +100,12 @@ class FedAvgServer(ServerHalf[G]):
     @property
     def selected(self) -> tuple[StateDict, int]:
         """The model to deliver, of the best round or of the last one, and the rounds of training behind it."""
-        best = self.best.state if self.hyper.selection == "best" and not self.partial else None
+        best = self.best.state if "global" in self.elections() else None
         return (self.model, self.context.rounds) if best is None else (best, self.best.round or self.context.rounds)
+
+    def elections(self) -> dict[str, Election]:
+        """The global model, where all of it is shared."""
+        return {} if self.hyper.selection == "last" or self.partial else {"global": self.best}
 
     def configure_delivery(self, site: str) -> Message:
         """The selected global model and its round."""

@@ -30,7 +30,6 @@ from medflare.methods.feddag.formulas import (
 )
 from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.feddag.scoring import CANDIDATE, PERTURBED, SCORES, ScoredSite
-from medflare.methods.parts.selection import mean_validation
 from medflare.methods.parts.training import finite_or_none
 
 COMPANION = Entry("companion/")  # in the server's memory
@@ -163,7 +162,7 @@ class SHAServer(FedAvgServer[K]):
             self.context.note(score=self.aggregation.scores, weight=self.aggregation.weights)
             self._conclude(model, self.aggregation.weights)
             return
-        self.best.offer(mean_validation(replies, "global"), step.round, self.model)
+        self.best.hold(replies, "global", step.round, self.model)
         if step.phase != "validate":
             self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
             if not (self.hyper.sha and step.phase == "train"):

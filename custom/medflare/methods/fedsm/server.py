@@ -13,7 +13,7 @@ from medflare.methods.fedsm.formulas import soft_pull, tuned_gamma
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
 from medflare.methods.fedsm.selector import ServerSelector, selector_spec
 from medflare.methods.fedsm.site import GLOBAL, META, PERSONAL, PERSONAL_OF, SELECTOR, UPDATE, FedSMSite, PersonalSite
-from medflare.methods.parts.selection import Best, mean_validation
+from medflare.methods.parts.selection import Best, Election
 
 W = TypeVar("W", bound=SuperServerHyper)
 
@@ -87,7 +87,7 @@ class PersonalServer(FedAvgServer[W]):
 
     def configure_delivery(self, site: str) -> Message:
         """The whole super model: every site may meet images that another site's model knows better."""
-        best = self.hyper.selection == "best"
+        best = self.hyper.selection != "last"
         message = super().configure_delivery(site)
         message.states[SELECTOR] = self.delivered_selector
         for name, state in self.personal.items():
@@ -117,7 +117,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.best_selector = Best(self.memory, SELECTOR)
+        self.best_selector = Election(self.memory, SELECTOR, self.hyper.selection)
         self.memory.facts["gamma"] = 0.0 if self.hyper.gamma == "tune" else float(self.hyper.gamma)
 
     @property
@@ -150,7 +150,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
             self.memory.facts["gamma"] = tuned_gamma({site: reply.facts for site, reply in replies.items()})
             return
         if step.phase != "train_selector":
-            self.best_selector.offer(mean_validation(replies, "selector"), step.round, self.selector.state)
+            self.best_selector.hold(replies, "selector", step.round, self.selector.state)
             super().aggregate(step, replies)
         if step.phase != "validate":
             self.aggregate_selector(replies)
@@ -158,7 +158,12 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
     @property
     def delivered_selector(self) -> StateDict:
         """Of the round with the best accuracy, or the last one."""
-        return (self.hyper.selection == "best" and self.best_selector.state) or self.selector.state
+        return (self.hyper.selection != "last" and self.best_selector.state) or self.selector.state
+
+    def elections(self) -> dict[str, Election]:
+        """The global model and the selector."""
+        found = super().elections()
+        return {**found, SELECTOR: self.best_selector} if found else {}
 
     def configure_delivery(self, site: str) -> Message:
         """The whole super model with its γ."""
