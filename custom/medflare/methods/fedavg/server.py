@@ -14,6 +14,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, WeightedMean
 from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step, site_models
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving
+from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import Election
 
 
@@ -21,10 +22,22 @@ from medflare.methods.parts.selection import Election
 class FedAvgServerHyper(ServerHyper):
     """What every half that averages has."""
 
+    rule: Literal["mean"] | RobustRule = param("mean", "how sites' models become one: their mean, or a robust one, see robust")
     weighting: Literal["samples", "uniform"] = param("samples", "aggregation weights: n_k/n or 1/K", symbol="p_k")
 
 
 G = TypeVar("G", bound=ServerHyper)
+
+
+def warn_of_few(context: ServerContext, rule: str) -> None:
+    """An event where a robust rule has too few sites to be more than a mean.
+
+    Args:
+        context: names the sites.
+        rule: of `parts.robust`.
+    """
+    if rule != "mean" and len(context.sites) < 3:
+        context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
 
 
 class FedAvgServer(ServerHalf[G]):
@@ -40,6 +53,7 @@ class FedAvgServer(ServerHalf[G]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
+        warn_of_few(context, getattr(self.hyper, "rule", "mean"))
         self.model = context.initial_state()
         self.best = Election(self.memory, "global", self.hyper.selection)
         declared = context.answer("train", MODEL)
