@@ -110,11 +110,12 @@ class Enrolment:
         return problems
 
     def _weigh(self, round: int) -> None:
-        """An event where one of several inside sites has more training images than all others together."""
+        """An event where one of several inside sites has more than half of all training images, one of two more than three quarters."""
         found = shares({site: self.enrolled[site]["n"]["train"] for site in self.inside})
         heaviest = max(found, key=lambda site: found[site], default="")
-        if len(found) > 1 and found[heaviest] > 0.5 and heaviest != self._heaviest and not self.returning:
-            text = f"has {found[heaviest]:.0%} of all training images, more than the others together; max_share limits what it counts for"
+        most = 0.5 if len(found) > 2 else 0.75  # of two sites one has more than half anyway
+        if len(found) > 1 and found[heaviest] > most and heaviest != self._heaviest and not self.returning:
+            text = f"has {found[heaviest]:.0%} of all training images, so that the others hardly count; max_share limits its weight"
             self.context.events.add("warning", text, site=heaviest, round=round)
             self._heaviest = heaviest
 

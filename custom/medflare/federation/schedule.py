@@ -158,7 +158,7 @@ class Federation:
         """Leave the votes on the delivered models in the outcome, and name the sites whose votes contradict the others'."""
         for model, election in self.server.elections().items():
             self.outcome.elections[model] = {"round": election.round, "candidates": election.record}
-            for site, (round, loss) in contradictions(election.record).items():
+            for site, (round, loss) in ({} if election.rivals else contradictions(election.record)).items():
                 text = (
                     f"its votes on the {model} model contradict the others': by them the model after {round} rounds would be delivered, "
                     f"which is {loss:.3f} below the best by the others' median"

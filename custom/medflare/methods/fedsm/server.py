@@ -117,7 +117,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.best_selector = Election(self.memory, SELECTOR, self.hyper.selection)
+        self.best_selector = Election(self.memory, SELECTOR, self.hyper.selection, rivals=True)
         self.memory.facts["gamma"] = 0.0 if self.hyper.gamma == "tune" else float(self.hyper.gamma)
 
     @property

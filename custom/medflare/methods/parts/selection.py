@@ -78,10 +78,12 @@ class Election(Best):
         memory: of the server half.
         name: of what is chosen.
         rule: see `agreed`.
+        rivals: whether a site gains where others lose, as with a network that tells sites apart: votes then contradict by nature.
     """
 
-    def __init__(self, memory: Message, name: str, rule: str):
+    def __init__(self, memory: Message, name: str, rule: str, rivals: bool = False):
         super().__init__(memory, name)
+        self.rivals = rivals
         self._rule, self._votes = rule, f"{name}/votes"
 
     def hold(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
