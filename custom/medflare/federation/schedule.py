@@ -21,9 +21,9 @@ from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.screening.past import Past
 from medflare.federation.screening.shares import capped
 from medflare.federation.screening.updates import Screened, lost_votes, screen
+from medflare.federation.screening.votes import close_elections
 from medflare.federation.settings import Rules
 from medflare.methods.base import ServerHalf, Step
-from medflare.methods.parts.selection import contradictions
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Federation:
         for index, step in enumerate(steps[finished:], start=finished):
             self._step(index, step, enrolment)
             self.checkpoint(index + 1)
-        self._close_elections()
+        close_elections(self.server, self.outcome, self.events)
         self.outcome.seconds["training"] = time.monotonic() - started
         self._deliver(len(steps), enrolment)
         self.outcome.seconds["total"] = time.monotonic() - started
@@ -153,17 +153,6 @@ class Federation:
             given = {site: message.facts["n_samples"] for site, message in screened.accepted.items() if "n_samples" in message.facts}
             for site, samples in capped(given, self.rules.max_share).items():
                 screened.accepted[site].facts["n_samples"] = samples
-
-    def _close_elections(self) -> None:
-        """Leave the votes on the delivered models in the outcome, and name the sites whose votes contradict the others'."""
-        for model, election in self.server.elections().items():
-            self.outcome.elections[model] = {"round": election.round, "candidates": election.record}
-            for site, (round, loss) in ({} if election.rivals else contradictions(election.record)).items():
-                text = (
-                    f"its votes on the {model} model contradict the others': by them the model after {round} rounds would be delivered, "
-                    f"which is {loss:.3f} below the best by the others' median"
-                )
-                self.events.add("suspicious", text, site=site)
 
     # -- delivery --------------------------------------------------------------------------------------------------------------
 

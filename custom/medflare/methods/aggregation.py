@@ -111,10 +111,11 @@ class WeightedMean(Aggregation[Any]):
             shares: site -> weight, up to a common factor.
             origin: see `parts.robust.combined`.
         """
-        if self.hyper.rule == "mean":
+        rule = getattr(self.hyper, "rule", "mean")  # a method of another distribution may know no rules
+        if rule == "mean":
             return weighted_mean(states, shares)
         limits = self.hyper if isinstance(self.hyper, RobustLimits) else RobustLimits()
-        model, self.weights = combined(states, shares, self.hyper.rule, limits, origin)
+        model, self.weights = combined(states, shares, rule, limits, origin)
         return model
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
