@@ -99,15 +99,23 @@ class Enrolment:
                     problems[site] = reply.problem
                 continue
             facts = dict(reply.message.facts)
-            if facts["n"] != self.returning.get(site, facts["n"]):
-                before = _counts(self.returning[site])
-                problem = f"it came back with {_counts(facts['n'])} instead of {before}; counts do not change during a run"
+            if problem := self._changed(site, facts["n"]) or self._unlike_the_task(facts["class_counts"]):
                 context.events.add("rejected", problem, site=site, round=round)
                 self._turned_away.add(site)
                 continue
             context.events.extend(facts.pop("events", []), site=site)
             self.enrolled[site] = context.site_counts[site] = {**facts, "role": roles[site]}
         return problems
+
+    def _changed(self, site: str, images: Mapping[str, int]) -> str:
+        known = self.returning.get(site, images)
+        if images == known:
+            return ""
+        return f"it came back with {_counts(images)} instead of {_counts(known)}; counts do not change during a run"
+
+    def _unlike_the_task(self, counts: list[int]) -> str:
+        classes = self.context.task.classes
+        return f"class_counts has {len(counts)} numbers for {len(classes)} classes" if len(counts) != len(classes) else ""
 
     def _weigh(self, round: int) -> None:
         """An event where one of several inside sites has more than half of all training images, one of two more than three quarters."""

@@ -15,6 +15,8 @@ from medflare.federation.screening.evidence import Evidence, cosines_to_the_othe
 from medflare.federation.screening.past import Past, Taken
 from medflare.federation.screening.replies import METRIC, is_number, unfit
 
+_NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
+_MODELS: Final = 16  # that a site may vote on
 OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; honest ones: docs/reliability.md
 
 
@@ -80,7 +82,10 @@ def screen(
 
 def _reason(reply: Message, manifest: Manifest, reports: tuple[Fact, ...], counts: Mapping[str, int]) -> str | None:
     try:
-        return violation(reply, manifest) or non_finite(reply) or unfit(reply, reports) or _implausible(reply.facts, counts)
+        required = tuple(fact for fact in reports if fact in _NEEDED)
+        undeclared = sorted(reply.facts.keys() - {*reports, "events"}) if reports else []
+        problem = f"unexpected fact {undeclared[0]!r}" if undeclared else unfit(reply, reports, required)
+        return violation(reply, manifest) or non_finite(reply) or problem or _implausible(reply.facts, counts)
     except Exception as error:  # whatever it is made of, it is the site's
         return f"it cannot be checked ({type(error).__name__}: {error})"
 
@@ -89,6 +94,8 @@ def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | N
     loss = facts.get("loss")
     if loss is not None and not is_number(loss):
         return f"loss is {loss}: training diverged at the site; lower its learning rate or check its images"
+    if len(facts.get("validation") or ()) > _MODELS:
+        return f"validation names {len(facts['validation'])} models, more than {_MODELS}"
     if "n_samples" not in facts:
         return None
     samples, known = facts["n_samples"], counts.get("train")

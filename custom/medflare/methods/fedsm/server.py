@@ -9,11 +9,12 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
 from medflare.methods.base import ServerContext, Step, site_models
 from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedsm.formulas import GAMMAS as GAMMA_GRID
 from medflare.methods.fedsm.formulas import soft_pull, tuned_gamma
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
 from medflare.methods.fedsm.selector import ServerSelector, selector_spec
-from medflare.methods.fedsm.site import GLOBAL, META, PERSONAL, PERSONAL_OF, SELECTOR, UPDATE, FedSMSite, PersonalSite
-from medflare.methods.parts.selection import Best, Election
+from medflare.methods.fedsm.site import GAMMAS, GLOBAL, META, N_VALIDATION, PERSONAL, PERSONAL_OF, SELECTOR, UPDATE, FedSMSite, PersonalSite
+from medflare.methods.parts.selection import Best, Election, agreed
 
 W = TypeVar("W", bound=SuperServerHyper)
 
@@ -147,13 +148,23 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """As the base says, with the selector's next version; after "tune" the best γ (`tuned_gamma`)."""
         if step.phase == "tune":
-            self.memory.facts["gamma"] = tuned_gamma({site: reply.facts for site, reply in replies.items()})
+            self.memory.facts["gamma"] = tuned_gamma(self._votes_on_gamma(replies))
             return
         if step.phase != "train_selector":
             self.best_selector.hold(replies, "selector", step.round, self.selector.state)
             super().aggregate(step, replies)
         if step.phase != "validate":
             self.aggregate_selector(replies)
+
+    def _votes_on_gamma(self, replies: Mapping[str, Message]) -> dict[str, dict[str, Any]]:
+        """What γ is tuned by: the sites' median for every γ, or with `selection=mean` what each site says; half a vote is none."""
+        names = [f"{gamma:g}" for gamma in GAMMA_GRID]
+        known = {site: reply.facts for site, reply in replies.items() if {GAMMAS, N_VALIDATION} <= reply.facts.keys()}
+        whole = {site: facts for site, facts in known.items() if facts[GAMMAS].keys() >= set(names)}
+        if self.hyper.selection == "mean":
+            return {site: dict(facts) for site, facts in whole.items()}
+        voted = {name: {site: value for site, facts in whole.items() if (value := facts[GAMMAS][name]) is not None} for name in names}
+        return {"median": {GAMMAS: {name: agreed(votes, {}) for name, votes in voted.items()}, N_VALIDATION: 1}}
 
     @property
     def delivered_selector(self) -> StateDict:
