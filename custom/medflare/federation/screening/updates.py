@@ -17,7 +17,7 @@ from medflare.federation.screening.replies import METRIC, is_number, unfit
 
 _NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
 _MODELS: Final = 16  # that a site may vote on
-OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; honest ones: docs/reliability.md
+OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive
 
 
 @dataclass(frozen=True)

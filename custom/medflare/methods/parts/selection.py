@@ -128,7 +128,7 @@ def agreed(votes: Mapping[str, float], samples: Mapping[str, float], rule: str =
 
 
 _LEAST_CANDIDATES: Final = 3  # fewer have no order worth the name
-_LOSS: Final = 0.05  # of the metric; what honest sites' favourites cost the others is less, see docs/reliability.md
+_LOSS: Final = 0.05  # of the metric; near the end of training honest sites disagree about less
 
 
 def contradictions(record: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float]]:
