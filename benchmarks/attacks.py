@@ -9,7 +9,6 @@ honest sites' deployed models, over the seeds, and what the events say of the li
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -31,7 +30,7 @@ from medflare.tasks.config import load_task
 
 SITES, LIAR = ("site-1", "site-2", "site-3"), "site-2"
 MANY = 10**9
-COUNTS = (24, 8, 16)  # training, validation and test images of a site
+COUNTS = (24, 6, 8)  # training, validation and test images of a site
 _NETWORK = {"name": "unet", "channels": [8, 16], "norm": "instance"}
 TASK = load_task({**load_task("phantom").to_dict(), "size": [32, 32], "network": _NETWORK})
 METHODS: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}, "robust": {"rule": "median"}}  # what differs from the defaults
@@ -121,12 +120,18 @@ class Lying(LocalExchange):
 def images(name: str) -> SiteData:
     """The first images of a site of the phantom."""
     data = open_site(name, TASK, seed=0, role="inside", data_root=None).data
-    return SiteData(*(first(split, count) for split, count in zip((data.train, data.validation, data.test), COUNTS, strict=True)))
+    train, validation, test = (first(split, count) for split, count in zip((data.train, data.validation, data.test), COUNTS, strict=True))
+    return SiteData(train, validation, test)
 
 
 def first(split: Any, count: int) -> Split:
     """Some images of a split."""
     return Split(split.images[:count], split.targets[:count], split.patients[:count], split.names[:count])
+
+
+def inverted(split: Any) -> Split:
+    """A split whose masks are what was outside them."""
+    return Split(split.images, 1 - split.targets, split.patients, split.names)
 
 
 def opener(seed: int, flipped: bool) -> Callable[[str, str], Site]:
@@ -135,7 +140,7 @@ def opener(seed: int, flipped: bool) -> Callable[[str, str], Site]:
     def opened(name: str, role: str) -> Site:
         data = images(name)
         if flipped and name == LIAR:
-            train, validation = (replace(split, targets=1 - split.targets) for split in (data.train, data.validation))
+            train, validation = (inverted(split) for split in (data.train, data.validation))
             data = SiteData(train, validation, data.test)
         return Site(name, TASK, data, seed)
 
@@ -145,7 +150,7 @@ def opener(seed: int, flipped: bool) -> Callable[[str, str], Site]:
 def run(method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES) -> tuple[float, str]:
     """(mean Dice of the honest sites, letters of the events that name the liar)."""
     Lying.lie = staticmethod(ATTACKS[attack])
-    before, loop.LocalExchange = loop.LocalExchange, Lying  # type: ignore[misc]
+    before, loop.LocalExchange = LocalExchange, Lying  # type: ignore[assignment, misc]
     try:
         options = METHODS.get(method, {})
         opened = opener(seed, attack == "labels flipped")

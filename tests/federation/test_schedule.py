@@ -210,7 +210,8 @@ class TestOddUpdates:
         assert "its own of round 0, bit for bit" in rejected[0]["message"]
 
     def test_a_step_asked_again_may_be_answered_with_the_same(self, run: Any) -> None:
-        exchange, tried = Sites(), []
+        exchange = Sites()
+        tried: list[str] = []
 
         def once(site: str, step: Step, message: Message) -> Message:
             if step.phase == "train" and step.round == 0 and site != "A" and tried.count(site) == 0:

@@ -89,8 +89,8 @@ RULES = ["median", "trimmed", "krum", "geometric", "clipped"]
 NONE = RobustLimits()
 
 
-def by(rule: str, given: dict[str, dict[str, torch.Tensor]], origin: float = 0.0, **limits: float) -> list[float]:
-    state, _ = combined(given, dict.fromkeys(given, 1.0), rule, RobustLimits(**limits), {"w": torch.tensor([origin])})
+def by(rule: str, given: dict[str, dict[str, torch.Tensor]], origin: float = 0.0, clip: float = 1.0) -> list[float]:
+    state, _ = combined(given, dict.fromkeys(given, 1.0), rule, RobustLimits(clip=clip), {"w": torch.tensor([origin])})
     return state["w"].tolist()
 
 

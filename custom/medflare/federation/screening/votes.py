@@ -1,12 +1,14 @@
 """The votes on the models that all sites share: left in the outcome, and held against each other, when the last one is in."""
 
+from typing import Any
+
 from medflare.core.events import EventLog
 from medflare.federation.outcome import Outcome
 from medflare.methods.base import ServerHalf
 from medflare.methods.parts.selection import contradictions
 
 
-def close_elections(server: ServerHalf[object], outcome: Outcome, events: EventLog) -> None:
+def close_elections(server: ServerHalf[Any], outcome: Outcome, events: EventLog) -> None:
     """Keep who voted what on the delivered models, and name the sites whose votes contradict the others'.
 
     Args:
