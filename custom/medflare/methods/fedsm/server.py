@@ -73,8 +73,8 @@ class PersonalServer(FedAvgServer[W]):
         pulled = self.aggregation.own(answered, round) if self.personalization == "softpull" else states_of(answered)
         self.memory.states |= {PERSONAL_OF.of(site): state for site, state in pulled.items()}
         if self.personalization in SHARED_META:
-            mean = self.aggregation.shared(site_models(replies, META), round)
             known = self.memory.states[META]
+            mean = self.aggregation.shared(site_models(replies, META), round, known)
             self.memory.states[META] = blend(known, mean, self.hyper.pfedme_beta) if self.personalization == "pfedme" else mean
 
     def aggregate_selector(self, replies: Mapping[str, Message]) -> None:
