@@ -87,6 +87,13 @@ def facts(**changes: Any) -> Any:
     return spoil
 
 
+def flip(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor], factor: float) -> None:
+    """The update in the opposite direction, so many times as long."""
+    state.update(
+        {name: sent[name] - factor * (tensor - sent[name]) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    )
+
+
 def first(state: dict[str, torch.Tensor]) -> str:
     return next(iter(state))
 
@@ -224,12 +231,21 @@ class TestOddUpdates:
         assert len(events.of("repeated")) == 1 and not events.of("rejected", site="A")
 
     def test_an_update_against_the_others_is_used_and_named(self, run: Any) -> None:
-        def flip(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
-            state.update({n: sent[n] - 10 * (t - sent[n]) if t.is_floating_point() else t for n, t in state.items()})
-
-        events = run(self.spoilt(flip)).events
+        events = run(self.spoilt(lambda state, sent: flip(state, sent, 1))).events
         assert [(event["site"], event["round"]) for event in events.of("suspicious")] == [("B", 0), ("B", 1)]
         assert "moved against the others: cosine -" in events.of("suspicious")[0]["message"] and not events.of("rejected")
+
+    def test_an_update_that_would_turn_the_round_around_is_not_used(self, run: Any) -> None:
+        events = run(self.spoilt(lambda state, sent: flip(state, sent, 10))).events
+        assert [(event["site"], event["round"]) for event in events.of("rejected")] == [("B", 0), ("B", 1)]
+        assert "would turn the round around" in events.of("rejected")[0]["message"] and not events.of("suspicious")
+
+    def test_of_two_sites_nobody_turns_the_round_around(self, run: Any) -> None:
+        exchange = self.spoilt(lambda state, sent: flip(state, sent, 10))
+        exchange.absent = {0: {"C"}, 1: {"C"}, 2: {"C"}}
+        events = run(exchange).events
+        assert {event["site"] for event in events.of("suspicious")} == {"A", "B"} and not events.of("rejected")
+        assert "of two sites nobody can say" in events.of("suspicious")[0]["message"]
 
     def test_the_limit_is_learnt_from_the_rounds(self, run: Any) -> None:
         def far(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:

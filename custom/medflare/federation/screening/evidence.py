@@ -98,6 +98,23 @@ def cosines_to_the_others(products: Tensor) -> Tensor:
     return torch.where(known, along / squared.clamp(min=1e-9).sqrt(), math.nan)
 
 
+def sum_with_and_without(products: Tensor) -> Tensor:
+    """<Σ_j u_j, Σ_{j≠k} u_j>: below 0 where update k alone makes the round move against the others.
+
+    Args:
+        products: (K, K) inner products <u_j, u_k>.
+
+    Returns:
+        (K,).
+
+    Examples:
+        >>> sum_with_and_without(torch.tensor([[1.0, 1.0, -3.0], [1.0, 1.0, -3.0], [-3.0, -3.0, 9.0]]))
+        tensor([ 2.,  2., -2.])
+    """
+    rows = products.sum(dim=1)
+    return products.sum() - rows  # <Σ_j u_j, Σ_j u_j - u_k>
+
+
 def digest(state: Mapping[str, Tensor]) -> str:
     """A short hash of a state's names and bytes.
 

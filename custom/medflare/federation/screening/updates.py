@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from medflare.core.manifest import Fact, Manifest, non_finite, violation
 from medflare.core.message import Message
-from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered
+from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered, sum_with_and_without
 from medflare.federation.screening.past import Past, Taken
 from medflare.federation.screening.replies import METRIC, is_number, unfit
 
@@ -75,8 +75,10 @@ def screen(
     for judged in (_too_long(found, past, norm_limit), _unmoved(found), _replayed(digests, past)):
         for site, reason in judged.items():
             rejected.setdefault(site, reason)
+    left = _of(found, [site for site in accepted if site not in rejected])
+    rejected |= _turning(left)
     accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-    left = {key: evidence.of(tuple(accepted)) for key, evidence in found.items()} if accepted else {}
+    left = _of(found, list(accepted))
     return Screened(accepted, dict(sorted(rejected.items())), _against_the_others(left), _taken(left, digests, past))
 
 
@@ -152,6 +154,25 @@ def _replayed(digests: Mapping[str, Mapping[str, str]], past: Past) -> dict[str,
             if earlier := past.seen.get(key, {}).get(found):
                 whose = "its own" if earlier[0] == site else f"that of {earlier[0]}"
                 reasons.setdefault(site, f"{_entry(key)} is {whose} of round {earlier[1]}, bit for bit")
+    return reasons
+
+
+def _of(found: Mapping[str, Evidence], sites: list[str]) -> dict[str, Evidence]:
+    return {key: evidence.of(tuple(sites)) for key, evidence in found.items()} if sites else {}
+
+
+def _turning(left: Mapping[str, Evidence]) -> dict[str, str]:
+    """Sites whose update of some entry would alone turn the round around: with it all together move against all others together.
+
+    Of two sites the longer update always could; there it is not told which one is wrong.
+    """
+    reasons: dict[str, str] = {}
+    for key, evidence in left.items():
+        if not evidence.whole or len(evidence.sites) < 3:
+            continue
+        for site, along in zip(evidence.sites, sum_with_and_without(evidence.products).tolist(), strict=True):
+            if along < 0:
+                reasons.setdefault(site, f"{_entry(key)} moved against all others together, and further: it would turn the round around")
     return reasons
 
 
