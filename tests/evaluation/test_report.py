@@ -62,8 +62,8 @@ def test_page_holds_the_numbers(record: RunRecord, history: list[dict[str, Any]]
     page = Page(render_report(build_results(record), history))
     headline = {row[0]: row[1:] for row in page.tables[0]}
     assert headline["site"] == ["train", "validation", "test", "global", "personal", "deployed"]
-    assert headline["A"] == ["4", "1", "3", "0.400", "0.500(best)", "–undefined"]
-    assert headline["C"][:3] == ["3", "?", "?"]
+    assert headline["A"] == ["4 (31 %)", "1", "3", "0.400", "0.500(best)", "–undefined"]
+    assert headline["C"][:3] == ["3 (23 %)", "?", "?"]
     assert headline["Xoutside"][3:] == ["0.700", "–undefined", "0.750(best)"]
     assert headline["mean, inside"][1:] == ["0.500", "0.650(best)", "–undefined"]
     full = {row[0]: row[1:] for row in page.tables[1] if row}
@@ -71,6 +71,18 @@ def test_page_holds_the_numbers(record: RunRecord, history: list[dict[str, Any]]
     selected = {row[0]: row[1:] for row in page.tables[2]}
     assert selected == {"site": ["global", "A", "B"], "X": ["5", "1", "3"]}
     assert ["1", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in page.tables[3]
+
+
+def test_the_page_shows_the_chosen_round_and_every_vote(record: RunRecord) -> None:
+    """Two rounds; C, whose metric is undefined in the first, would have chosen another one."""
+    candidates = [
+        {"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}},
+        {"round": 2, "value": 0.5, "votes": {"A": 0.5, "B": 0.4, "C": 0.9}},
+    ]
+    page = Page(render_report(build_results(dataclasses.replace(record, elections={"global": {"round": 1, "candidates": candidates}}))))
+    (table,) = [table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Validation of the global")]
+    assert table[0][2:] == ["A", "B", "C"]
+    assert table[1:] == [["1delivered", "0.700", "0.700", "0.700", "–"], ["2", "0.500", "0.500", "0.400", "0.900"]]
 
 
 def test_hyper_parameters_stand_under_their_half(record: RunRecord) -> None:

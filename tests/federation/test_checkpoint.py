@@ -11,6 +11,7 @@ from medflare.core.message import Message
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, stored_plan, take_up
 from medflare.federation.exchange import Reply
 from medflare.federation.schedule import Federation
+from medflare.federation.screening.past import Taken
 from medflare.methods.base import Step
 from medflare.methods.fedavg import FedAvgServer
 from methods import squares
@@ -44,7 +45,8 @@ def under_way() -> Any:
     run = federation()
     run.server.model = {name: tensor + 1 for name, tensor in run.server.model.items()}
     run.server.best.offer(0.5, 2, run.server.model)
-    run.outcome.enrolled |= {"B": {"n": {}}, "A": {"n": {}}}
+    run.outcome.enrolled |= {"B": {"n": {"train": 4}}, "A": {"n": {"train": 3}}}
+    run.past.remember(Taken({"train/model": 0.5}, {"train/model": 1.5}, {"train/model": {"ab12": "B"}}), 1)
     run.outcome.history.append({"step": 0})
     run.outcome.down_bytes, run.outcome.up_bytes = 30, 20
     run.events.add("warning", "before")
@@ -59,7 +61,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert squares.equal(after.server.model, before.server.model)
     assert (after.server.best.round, after.server.best.value) == (2, 0.5)
     assert after.server.memory.facts == before.server.memory.facts, "nothing of the run stays in the half"
-    assert after.returning == ["A", "B"] and after.outcome.history == [{"step": 0}]
+    assert after.returning == {"A": {"train": 3}, "B": {"train": 4}} and after.outcome.history == [{"step": 0}]
+    assert after.past == before.past and after.past.seen == {"train/model": {"ab12": ["B", 1]}}
     assert (after.outcome.down_bytes, after.outcome.up_bytes) == (30, 20)
     assert [event["message"] for event in after.events] == ["before", "at the new start", "went on after 4 finished steps"]
 

@@ -35,7 +35,7 @@ class Places:
         return {site: self.broken.get(site, answer) for site, answer in answers.items()}
 
 
-def enrolment(places: Places, returning: tuple[str, ...] = (), finished: int = 0) -> Enrolment:
+def enrolment(places: Places, returning: Mapping[str, Mapping[str, int]] | None = None, finished: int = 0) -> Enrolment:
     plan = get_method("fedavg").plan(squares.SEGMENTATION, squares.SITES, {})
     context = ServerContext(plan, squares.SEED, 3, squares.OUTSIDE)
     return Enrolment(context, Courier(places, Outcome()), {"method": "fedavg"}, returning, finished)
@@ -65,8 +65,32 @@ def test_strangers_are_not_asked() -> None:
 
 def test_who_comes_back_goes_on_and_a_newcomer_starts_afresh() -> None:
     places = Places({0: "ABC"})
-    enrolment(places, returning=("A", "B"), finished=4).open(2)
+    enrolment(places, returning=dict.fromkeys("AB", COUNTS["n"]), finished=4).open(2)
     assert {site: facts["finished"] for site, facts in places.told.items()} == {"A": 4, "B": 4, "C": 0}
+
+
+def test_who_comes_back_with_other_images_is_turned_away() -> None:
+    places = Places({0: "ABC"})
+    found = enrolment(places, returning={"A": COUNTS["n"], "B": {**COUNTS["n"], "train": 10**9}}, finished=4)
+    found.open(2)
+    assert sorted(found.enrolled) == ["A", "C"] and said(found, "rejected") == [("B", 0)]
+    (event,) = found.context.events.of("rejected")
+    assert "counts do not change during a run" in event["message"] and "\n" not in event["message"]
+
+
+def test_a_site_with_more_images_than_the_others_together_is_named_once() -> None:
+    places = Places({0: "AB", 1: "ABC"})
+    places.broken = {
+        site: Reply(Message({}, {**COUNTS, "n": {**COUNTS["n"], "train": train}})) for site, train in zip("ABC", (5, 5, 90), strict=True)
+    }
+    found = enrolment(places)
+    found.open(2)
+    assert not said(found, "warning"), "half is not more than half, and of two sites nearly always one has more"
+    for _ in range(2):
+        found.members(Step("train", 1))
+    assert [(event["site"], event["message"][:30]) for event in found.context.events.of("warning")] == [
+        ("C", "has 90% of all training images")
+    ]
 
 
 def test_the_absent_are_noted_at_the_start_and_at_every_step() -> None:

@@ -91,6 +91,8 @@ def test_what_sites_say_every_day_passes() -> None:
         (DELIVERS, {"metrics": {"global": [1]}}, "metrics 'global' is list, expected a table of metrics"),
         (DELIVERS, {"metrics": {"global": {"dice": 1e9}}}, "metrics 'global' 'dice' is 1000000000.0, expected a number from 0 to 1"),
         (DELIVERS, {"metrics": {"global": {"hd95": -1}}}, "metrics 'global' 'hd95' is -1, expected a number from 0 to inf"),
+        (ENROLS, {"n": {"train": 10**12}}, "n 'train' is 1000000000000, expected a count"),
+        (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 0.1}}, "privacy says nothing of 'steps'"),
         (DELIVERS, {"reports": 3}, "reports is int, expected a table"),
     ],
 )
@@ -164,6 +166,9 @@ ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "final metrics that are text": (DELIVER, {"metrics": "good"}),
     "a Dice of a thousand million": (DELIVER, {"metrics": {"global": {"dice": 1e9}}}),
     "half a character": ("train", {"\ud800": 1}),
+    "a fact that nobody asked for": ("train", {"patients": 3}),
+    "votes on a thousand models": ("train", {"validation": {str(number): 0.5 for number in range(1000)}}),
+    "too few class counts": (ENROL, {"class_counts": [1]}),
 }
 
 
@@ -190,3 +195,30 @@ def test_too_few_sites_that_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers() -> None:
     assert [is_number(value) for value in (1, 0.5, True, math.nan, 10**400, "1", None)] == [True, True, False, False, False, False, False]
+
+
+HIDDEN: dict[str, dict[str, tuple[str, Callable[[Message], Message]]]] = {
+    "fedsm": {
+        "no sample count": ("train", lambda sent: Message(sent.states, {"loss": 0.5, "validation": {}})),
+        "no validation": ("train", lambda sent: Message(sent.states, {"n_samples": sent.facts["n_samples"]})),
+        "half a vote on gamma": ("tune", lambda sent: Message({}, {**sent.facts, "gammas": {"0.5": 1.0}})),
+        "no vote on gamma": ("tune", lambda sent: Message({}, {"n_samples": sent.facts["n_samples"]})),
+    },
+    "prr": {
+        "too few class counts": (ENROL, lambda sent: Message({}, {**sent.facts, "class_counts": []})),
+        "as many images as can be": (ENROL, lambda sent: Message({}, {**sent.facts, "n": {"train": 10**9}, "class_counts": [0, 2**53]})),
+        "no sample count": ("train", lambda sent: Message(sent.states, {"loss": 0.5})),
+    },
+}
+
+
+@pytest.mark.parametrize(("method", "name"), [(method, name) for method in HIDDEN for name in HIDDEN[method]])
+def test_what_a_method_needs_and_one_site_keeps_back(method: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    phase, lie = HIDDEN[method][name]
+    monkeypatch.setattr(Attacked, "phase", phase)
+    monkeypatch.setattr(Attacked, "answers", staticmethod(lie))
+    monkeypatch.setattr("medflare.federation.local.loop.LocalExchange", Attacked)
+    results = run_local(method, TINY, ("A", "B", "C"), rounds=1, seed=0)
+    assert results["status"] == "COMPLETED", results["reason"]
+    validate_results(results)
+    assert all(results["sites"][site]["metrics"]["deployed"]["dice"] is not None for site in "AC")

@@ -1,5 +1,6 @@
 """The schedule: who is asked, what happens to answers that are missing, unusable or come from newcomers."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from medflare.core.message import Message
 from medflare.federation.exchange import Reply
 from medflare.federation.participant import Participant, identity_of
 from medflare.federation.schedule import Federation
+from medflare.federation.screening.past import Past
 from medflare.federation.settings import Rules
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.catalogue import get_method
@@ -85,6 +87,13 @@ def facts(**changes: Any) -> Any:
     return spoil
 
 
+def flip(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor], factor: float) -> None:
+    """The update in the opposite direction, so many times as long."""
+    state.update(
+        {name: sent[name] - factor * (tensor - sent[name]) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    )
+
+
 def first(state: dict[str, torch.Tensor]) -> str:
     return next(iter(state))
 
@@ -155,6 +164,160 @@ class TestBadUpdates:
         exchange.spoil = FAULTS["NaN"][0]
         with pytest.raises(FederationFailed, match=r"2 usable replies .* 3 are needed"):
             run(exchange, rules=Rules(min_sites=3))
+
+
+class TestOddUpdates:
+    """What cannot be meant in a round, or against the rounds before it; B is the odd one."""
+
+    def spoilt(self, change: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any], since: int = 0) -> Sites:
+        """B's model is changed by change(state, what it was sent)."""
+        exchange = Sites()
+
+        class Asked(Sites):
+            def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+                sent = {name: tensor.clone() for name, tensor in outgoing["B"].states.get("model", {}).items()} if "B" in outgoing else {}
+
+                def spoil(site: str, step: Step, message: Message) -> Message:
+                    if site == "B" and step.phase == "train" and step.round >= since:
+                        change(message.states["model"], sent)
+                    return message
+
+                self.spoil = spoil
+                return super().__call__(step, outgoing)
+
+        exchange.__class__ = Asked
+        return exchange
+
+    def test_nothing_is_odd_about_honest_sites(self, run: Any) -> None:
+        assert not run(Sites(), rounds=4).events.of("rejected", "suspicious")
+
+    def test_what_was_sent_comes_back_unchanged(self, run: Any) -> None:
+        federation = run(self.spoilt(lambda state, sent: state.update(sent)))
+        assert [event["round"] for event in federation.events.of("rejected", site="B")] == [0, 1]
+        assert "unchanged" in federation.events.of("rejected")[0]["message"] and not federation.events.of("rejected", site="A")
+
+    def test_where_nobody_moves_nobody_is_named(self, run: Any) -> None:
+        exchange = Sites()
+        model = squares.start()
+
+        def still(site: str, step: Step, message: Message) -> Message:
+            return Message({"model": model}, message.facts) if step.phase == "train" else message
+
+        exchange.spoil = still
+        assert not run(exchange).events.of("rejected", "suspicious")
+
+    def test_an_update_of_an_earlier_round_is_known_again(self, run: Any) -> None:
+        first: dict[str, torch.Tensor] = {}
+
+        def replay(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
+            state.update(first) if first else first.update({name: tensor.clone() for name, tensor in state.items()})
+
+        rejected = run(self.spoilt(replay), rounds=3).events.of("rejected")
+        assert [(event["site"], event["round"]) for event in rejected] == [("B", 1), ("B", 2)]
+        assert "its own of round 0, bit for bit" in rejected[0]["message"]
+
+    def test_a_step_asked_again_may_be_answered_with_the_same(self, run: Any) -> None:
+        exchange = Sites()
+        tried: list[str] = []
+
+        def once(site: str, step: Step, message: Message) -> Message:
+            if step.phase == "train" and step.round == 0 and site != "A" and tried.count(site) == 0:
+                tried.append(site)
+                message.facts["n_samples"] = 0
+            return message
+
+        exchange.spoil = once
+        events = run(exchange).events
+        assert len(events.of("repeated")) == 1 and not events.of("rejected", site="A")
+
+    def test_an_update_against_the_others_is_used_and_named(self, run: Any) -> None:
+        events = run(self.spoilt(lambda state, sent: flip(state, sent, 1))).events
+        assert [(event["site"], event["round"]) for event in events.of("suspicious")] == [("B", 0), ("B", 1)]
+        assert "moved against the others: cosine -" in events.of("suspicious")[0]["message"] and not events.of("rejected")
+
+    def test_an_update_that_would_turn_the_round_around_is_not_used(self, run: Any) -> None:
+        events = run(self.spoilt(lambda state, sent: flip(state, sent, 10))).events
+        assert [(event["site"], event["round"]) for event in events.of("rejected")] == [("B", 0), ("B", 1)]
+        assert "would turn the round around" in events.of("rejected")[0]["message"] and not events.of("suspicious")
+
+    def test_of_two_sites_nobody_turns_the_round_around(self, run: Any) -> None:
+        exchange = self.spoilt(lambda state, sent: flip(state, sent, 10))
+        exchange.absent = {0: {"C"}, 1: {"C"}, 2: {"C"}}
+        events = run(exchange).events
+        assert {event["site"] for event in events.of("suspicious")} == {"A", "B"} and not events.of("rejected")
+        assert "of two sites nobody can say" in events.of("suspicious")[0]["message"]
+
+    def test_the_limit_is_learnt_from_the_rounds(self, run: Any) -> None:
+        def far(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
+            state.update({n: sent[n] + 50 * (t - sent[n]) if t.is_floating_point() else t for n, t in state.items()})
+
+        rejected = run(self.spoilt(far, since=3), rounds=4).events.of("rejected")
+        assert [(event["site"], event["round"]) for event in rejected] == [("B", 3)]
+        assert "times the round's median" in rejected[0]["message"] and "100 times" not in rejected[0]["message"]
+
+    @pytest.mark.parametrize(("since", "words"), [(0, "the length of what it was sent"), (1, "the median of the rounds before")])
+    def test_of_two_sites_the_one_that_is_huge_is_named(self, run: Any, since: int, words: str) -> None:
+        exchange = self.spoilt(lambda state, sent: state[first(state)].fill_(1e6), since)
+        exchange.absent = {0: {"C"}, 1: {"C"}, 2: {"C"}}
+        rejected = run(exchange, rules=Rules(min_sites=1)).events.of("rejected")
+        assert {event["site"] for event in rejected} == {"B"} and words in rejected[0]["message"]
+
+    def test_what_it_remembers_can_be_written_down(self, run: Any) -> None:
+        federation = run(Sites(), rounds=4)
+        stored = json.loads(json.dumps(federation.past.to_dict()))
+        assert Past(**stored) == federation.past and len(stored["seen"]["train/model"]) == 12
+        assert 10.0 <= federation.past.limit("train/model", 100.0) < 100.0
+
+
+class TestVotes:
+    def test_one_site_does_not_choose_the_round(self, run: Any) -> None:
+        """B praises the model after the first round; its vote stands in the outcome, and its name among the events."""
+        exchange = Sites()
+
+        def lie(site: str, step: Step, message: Message) -> Message:
+            if step.phase in ("train", "validate"):
+                message.facts["validation"]["global"] = float(step.round == 1) if site == "B" else 0.2 * step.round
+            return message
+
+        exchange.spoil = lie
+        federation = run(exchange, rounds=4)
+        election = federation.outcome.elections["global"]
+        assert election["round"] == 4
+        assert election["candidates"][0] == {"round": 1, "value": 0.2, "votes": {"A": 0.2, "B": 1.0, "C": 0.2}}
+        (event,) = federation.events.of("suspicious")
+        assert event["site"] == "B" and "contradict the others'" in event["message"]
+
+    def test_a_metric_outside_its_range_is_no_vote(self, run: Any) -> None:
+        exchange = Sites()
+        exchange.spoil = facts(validation={"global": 1e9})
+        federation = run(exchange)
+        assert [event["round"] for event in federation.events.of("rejected", site="B")] == [0, 1]
+        assert "its vote does not count" in federation.events.of("rejected")[0]["message"]
+        assert federation.outcome.elections["global"]["candidates"][0]["votes"].keys() == {"A", "C"}
+
+
+class TestCounts:
+    def test_a_changed_count_is_rejected(self, run: Any) -> None:
+        exchange = Sites()
+        exchange.spoil = facts(n_samples=7)
+        assert "the site enrolled with 12 training images" in run(exchange).events.of("rejected", site="B")[0]["message"]
+
+    def test_no_site_counts_for_more_than_its_share(self, run: Any) -> None:
+        """B enrols with a thousand million images; capped at a half it counts for as much as the two others together."""
+        exchange = Sites()
+
+        def lie(site: str, step: Step, message: Message) -> Message:
+            if site == "B" and step.phase == "enrol":
+                message.facts["n"] = {**message.facts["n"], "train": 10**9}
+            if site == "B" and "n_samples" in message.facts:
+                message.facts["n_samples"] = 10**9
+            return message
+
+        exchange.spoil = lie
+        free, bound = run(exchange, rounds=1), run(exchange, rounds=1, rules=Rules(max_share=0.5))
+        for federation, counts in ((free, 10**9), (bound, 24)):
+            assert federation.outcome.history[0]["sites"]["B"]["n_samples"] == counts
+            assert "has 100% of all training images" in federation.events.of("warning", site="B")[0]["message"]
 
 
 class TestPresence:

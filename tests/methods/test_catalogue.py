@@ -323,7 +323,7 @@ class TestOtherDistributions:
         install(tmp_path)
         found()
         assert FOREIGN in method_names() and module_of(FOREIGN) == "damped_fedavg"
-        assert get_method(FOREIGN).effective({})["server"] == {"selection": "best", "step": 0.5, "weighting": "samples"}
+        assert get_method(FOREIGN).effective({})["server"] == {"rule": "mean", "selection": "median", "step": 0.5, "weighting": "samples"}
         assert get_method("moon", server=FOREIGN).name == f"moon+{FOREIGN}"
         runs: list[tuple[str, dict[str, Any]]] = [(FOREIGN, {}), (FOREIGN, {"step": 1.0}), ("fedavg", {})]
         damped, undamped, fedavg = (run(name, tmp_path / str(place), **step) for place, (name, step) in enumerate(runs))

@@ -75,7 +75,7 @@ class TestEffective:
     def test_defaults_and_given_values_by_half(self) -> None:
         assert made().effective({}) == made().effective({"weighting": "samples"})
         found = made().effective({"weighting": "uniform"})
-        assert found["server"] == {"selection": "best", "weighting": "uniform"}
+        assert found["server"] == {"rule": "mean", "selection": "median", "weighting": "uniform"}
         assert found["site"] == {"dp_clip": 1.0, "dp_delta": 1e-5, "dp_noise": 0.0, "reset_optimizer": True}
 
     def test_what_came_as_text_is_what_it_stands_for_and_can_be_given_again(self) -> None:

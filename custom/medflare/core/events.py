@@ -14,6 +14,7 @@ KINDS: Final = (
     "rejected",  # an update came and was not used: not finite, wrong shape, missing or unknown entry, no samples
     "late",  # an update came after its step was closed
     "missing",  # no update came from a site that was asked for one
+    "suspicious",  # an update or a vote was used though it is against all others: wrong, a lie, or patients unlike the others'
     "undefined",  # a metric has no value, for example AUC of a class that is absent
     "failed",  # a site's task, or the run, ended with an error
     "left_out",  # an image that cannot be used and that the task allows to skip

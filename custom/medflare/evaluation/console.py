@@ -47,7 +47,7 @@ def _step_facts(facts: Mapping[str, Any]) -> list[str]:
     parts = [] if facts.get("loss") is None else [f"loss {facts['loss']:.4f}"]
     parts += [f"{model} {format_metric('', value)}" for model, value in facts.get("validation", {}).items()]
     if "privacy" in facts:
-        parts.append(f"ε {format_metric('', facts['privacy']['epsilon'])}")
+        parts.append(f"ε {format_metric('', facts['privacy'].get('epsilon'))}")
     return parts
 
 

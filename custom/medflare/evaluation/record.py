@@ -52,6 +52,8 @@ class RunRecord:
         settings: further settings that shaped the run (engine, min_sites, resplit, ...).
         history: one mapping a step, as `results.append_round` takes them.
         pictures: title -> PNG file content, shown in the report.
+        elections: model that the sites chose together -> {"round": of training behind the delivered one, "candidates": [{"round",
+            "value": what the votes came to, "votes": site -> metric}]}.
     """
 
     method: str
@@ -68,6 +70,7 @@ class RunRecord:
     settings: Mapping[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     pictures: Mapping[str, bytes] = field(default_factory=dict)
+    elections: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build_results(record: RunRecord) -> dict[str, Any]:
@@ -81,7 +84,9 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     """
     metrics = record.task.metrics if record.task else ()
     models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
-    sites = {name: _site_results(record.sites[name], models, metrics) for name in sorted(record.sites)}
+    images = {name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n}
+    share = shares(images)
+    sites = {name: _site_results(record.sites[name], models, metrics, share.get(name)) for name in sorted(record.sites)}
     results = {
         "schema": SCHEMA,
         "method": record.method,
@@ -94,6 +99,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "mean": mean_over_sites(sites, dict.fromkeys(models, metrics)),
         "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
         "seconds": dict(record.seconds),
+        "elections": record.elections,
         "events": list(record.events),
         "versions": installed_versions(),
         "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
@@ -101,14 +107,28 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     return json_ready(results)
 
 
-def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...]) -> dict[str, Any]:
+def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...], share: float | None) -> dict[str, Any]:
     found = {
         "role": site.role,
         "n": {split: site.n.get(split) for split in SPLITS},
         "metrics": {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models},
     }
-    more = {"reports": site.reports, "privacy": site.privacy}
+    more = {"share": share, "reports": site.reports, "privacy": site.privacy}
     return {**found, **{name: content for name, content in more.items() if content}}
+
+
+def shares(samples: Mapping[str, float]) -> dict[str, float]:
+    """site -> its share of all training images, by which means over the sites are weighted.
+
+    Args:
+        samples: site -> training images.
+
+    Examples:
+        >>> shares({"A": 30, "B": 10}), shares({"A": 0})
+        ({'A': 0.75, 'B': 0.25}, {'A': 0.0})
+    """
+    total = sum(samples.values())
+    return {site: count / total if total else 0.0 for site, count in samples.items()}
 
 
 def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:

@@ -52,6 +52,8 @@ def render_report(
         comparison=models_by_site(results) if drawable else None,
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
+        elections=_elections(results),
+        rule=results["configuration"]["hyper"]["server"].get("selection", ""),
         reports=_reports(results),
         privacy=privacy_costs(results),
         pictures={title: base64.b64encode(content).decode() for title, content in (pictures or {}).items()},
@@ -98,6 +100,17 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if results["seconds"].get("total") is not None:
         tiles.append(("Time", format_seconds(results["seconds"]["total"]), f"{results['rounds']} rounds, start to finish"))
     return tiles
+
+
+def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Model -> {"round", "candidates", "sites", "favourites": site -> the first round with its highest vote}."""
+    shown: dict[str, dict[str, Any]] = {}
+    for model, election in results.get("elections", {}).items():
+        sites = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
+        heard = {site: [candidate for candidate in election["candidates"] if site in candidate["votes"]] for site in sites}
+        favourites = {site: max(own, key=lambda found: found["votes"][site])["round"] for site, own in heard.items()}
+        shown[model] = {**election, "sites": sites, "favourites": favourites}
+    return shown
 
 
 def _reports(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

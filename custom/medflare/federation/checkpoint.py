@@ -10,6 +10,7 @@ from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.federation.schedule import Federation
+from medflare.federation.screening.past import Past
 
 CHECKPOINT: Final = "checkpoint"
 _RUN = "run"  # the fact that holds what belongs to the run and not to the half
@@ -31,7 +32,8 @@ class Checkpoint:
         half, outcome = federation.server.state(), federation.outcome
         run = {
             "finished": finished,
-            "enrolled": sorted(outcome.enrolled),
+            "enrolled": {site: outcome.enrolled[site]["n"] for site in sorted(outcome.enrolled)},
+            "past": federation.past.to_dict(),
             "events": federation.events.to_list(),
             "history": outcome.history,
             "bytes": [outcome.down_bytes, outcome.up_bytes],
@@ -55,6 +57,7 @@ class Checkpoint:
                 )
         federation.server.restore(message)
         federation.returning = run["enrolled"]
+        federation.past = Past(**run["past"])
         federation.outcome.history = run["history"]
         federation.outcome.down_bytes, federation.outcome.up_bytes = run["bytes"]
         federation.events.replace([*run["events"], *federation.events.to_list()])

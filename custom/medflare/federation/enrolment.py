@@ -1,10 +1,11 @@
 """Who takes part: sites say what they have before anything is trained; a site that cannot take part ends the run, a late one joins."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
+from medflare.evaluation.record import shares
 from medflare.federation.exchange import ENROL, START, Courier
 from medflare.methods.base import ServerContext, Step
 
@@ -16,16 +17,23 @@ class Enrolment:
         context: names the inside and outside sites, takes their counts and what is noticed.
         courier: reaches them.
         identity: facts that a site must agree with; it refuses, by name, where its task or method differs.
-        returning: sites that were enrolled when the run that is taken up was interrupted; they go on from what they remember.
+        returning: sites that were enrolled when the run that is taken up was interrupted, with their counts; they go on from what they
+            remember, and with the images that they had.
         finished: steps that were done before.
     """
 
     def __init__(
-        self, context: ServerContext, courier: Courier, identity: Mapping[str, Any], returning: Collection[str] = (), finished: int = 0
+        self,
+        context: ServerContext,
+        courier: Courier,
+        identity: Mapping[str, Any],
+        returning: Mapping[str, Mapping[str, int]] | None = None,
+        finished: int = 0,
     ):
         self.context, self.courier, self.identity = context, courier, identity
-        self.returning, self.finished = returning, finished
+        self.returning, self.finished = returning or {}, finished
         self._turned_away: set[str] = set()
+        self._heaviest = ""
 
     @property
     def enrolled(self) -> dict[str, dict[str, Any]]:
@@ -50,6 +58,7 @@ class Enrolment:
                 f"{len(self.inside)} of the sites {', '.join(self.context.sites)} enrolled ({', '.join(self.inside) or 'none'}), "
                 f"min_sites is {needed}; start the missing sites or lower min_sites"
             )
+        self._weigh(0)
         for site in sorted({*self.context.sites, *self.context.outside} - self.enrolled.keys()):
             self.context.events.add("missing", "not there when the federation started; it may join later", site=site, round=0)
 
@@ -60,6 +69,8 @@ class Enrolment:
             events.add("warning", f"wants to join and cannot: {problem}", site=site, round=step.round)
         for site in sorted(self.enrolled.keys() - before):
             events.add("joined", f"joined in round {step.round}", site=site, round=step.round)
+        if before < set(self.enrolled):
+            self._weigh(step.round)
         present = self.courier.present(step.round)
         for site in self.inside:
             if site not in present:
@@ -88,9 +99,37 @@ class Enrolment:
                     problems[site] = reply.problem
                 continue
             facts = dict(reply.message.facts)
+            if problem := self._changed(site, facts["n"]) or self._unlike_the_task(facts["class_counts"]):
+                context.events.add("rejected", problem, site=site, round=round)
+                self._turned_away.add(site)
+                continue
             context.events.extend(facts.pop("events", []), site=site)
             self.enrolled[site] = context.site_counts[site] = {**facts, "role": roles[site]}
         return problems
+
+    def _changed(self, site: str, images: Mapping[str, int]) -> str:
+        known = self.returning.get(site, images)
+        if images == known:
+            return ""
+        return f"it came back with {_counts(images)} instead of {_counts(known)}; counts do not change during a run"
+
+    def _unlike_the_task(self, counts: list[int]) -> str:
+        classes = self.context.task.classes
+        return f"class_counts has {len(counts)} numbers for {len(classes)} classes" if len(counts) != len(classes) else ""
+
+    def _weigh(self, round: int) -> None:
+        """An event where one of several inside sites has more than half of all training images, one of two more than three quarters."""
+        found = shares({site: self.enrolled[site]["n"]["train"] for site in self.inside})
+        heaviest = max(found, key=lambda site: found[site], default="")
+        most = 0.5 if len(found) > 2 else 0.75  # of two sites one has more than half anyway
+        if len(found) > 1 and found[heaviest] > most and heaviest != self._heaviest and not self.returning:
+            text = f"has {found[heaviest]:.0%} of all training images, so that the others hardly count; max_share limits its weight"
+            self.context.events.add("warning", text, site=heaviest, round=round)
+            self._heaviest = heaviest
+
+
+def _counts(images: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {split}" for split, count in images.items()) + " images"
 
 
 def listed(problems: Mapping[str, str]) -> str:

@@ -41,6 +41,7 @@ class Outcome:
         delivered: site -> facts of its final evaluation ("metrics": role -> metric -> value).
         history: one line a step, see `StepReport.line`.
         seconds: stage -> wall-clock seconds.
+        elections: model -> {"round": of training behind the delivered one, "candidates": see `Election.record`}.
     """
 
     enrolled: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -49,3 +50,4 @@ class Outcome:
     down_bytes: int = 0
     up_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    elections: dict[str, dict[str, Any]] = field(default_factory=dict)

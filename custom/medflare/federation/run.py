@@ -206,6 +206,7 @@ def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
         hyper=run.method.effective(run.hyper),
         settings={**run.settings.to_dict(), **run.about},
         history=outcome.history,
+        elections=outcome.elections,
         pictures=run.pictures,
     )
     return build_results(record) if run.folder is None else write_results(run.folder, record)

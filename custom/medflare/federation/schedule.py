@@ -6,19 +6,22 @@ federation cannot differ.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import Fact, Manifest
+from medflare.core.manifest import EntrySpec, Fact, Manifest
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed
 from medflare.federation.exchange import DELIVER, Courier, Exchange, numbered
 from medflare.federation.outcome import Outcome, StepReport
-from medflare.federation.screening.updates import drop_undefined_metrics, screen
+from medflare.federation.screening.past import Past
+from medflare.federation.screening.shares import capped
+from medflare.federation.screening.updates import Screened, lost_votes, screen
+from medflare.federation.screening.votes import close_elections
 from medflare.federation.settings import Rules
 from medflare.methods.base import ServerHalf, Step
 
@@ -34,7 +37,8 @@ class Federation:
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps.
         reports: phase -> the facts that a reply may hold, from the same declaration.
-        returning: sites that were enrolled when the run that is taken up was interrupted.
+        returning: sites that were enrolled when the run that is taken up was interrupted, with their counts.
+        past: what the screening remembers of the steps before.
     """
 
     server: ServerHalf[Any]
@@ -45,11 +49,13 @@ class Federation:
     on_step: Callable[[StepReport], None] = lambda report: None
     checkpoint: Callable[[int], None] = lambda finished: None
     outcome: Outcome = field(default_factory=Outcome)
-    returning: Collection[str] = ()
+    returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reports: Callable[[str], tuple[Fact, ...]] = lambda phase: ()
+    past: Past = field(default_factory=Past)
 
     def __post_init__(self) -> None:
         self._courier = Courier(self.exchange, self.outcome)
+        self._network = EntrySpec.like(self.server.context.plan.template(), "").tensors.items()
 
     @property
     def events(self) -> EventLog:
@@ -70,6 +76,7 @@ class Federation:
         for index, step in enumerate(steps[finished:], start=finished):
             self._step(index, step, enrolment)
             self.checkpoint(index + 1)
+        close_elections(self.server, self.outcome, self.events)
         self.outcome.seconds["training"] = time.monotonic() - started
         self._deliver(len(steps), enrolment)
         self.outcome.seconds["total"] = time.monotonic() - started
@@ -86,7 +93,8 @@ class Federation:
             started, down, up = time.monotonic(), self.outcome.down_bytes, self.outcome.up_bytes
             asked = self._drawn(step, enrolment.members(step))
             outgoing = {site: numbered(self.server.configure(step, site), index, self.server.context.rounds) for site in asked}
-            accepted, rejected = self._exchange(step, outgoing)
+            screened, rejected = self._exchange(step, outgoing)
+            accepted = screened.accepted
             if len(accepted) >= min(self._needed, self.rules.sites_per_round or self._needed):
                 break
             reason = f"{len(accepted)} usable replies to '{step.phase}' in round {step.round}, {self._needed} are needed"
@@ -94,6 +102,7 @@ class Federation:
             if attempt == self.rules.repeats:
                 raise FederationFailed(f"{reason} ({named})")
             self.events.add("repeated", f"{reason}; asking again ({named})", round=step.round)
+        self._take(step, screened)
         context = self.server.context
         context.notes = {}
         self.server.aggregate(step, accepted)
@@ -111,7 +120,7 @@ class Federation:
         generator = numpy_generator(self.server.context.seed, "server", step.round, "participants")
         return sorted(generator.choice(members, size=count, replace=False).tolist())
 
-    def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[dict[str, Message], dict[str, str]]:
+    def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Screened, dict[str, str]]:
         """Usable replies in sorted site order, and the reason for every other site; each reason becomes an event."""
         replies = self._courier.ask(step, outgoing)
         rejected: dict[str, str] = {}
@@ -122,15 +131,28 @@ class Federation:
         usable = {site: reply.message for site, reply in replies.items() if reply.message is not None}
         counts = {site: facts.get("n", {}) for site, facts in self.outcome.enrolled.items()}
         reports, limit = self.reports(step.phase), self.rules.norm_limit
-        screened = screen(usable, self.manifest(step.phase), outgoing, counts, reports=reports, norm_limit=limit)
+        manifest = self.manifest(step.phase)
+        weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network]
+        known: dict[str, Any] = {"phase": step.phase, "past": self.past, "weights": weights}
+        screened = screen(usable, manifest, outgoing, counts, reports=reports, norm_limit=limit, **known)
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
         for site, message in screened.accepted.items():
-            for metric in drop_undefined_metrics(message.facts):
-                problem = f"validation metric of the {metric} model is no number from 0 to 1"
-                self.events.add("undefined", problem, site=site, round=step.round)
+            for model, (kind, problem) in lost_votes(message.facts).items():
+                text = f"validation metric of the {model} model {problem}; its vote does not count"
+                self.events.add(kind, text, site=site, round=step.round)
             self.events.extend(message.facts.pop("events", []), site=site, round=step.round)
-        return screened.accepted, {**rejected, **screened.rejected}
+        return screened, {**rejected, **screened.rejected}
+
+    def _take(self, step: Step, screened: Screened) -> None:
+        """The usable replies of a step that is done: name what is odd about them, remember them, and cap what they count for."""
+        self.past.remember(screened.taken, step.round)
+        for site, reason in screened.suspicious.items():
+            self.events.add("suspicious", f"update to '{step.phase}' used, though {reason}", site=site, round=step.round)
+        if self.rules.max_share is not None:
+            given = {site: message.facts["n_samples"] for site, message in screened.accepted.items() if "n_samples" in message.facts}
+            for site, samples in capped(given, self.rules.max_share).items():
+                screened.accepted[site].facts["n_samples"] = samples
 
     # -- delivery --------------------------------------------------------------------------------------------------------------
 

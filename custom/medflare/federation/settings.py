@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FACTS_LIMIT: Final = 65_536  # bytes of JSON in a message: room for counts and metrics, none for a model
 Sites = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
 
 
@@ -28,12 +29,14 @@ class Rules:
         sites_per_round: how many inside sites are drawn for a round; None: all.
         repeats: how often a step with too few usable replies is tried again before the run fails.
         norm_limit: see `screening.screen`.
+        max_share: of the training images that a site counts for, at most; None: what it has.
     """
 
     min_sites: int | None = None
     sites_per_round: int | None = None
     repeats: int = 1
     norm_limit: float = 100.0
+    max_share: float | None = None
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -46,6 +49,7 @@ class RunSettings:
         outside: names of sites that never train and only receive the final models.
         min_sites: usable answers that a step needs; None: two, or one in a federation of one.
         sites_per_round: how many inside sites are drawn for a round; None: all.
+        max_share: of all training images, the share that a site counts for at most, whatever it has; None: what it has.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
         silence: seconds without a sign of life after which a site counts as gone.
         resume: id of the interrupted job that this one takes up at the last step that it finished.
@@ -56,6 +60,7 @@ class RunSettings:
     outside: tuple[str, ...] = ()
     min_sites: Sites | None = None
     sites_per_round: Sites | None = None
+    max_share: Share | None = None
     step_timeout: Seconds = 0.0
     silence: Seconds = 120.0
     resume: str = ""
@@ -63,7 +68,7 @@ class RunSettings:
     @property
     def rules(self) -> Rules:
         """What of it concerns the schedule."""
-        return Rules(self.min_sites, self.sites_per_round)
+        return Rules(self.min_sites, self.sites_per_round, max_share=self.max_share)
 
     def to_dict(self) -> dict[str, Any]:
         """By name, as JSON has them."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, weighted_mean
+from medflare.methods.parts.robust import RobustLimits, combined
 from medflare.tasks.config import TaskConfig
 
 V = TypeVar("V")
@@ -93,11 +94,29 @@ class Aggregation(ABC, Generic[V]):
 
 
 class WeightedMean(Aggregation[Any]):
-    """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K where `hyper.weighting` is "uniform" (McMahan et al. 2017, Alg. 1)."""
+    """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K where `hyper.weighting` is "uniform" (McMahan et al. 2017, Alg. 1).
+
+    Where `hyper.rule` is not "mean", a robust mean takes its place (`parts.robust`).
+    """
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """The weighted mean of every entry, with the weights of `shares`."""
-        return weighted_mean(states_of(models), self.shares(models))
+        """The mean of every entry by `hyper.rule`, with the weights of `shares`."""
+        return self.combined(states_of(models), self.shares(models), previous)
+
+    def combined(self, states: Mapping[str, StateDict], shares: Mapping[str, float], origin: StateDict | None = None) -> StateDict:
+        """The mean by `hyper.rule`, whose weights are left in `weights`; a formula that weighs the sites itself gives its own as shares.
+
+        Args:
+            states: site -> state.
+            shares: site -> weight, up to a common factor.
+            origin: see `parts.robust.combined`.
+        """
+        rule = getattr(self.hyper, "rule", "mean")  # a method of another distribution may know no rules
+        if rule == "mean":
+            return weighted_mean(states, shares)
+        limits = self.hyper if isinstance(self.hyper, RobustLimits) else RobustLimits()
+        model, self.weights = combined(states, shares, rule, limits, origin)
+        return model
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
         """site -> p_k, up to a common factor.
@@ -108,7 +127,7 @@ class WeightedMean(Aggregation[Any]):
         Examples:
             >>> from types import SimpleNamespace
             >>> models = {"A": SiteModel({}, 30.0), "B": SiteModel({}, 10.0)}
-            >>> [WeightedMean(SimpleNamespace(weighting=kind)).shares(models) for kind in ("samples", "uniform")]
+            >>> [WeightedMean(SimpleNamespace(weighting=kind, rule="mean")).shares(models) for kind in ("samples", "uniform")]
             [{'A': 30.0, 'B': 10.0}, {'A': 1.0, 'B': 1.0}]
         """
         return dict.fromkeys(models, 1.0) if self.hyper.weighting == "uniform" else samples_of(models)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -18,6 +18,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation, SiteModel
+from medflare.methods.parts.selection import Election, Selection
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
@@ -34,7 +35,7 @@ class SiteHyper:
 class ServerHyper:
     """Hyper-parameters that every server half has; site halves that keep models of their own go by them too."""
 
-    selection: Literal["best", "last"] = param("best", "deliver the round with the best validation metric, or the last one")
+    selection: Selection = param("median", "deliver the round of best validation by the sites' median or weighted mean, or the last one")
 
 
 # What every reply to training or validation reports, see `SiteHalf.facts`.
@@ -352,6 +353,10 @@ class ServerHalf(ABC, Generic[V]):
 
     def models(self) -> dict[str, Message]:
         """Delivered models that the server holds, by path below its `models` folder; not those that never leave their site."""
+        return {}
+
+    def elections(self) -> dict[str, Election]:
+        """What the sites choose together, by model; empty where each chooses alone, or the last round is delivered."""
         return {}
 
     def state(self) -> Message:

@@ -1,11 +1,24 @@
-"""Coordinate-wise median and trimmed mean: values by hand, degenerate cases, and a liar among honest sites."""
+"""Robust means: values by hand, degenerate cases, a liar among honest sites, and the server halves that can use them."""
+
+from types import ModuleType
 
 import pytest
 import torch
 
 import medflare
 from medflare.core.errors import ConfigError
-from medflare.methods.baselines.robust import robust_mean
+from medflare.core.states import StateDict
+from medflare.methods.aggregation import SiteModel
+from medflare.methods.catalogue import get_method
+from medflare.methods.parts.robust import (
+    RobustLimits,
+    clip_factors,
+    combined,
+    geometric_weights,
+    krum_weights,
+    robust_mean,
+    squared_distances,
+)
 from small import tiny_phantom
 
 TINY = tiny_phantom(batch_size=32)
@@ -70,3 +83,95 @@ def test_a_federation_trains_and_serves_other_site_halves() -> None:
     assert medflare.run_local("moon", TINY, 3, rounds=1, seed=0, server_half="robust")["status"] == "COMPLETED"
     (event,) = medflare.run_local("robust", TINY, 2, rounds=1, seed=0)["events"]
     assert "robustness needs three or more" in event["message"]
+
+
+RULES = ["median", "trimmed", "krum", "geometric", "clipped"]
+NONE = RobustLimits()
+
+
+def by(rule: str, given: dict[str, dict[str, torch.Tensor]], origin: float = 0.0, clip: float = 1.0) -> list[float]:
+    state, _ = combined(given, dict.fromkeys(given, 1.0), rule, RobustLimits(clip=clip), {"w": torch.tensor([origin])})
+    return state["w"].tolist()
+
+
+class TestKrum:
+    def test_by_hand(self) -> None:
+        """K = 5, f = 1: two nearest. Of 0, 1, 2, 4, 100 the scores are 1 + 4, 1 + 1, 1 + 4, 4 + 9 and 96² + 98²: the second site."""
+        given = states([0.0], [1.0], [2.0], [4.0], [100.0])
+        assert krum_weights(squared_distances(given)) == [0.0, 1.0, 0.0, 0.0, 0.0]
+        assert by("krum", given) == [1.0]
+
+    def test_more_faulty_sites_than_it_bears_are_not_reckoned_with(self) -> None:
+        given = squared_distances(states([0.0], [1.0], [2.0], [4.0], [100.0]))
+        assert krum_weights(given, 9) == krum_weights(given, 1) == krum_weights(given)
+
+    def test_of_equals_the_first(self) -> None:
+        assert krum_weights(torch.zeros(3, 3)) == [1.0, 0.0, 0.0]
+
+
+class TestGeometricMedian:
+    def test_on_a_line_it_is_the_median(self) -> None:
+        assert by("geometric", states([0.0], [1.0], [50.0])) == pytest.approx([1.0], abs=1e-3)
+
+    def test_a_triangle_by_hand(self) -> None:
+        """Fermat's point of (0, 0), (4, 0), (2, 6): below the apex, where all angles are 120°, at (2, 2 / √3)."""
+        given = {place: {"w": torch.tensor(row)} for place, row in zip("ABC", ([0.0, 0.0], [4.0, 0.0], [2.0, 6.0]), strict=True)}
+        found, weights = combined(given, dict.fromkeys("ABC", 1.0), "geometric", NONE)
+        assert found["w"].tolist() == pytest.approx([2.0, 2 / 3**0.5], abs=1e-4)
+        assert sum(weights.values()) == pytest.approx(1)
+
+    def test_shares_count(self) -> None:
+        """Of two points the heavier one is the geometric median; of two alike any point between them, here the mean."""
+        far = squared_distances(states([0.0], [1.0]))
+        assert geometric_weights(far, [3.0, 1.0]) == pytest.approx([1.0, 0.0], abs=1e-4)
+        assert geometric_weights(far, [1.0, 1.0]) == pytest.approx([0.5, 0.5])
+
+    def test_equal_models(self) -> None:
+        assert by("geometric", states([2.0], [2.0], [2.0])) == [2.0]
+
+
+class TestClipped:
+    def test_by_hand(self) -> None:
+        """From 1 the updates are 1, 2 and -8, their median length 2: 1 + (1 + 2 - 2) / 3."""
+        assert by("clipped", states([2.0], [3.0], [-7.0]), origin=1.0) == pytest.approx([1 + 1 / 3])
+        assert by("clipped", states([2.0], [3.0], [-7.0]), origin=1.0, clip=4.0) == pytest.approx([1 - 5 / 3])
+
+    def test_without_an_origin_from_the_median(self) -> None:
+        state, _ = combined(states([2.0], [3.0], [-7.0]), dict.fromkeys(("site-0", "site-1", "site-2"), 1.0), "clipped", NONE)
+        assert state["w"].tolist() == pytest.approx([2 + (0 + 1 - 1) / 3])
+
+    def test_nothing_moved(self) -> None:
+        assert clip_factors([0.0, 0.0, 0.0]) == [1.0, 1.0, 1.0] and clip_factors([0.0, 0.0, 3.0]) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_liar_among_five(rule: str) -> None:
+    """Honest sites move from 0 to about 1, the liar to -1000; clipped, it weighs as much as one honest site."""
+    found = by(rule, states([0.9], [1.0], [1.1], [1.2], [-1000.0]))[0]
+    assert 0.6 <= found <= 1.2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_site_alone_and_two(rule: str) -> None:
+    assert by(rule, states([5.0])) == [5.0]
+    assert by(rule, states([5.0], [7.0]), origin=6.0) == pytest.approx([6.0])
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedsm", "iop_fl", "grace", "sha", "robust"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_server_half_that_averages_can_use_them(squares: ModuleType, name: str, rule: str) -> None:
+    """A liar a thousand steps away moves the mean; no rule follows it."""
+    method = get_method(name)
+    server = squares.server(method.server_class, rule=rule, outside=(), **({"rho": 0.0} if name == "sha" else {}))
+    sent = server.model
+    models = {
+        site: SiteModel(moved_by(sent, step), 5.0, {"score": 0.5})
+        for site, step in zip("ABCDE", (0.8, 0.9, 1.1, 1.2, -1000.0), strict=True)
+    }
+    state = server.aggregation.shared(models, 0, sent)
+    travelled = {name: (state[name] - sent[name]).mean().item() for name in state if sent[name].is_floating_point()}
+    assert all(0.5 < step < 1.2 for step in travelled.values()), travelled
+
+
+def moved_by(state: StateDict, step: float) -> StateDict:
+    return {name: tensor + step if tensor.is_floating_point() else tensor for name, tensor in state.items()}

@@ -71,7 +71,7 @@ class TestSelection:
         ],
     )
     def test_the_best_round_is_delivered_or_the_last_on_request(self, values: list[float | None], round: int) -> None:
-        best, last = (squares.server(FedAvgServer, selection=selection) for selection in ("best", "last"))
+        best, last = (squares.server(FedAvgServer, selection=selection) for selection in ("median", "last"))
         for server, expected in ((best, round), (last, 3)):
             self.offered(server, values)
             state, rounds = server.selected
@@ -81,8 +81,8 @@ class TestSelection:
             assert squares.equal(server.models()["global"].states["model"], state)
         assert best.selected[1] == round
 
-    def test_sites_count_by_their_training_images_and_only_where_the_metric_is_defined(self) -> None:
-        server = squares.server(FedAvgServer)
+    def test_the_mean_counts_training_images_and_only_where_the_metric_is_defined(self) -> None:
+        server = squares.server(FedAvgServer, selection="mean")
         found = [("A", 1, 0.9), ("B", 3, 0.1), ("C", 100, None)]
         replies = {site: Message({}, {"n_samples": n, "validation": {"global": value}}) for site, n, value in found}
         server.aggregate(Step("validate", 1), replies)

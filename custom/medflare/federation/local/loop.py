@@ -40,6 +40,7 @@ def run_local(
     server_half: str | None = None,
     min_sites: int | None = None,
     sites_per_round: int | None = None,
+    max_share: float | None = None,
     absent: Mapping[int, Iterable[str]] | None = None,
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
@@ -64,6 +65,7 @@ def run_local(
         server_half: method whose server half takes the place of its own; None: its own.
         min_sites: see `settings.RunSettings`.
         sites_per_round: see `settings.RunSettings`.
+        max_share: see `settings.RunSettings`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
@@ -85,7 +87,8 @@ def run_local(
         raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
-    steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
+    few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share}
+    steering = {"rounds": rounds, "seed": seed, "outside": apart, **few}
     folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, run_settings(steering), inside, folder=folder, about=about, say=say)
     run.weights = None if weights is None else Path(weights)
@@ -144,7 +147,7 @@ def resume_local(
     """
     plan = stored_plan(Path(folder))
     site_half, server_half = plan["halves"]
-    steering = {name: plan[name] for name in ("rounds", "seed", "outside", "min_sites", "sites_per_round")}
+    steering = {name: plan[name] for name in ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share")}
     return run_local(
         site_half,
         plan["task"],

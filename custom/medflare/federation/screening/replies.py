@@ -22,6 +22,7 @@ _DEPTH: Final = 8  # of tables within tables
 _LARGEST: Final = 2**63  # of numbers; larger ones are no counts, and break what computes with them
 _MESSAGE: Final = 2_000  # characters of an event
 _EVENTS: Final = 100
+_MOST_IMAGES: Final = 10**9  # more than any hospital has, and few enough for sums of their pixels
 
 METRIC: Final = number(0.0, 1.0, optional=True)
 _DISTANCE: Final = number(0.0, optional=True)
@@ -40,9 +41,21 @@ def _measured(value: object) -> str | None:
 
 def _images(value: object) -> str | None:
     """Split -> number of images."""
-    if problem := table(count())(value):
+    if problem := table(count(_MOST_IMAGES))(value):
         return problem
     return None if isinstance(value, Mapping) and "train" in value else "says nothing of 'train'"
+
+
+_COST: Final = ("epsilon", "delta", "steps")
+
+
+def _cost(value: object) -> str | None:
+    """What the results say of differential privacy; nothing without it."""
+    problem = table(number(0.0, optional=True))(value)
+    if problem or not isinstance(value, Mapping) or not value:
+        return problem
+    missing = [name for name in _COST if name not in value or (name != "epsilon" and value[name] is None)]
+    return f"says nothing of {missing[0]!r}" if missing else None
 
 
 # What the phases of every method report, see `exchange.PHASES_OF_ALL`.
@@ -51,7 +64,7 @@ DELIVERS: Final = (
     Fact("metrics", "model -> metric -> value on test images", table(_measured)),
     Fact("n", "images by split", _images),
     Fact("reports", "what models say of their own work", table()),
-    Fact("privacy", "what the run has cost the site's patients", table(number(0.0, optional=True))),
+    Fact("privacy", "what the run has cost the site's patients", _cost),
 )
 
 

@@ -1,22 +1,37 @@
-"""Replies to the phases of a method: what does not hold what the method declares, or cannot be meant, reaches no average."""
+"""Replies to the phases of a method: what does not hold what the method declares, or cannot be meant, reaches no average.
+
+What is certainly wrong is rejected. What an honest site with other patients might send as well is used, and becomes an event.
+"""
 
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from medflare.core.manifest import Fact, Manifest, non_finite, violation
 from medflare.core.message import Message
+from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered, sum_with_and_without
+from medflare.federation.screening.past import Past, Taken
 from medflare.federation.screening.replies import METRIC, is_number, unfit
+
+_NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
+_MODELS: Final = 16  # that a site may vote on
+OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive
 
 
 @dataclass(frozen=True)
 class Screened:
-    """Usable replies in sorted site order, and why each of the others is not usable."""
+    """Usable replies in sorted site order, why each of the others is not usable, and what is odd about those that are.
+
+    Attributes:
+        taken: what this step adds to the memory of the screening, once it has come to its end.
+    """
 
     accepted: dict[str, Message]
     rejected: dict[str, str]
+    suspicious: dict[str, str] = field(default_factory=dict)
+    taken: Taken = field(default_factory=Taken)
 
 
 def screen(
@@ -27,8 +42,11 @@ def screen(
     *,
     reports: tuple[Fact, ...] = (),
     norm_limit: float = 100.0,
+    phase: str = "train",
+    past: Past | None = None,
+    weights: Collection[str] | None = None,
 ) -> Screened:
-    """Check every reply against the declaration, for finite values, plausible sample counts and an update norm near its peers'.
+    """Check every reply against the declaration, for finite values, the sample counts of enrolment, and updates against their peers'.
 
     Args:
         replies: site -> reply.
@@ -36,7 +54,11 @@ def screen(
         outgoing: what each site was sent; an update is the difference to the entry of the same name.
         enrolled: site -> {"train", "validation", "test"} counts given when it enrolled.
         reports: the facts that a reply to this step may hold, with what they take.
-        norm_limit: reject an update longer than this many times the median of the round (with three or more replies).
+        norm_limit: reject an update longer than this many times the median of the round; with fewer than three replies, of the rounds
+            before it, and in the first round of what the site was sent. It falls as `past` learns what is usual.
+        phase: of the step.
+        past: earlier steps; None: there are none.
+        weights: the entries that hold weights of the task's network, and are judged as such; None: all.
     """
     accepted: dict[str, Message] = {}
     rejected: dict[str, str] = {}
@@ -46,15 +68,26 @@ def screen(
             accepted[site] = replies[site]
         else:
             rejected[site] = reason
-    for site, reason in _too_long(accepted, outgoing, norm_limit).items():
-        del accepted[site]
-        rejected[site] = reason
-    return Screened(accepted, dict(sorted(rejected.items())))
+    past = past or Past()
+    entries = sorted(next(iter(accepted.values())).states) if accepted else []
+    found = {f"{phase}/{entry}": gathered(accepted, outgoing, entry, weights is None or entry in weights) for entry in entries}
+    digests = {key: _digests(accepted, key.removeprefix(f"{phase}/"), evidence) for key, evidence in found.items()}
+    for judged in (_too_long(found, past, norm_limit), _unmoved(found), _replayed(digests, past)):
+        for site, reason in judged.items():
+            rejected.setdefault(site, reason)
+    left = _of(found, [site for site in accepted if site not in rejected])
+    rejected |= _turning(left)
+    accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
+    left = _of(found, list(accepted))
+    return Screened(accepted, dict(sorted(rejected.items())), _against_the_others(left), _taken(left, digests, past))
 
 
 def _reason(reply: Message, manifest: Manifest, reports: tuple[Fact, ...], counts: Mapping[str, int]) -> str | None:
     try:
-        return violation(reply, manifest) or non_finite(reply) or unfit(reply, reports) or _implausible(reply.facts, counts)
+        required = tuple(fact for fact in reports if fact in _NEEDED)
+        undeclared = sorted(reply.facts.keys() - {*reports, "events"}) if reports else []
+        problem = f"unexpected fact {undeclared[0]!r}" if undeclared else unfit(reply, reports, required)
+        return violation(reply, manifest) or non_finite(reply) or problem or _implausible(reply.facts, counts)
     except Exception as error:  # whatever it is made of, it is the site's
         return f"it cannot be checked ({type(error).__name__}: {error})"
 
@@ -63,6 +96,8 @@ def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | N
     loss = facts.get("loss")
     if loss is not None and not is_number(loss):
         return f"loss is {loss}: training diverged at the site; lower its learning rate or check its images"
+    if len(facts.get("validation") or ()) > _MODELS:
+        return f"validation names {len(facts['validation'])} models, more than {_MODELS}"
     if "n_samples" not in facts:
         return None
     samples, known = facts["n_samples"], counts.get("train")
@@ -70,36 +105,108 @@ def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | N
         return f"n_samples is {samples!r}, expected a positive number"
     if known is not None and samples > known:
         return f"n_samples is {samples}, more than the {known} training images the site enrolled with"
+    if known is not None and samples < known:
+        return f"n_samples is {samples}, the site enrolled with {known} training images; counts do not change during a run"
     return None
 
 
-def _too_long(accepted: Mapping[str, Message], outgoing: Mapping[str, Message], limit: float) -> dict[str, str]:
-    """Sites whose update of some entry is far longer than their peers', judged entry by entry against the median."""
-    found: dict[str, str] = {}
-    if len(accepted) < 3:
-        return found
-    for entry in sorted(next(iter(accepted.values())).states):
-        norms = {site: _update_norm(reply, outgoing.get(site), entry) for site, reply in accepted.items()}
-        median = statistics.median(norms.values())
-        for site, norm in norms.items():
-            if site not in found and norm > limit * median > 0:
-                found[site] = f"{entry} moved by {norm:.3g}, more than {limit:g} times the round's median {median:.3g}"
-    return found
+def _measure(evidence: Evidence, key: str, past: Past) -> tuple[dict[str, float], str]:
+    """site -> the length that its update is held against, and what that is."""
+    lengths = evidence.lengths
+    if len(lengths) > 2:
+        return dict.fromkeys(lengths, statistics.median(lengths.values())), "the round's median"
+    if (usual := past.length(key)) is not None:
+        return dict.fromkeys(lengths, usual), "the median of the rounds before"
+    return dict(evidence.sent), "the length of what it was sent"
 
 
-def _update_norm(reply: Message, sent: Message | None, entry: str) -> float:
-    state = reply.states[entry]
-    origin = sent.states.get(entry, {}) if sent else {}
-    total = 0.0
-    for name, tensor in state.items():
-        if tensor.is_floating_point():
-            moved = tensor.double() - origin[name].double() if name in origin else tensor.double()
-            total += float(moved.square().sum())
-    return math.sqrt(total)
+def _too_long(found: Mapping[str, Evidence], past: Past, most: float) -> dict[str, str]:
+    """Sites whose update of some entry is far longer than is usual."""
+    reasons: dict[str, str] = {}
+    for key, evidence in found.items():
+        limit, (against, words) = past.limit(key, most), _measure(evidence, key, past)
+        for site, length in evidence.lengths.items():
+            if not length <= limit * against[site] and against[site] > 0:  # NaN, where lengths overflow, is too long as well
+                text = f"{_entry(key)} moved by {length:.3g}, more than {limit:.3g} times {words} {against[site]:.3g}"
+                reasons.setdefault(site, text)
+    return reasons
 
 
-def drop_undefined_metrics(facts: dict[str, Any]) -> list[str]:
-    """Set validation metrics that no metric can have to None, in place; returns their names.
+def _unmoved(found: Mapping[str, Evidence]) -> dict[str, str]:
+    """Sites that send back what they were sent, where others have moved."""
+    lengths = [evidence.lengths for evidence in found.values() if evidence.whole]
+    still = [site for site in (lengths[0] if lengths else ()) if not any(by_site[site] for by_site in lengths)]
+    moved = any(length for by_site in lengths for length in by_site.values())
+    return dict.fromkeys(still, "it is what the site was sent, unchanged: nothing was trained") if moved else {}
+
+
+def _digests(accepted: Mapping[str, Message], entry: str, evidence: Evidence) -> dict[str, str]:
+    """site -> hash of an entry that has moved."""
+    moved = [site for site, length in evidence.lengths.items() if evidence.whole and length > 0]
+    return {site: digest(accepted[site].states[entry]) for site in moved}
+
+
+def _replayed(digests: Mapping[str, Mapping[str, str]], past: Past) -> dict[str, str]:
+    """Sites that send, bit for bit, what they or others sent in an earlier step."""
+    reasons: dict[str, str] = {}
+    for key, by_site in digests.items():
+        for site, found in by_site.items():
+            if earlier := past.seen.get(key, {}).get(found):
+                whose = "its own" if earlier[0] == site else f"that of {earlier[0]}"
+                reasons.setdefault(site, f"{_entry(key)} is {whose} of round {earlier[1]}, bit for bit")
+    return reasons
+
+
+def _of(found: Mapping[str, Evidence], sites: list[str]) -> dict[str, Evidence]:
+    return {key: evidence.of(tuple(sites)) for key, evidence in found.items()} if sites else {}
+
+
+def _turning(left: Mapping[str, Evidence]) -> dict[str, str]:
+    """Sites whose update of some entry would alone turn the round around: with it all together move against all others together.
+
+    Of two sites the longer update always could; there it is not told which one is wrong.
+    """
+    reasons: dict[str, str] = {}
+    for key, evidence in left.items():
+        if not evidence.whole or len(evidence.sites) < 3:
+            continue
+        for site, along in zip(evidence.sites, sum_with_and_without(evidence.products).tolist(), strict=True):
+            if along < 0:
+                reasons.setdefault(site, f"{_entry(key)} moved against all others together, and further: it would turn the round around")
+    return reasons
+
+
+def _against_the_others(left: Mapping[str, Evidence]) -> dict[str, str]:
+    """Sites whose update of some entry points against those of the others."""
+    reasons: dict[str, str] = {}
+    for key, evidence in left.items():
+        cosines = cosines_to_the_others(evidence.products).tolist() if evidence.whole else []
+        unknown = " (of two sites nobody can say which one is wrong)" if len(cosines) == 2 else ""
+        for site, cosine in zip(evidence.sites, cosines, strict=False):
+            if cosine < OPPOSITE:
+                reasons.setdefault(site, f"{_entry(key)} moved against the others: cosine {cosine:.2f} to their mean direction{unknown}")
+    return reasons
+
+
+def _taken(left: Mapping[str, Evidence], digests: Mapping[str, Mapping[str, str]], past: Past) -> Taken:
+    lengths, ratios = {}, {}
+    for key, evidence in left.items():
+        against, _ = _measure(evidence, key, past)
+        moved = {site: length for site, length in evidence.lengths.items() if length > 0}
+        if moved:
+            lengths[key] = statistics.median(moved.values())
+            known = [length / against[site] for site, length in moved.items() if against[site] > 0]
+            if known and evidence.whole and (len(evidence.sites) > 2 or past.length(key) is not None):
+                ratios[key] = max(known)
+    return Taken(lengths, ratios, {key: {found: site for site, found in digests[key].items() if site in left[key].sites} for key in left})
+
+
+def _entry(key: str) -> str:
+    return key.partition("/")[2]
+
+
+def lost_votes(facts: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Set validation metrics that no metric can be to None, in place; returns model -> (kind of event, what is wrong).
 
     A site's metric only helps to choose a round, so a bad one costs the site its vote and not its update.
 
@@ -107,11 +214,17 @@ def drop_undefined_metrics(facts: dict[str, Any]) -> list[str]:
         facts: of a reply; its "validation" is rewritten.
 
     Examples:
-        >>> facts = {"validation": {"global": float("nan"), "personal": 0.5}}
-        >>> drop_undefined_metrics(facts), facts
-        (['global'], {'validation': {'global': None, 'personal': 0.5}})
+        >>> facts = {"validation": {"global": float("nan"), "personal": 0.5, "selector": 7}}
+        >>> sorted(lost_votes(facts)), lost_votes({"validation": {"global": 7}})
+        (['global', 'selector'], {'global': ('rejected', 'is 7, expected a number from 0 to 1')})
+        >>> facts
+        {'validation': {'global': None, 'personal': 0.5, 'selector': None}}
     """
     measured = facts.get("validation") or {}
-    bad = [name for name, value in measured.items() if METRIC(value)]
+    bad = {name: problem for name, value in measured.items() if (problem := METRIC(value))}
     facts["validation"] = {name: None if name in bad else value for name, value in measured.items()}
-    return bad
+    return {name: ("undefined" if _nan(measured[name]) else "rejected", problem) for name, problem in bad.items()}
+
+
+def _nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)

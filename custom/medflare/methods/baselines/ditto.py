@@ -90,6 +90,6 @@ class DittoSite(FedAvgSite[DittoHyper]):
         shared = plain_message(incoming.states[GLOBAL])
         if self.personal is None:
             return {"global": shared, "deployed": shared}
-        best = self.best.state if self.plan.server_hyper.selection == "best" else None
+        best = self.best.state if self.plan.server_hyper.selection != "last" else None
         own = plain_message(self.personal if best is None else best)
         return {"global": shared, "personal": own, "deployed": own}

@@ -101,7 +101,7 @@ class PartialSite(FedAvgSite[F]):
         """Inside, all a site has is its own model. Outside, it is what the server made of everybody's parts."""
         if not self.inside:
             return dict.fromkeys(("global", "deployed"), plain_message(incoming.states[GLOBAL]))
-        best = self.best.state if self.plan.server_hyper.selection == "best" else None
+        best = self.best.state if self.plan.server_hyper.selection != "last" else None
         own = plain_message(self.joined(self.part.shared(incoming.states[GLOBAL])) if best is None else best)
         return dict.fromkeys(("global", "personal", "deployed"), own)
 

@@ -14,17 +14,30 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, WeightedMean
 from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step, site_models
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving
-from medflare.methods.parts.selection import Best, mean_validation
+from medflare.methods.parts.robust import RobustRule
+from medflare.methods.parts.selection import Election
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgServerHyper(ServerHyper):
     """What every half that averages has."""
 
+    rule: Literal["mean"] | RobustRule = param("mean", "how sites' models become one: their mean, or a robust one, see robust")
     weighting: Literal["samples", "uniform"] = param("samples", "aggregation weights: n_k/n or 1/K", symbol="p_k")
 
 
 G = TypeVar("G", bound=ServerHyper)
+
+
+def warn_of_few(context: ServerContext, rule: str) -> None:
+    """An event where a robust rule has too few sites to be more than a mean.
+
+    Args:
+        context: names the sites.
+        rule: of `parts.robust`.
+    """
+    if rule != "mean" and len(context.sites) < 3:
+        context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
 
 
 class FedAvgServer(ServerHalf[G]):
@@ -40,8 +53,9 @@ class FedAvgServer(ServerHalf[G]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
+        warn_of_few(context, getattr(self.hyper, "rule", "mean"))
         self.model = context.initial_state()
-        self.best = Best(self.memory, "global")
+        self.best = Election(self.memory, "global", self.hyper.selection)
         declared = context.answer("train", MODEL)
         self._sent = list(self.model if declared is None else declared.tensors)
 
@@ -79,7 +93,7 @@ class FedAvgServer(ServerHalf[G]):
             self.model = {**self.model, **self.aggregation.shared(site_models(replies, OWN), step.round)}
             self.memory.facts["whole"] = True
             return
-        self.best.offer(mean_validation(replies, "global"), step.round, self.model)
+        self.best.hold(replies, "global", step.round, self.model)
         if step.phase in ("train", "train_part"):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
@@ -100,8 +114,12 @@ class FedAvgServer(ServerHalf[G]):
     @property
     def selected(self) -> tuple[StateDict, int]:
         """The model to deliver, of the best round or of the last one, and the rounds of training behind it."""
-        best = self.best.state if self.hyper.selection == "best" and not self.partial else None
+        best = self.best.state if "global" in self.elections() else None
         return (self.model, self.context.rounds) if best is None else (best, self.best.round or self.context.rounds)
+
+    def elections(self) -> dict[str, Election]:
+        """The global model, where all of it is shared."""
+        return {} if self.hyper.selection == "last" or self.partial else {"global": self.best}
 
     def configure_delivery(self, site: str) -> Message:
         """The selected global model and its round."""

@@ -16,7 +16,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.manifest import Entry
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
-from medflare.core.states import StateDict, weighted_mean
+from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
 from medflare.methods.base import ServerContext, SiteHalf, Step, site_models
 from medflare.methods.fedavg.server import FedAvgServer
@@ -30,7 +30,6 @@ from medflare.methods.feddag.formulas import (
 )
 from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.feddag.scoring import CANDIDATE, PERTURBED, SCORES, ScoredSite
-from medflare.methods.parts.selection import mean_validation
 from medflare.methods.parts.training import finite_or_none
 
 COMPANION = Entry("companion/")  # in the server's memory
@@ -64,7 +63,20 @@ class HierarchicalAggregation(WeightedMean):
             kept = past if self.hyper.window == "passing" else past[-self.hyper.kappa :]
             self.history[site] = kept if self.hyper.kappa else []
         self.weights = dict(zip(self.scores, self._balanced(list(self.scores.values())), strict=True))
-        return weighted_mean(averaged, self.weights)
+        return self.combined(averaged, self.weights, previous)
+
+    def companion(self, states: Mapping[str, StateDict], weights: Mapping[str, float], origin: StateDict) -> StateDict:
+        """What travels with the model, by the same rule.
+
+        Args:
+            states: site -> what it sent.
+            weights: site -> that of its model; empty where a robust rule goes without.
+            origin: what the round began with.
+        """
+        found = self.weights
+        state = self.combined(states, {site: weights.get(site, 1.0) for site in states}, origin)
+        self.weights = found
+        return state
 
     def mean(self, models: Mapping[str, SiteModel]) -> StateDict:
         """FedAvg's mean, for rounds without scores.
@@ -163,7 +175,7 @@ class SHAServer(FedAvgServer[K]):
             self.context.note(score=self.aggregation.scores, weight=self.aggregation.weights)
             self._conclude(model, self.aggregation.weights)
             return
-        self.best.offer(mean_validation(replies, "global"), step.round, self.model)
+        self.best.hold(replies, "global", step.round, self.model)
         if step.phase != "validate":
             self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
             if not (self.hyper.sha and step.phase == "train"):
@@ -176,7 +188,7 @@ class SHAServer(FedAvgServer[K]):
         for name in self.companions:
             sent = {site: entries[name] for site, entries in candidates.items() if name in entries}
             if sent:
-                self.memory.states[COMPANION.of(name)] = weighted_mean(sent, weights)
+                self.memory.states[COMPANION.of(name)] = self.aggregation.companion(sent, weights, self.companions[name])
         self.candidates = {}
 
     def _scores(self, round: int, sites: list[str], replies: Mapping[str, Message]) -> dict[str, float]:

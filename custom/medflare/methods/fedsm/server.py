@@ -9,11 +9,12 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
 from medflare.methods.base import ServerContext, Step, site_models
 from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedsm.formulas import GAMMAS as GAMMA_GRID
 from medflare.methods.fedsm.formulas import soft_pull, tuned_gamma
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
 from medflare.methods.fedsm.selector import ServerSelector, selector_spec
-from medflare.methods.fedsm.site import GLOBAL, META, PERSONAL, PERSONAL_OF, SELECTOR, UPDATE, FedSMSite, PersonalSite
-from medflare.methods.parts.selection import Best, mean_validation
+from medflare.methods.fedsm.site import GAMMAS, GLOBAL, META, N_VALIDATION, PERSONAL, PERSONAL_OF, SELECTOR, UPDATE, FedSMSite, PersonalSite
+from medflare.methods.parts.selection import Best, Election, agreed
 
 W = TypeVar("W", bound=SuperServerHyper)
 
@@ -72,8 +73,8 @@ class PersonalServer(FedAvgServer[W]):
         pulled = self.aggregation.own(answered, round) if self.personalization == "softpull" else states_of(answered)
         self.memory.states |= {PERSONAL_OF.of(site): state for site, state in pulled.items()}
         if self.personalization in SHARED_META:
-            mean = self.aggregation.shared(site_models(replies, META), round)
             known = self.memory.states[META]
+            mean = self.aggregation.shared(site_models(replies, META), round, known)
             self.memory.states[META] = blend(known, mean, self.hyper.pfedme_beta) if self.personalization == "pfedme" else mean
 
     def aggregate_selector(self, replies: Mapping[str, Message]) -> None:
@@ -87,7 +88,7 @@ class PersonalServer(FedAvgServer[W]):
 
     def configure_delivery(self, site: str) -> Message:
         """The whole super model: every site may meet images that another site's model knows better."""
-        best = self.hyper.selection == "best"
+        best = self.hyper.selection != "last"
         message = super().configure_delivery(site)
         message.states[SELECTOR] = self.delivered_selector
         for name, state in self.personal.items():
@@ -117,7 +118,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.best_selector = Best(self.memory, SELECTOR)
+        self.best_selector = Election(self.memory, SELECTOR, self.hyper.selection, rivals=True)
         self.memory.facts["gamma"] = 0.0 if self.hyper.gamma == "tune" else float(self.hyper.gamma)
 
     @property
@@ -147,18 +148,33 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """As the base says, with the selector's next version; after "tune" the best γ (`tuned_gamma`)."""
         if step.phase == "tune":
-            self.memory.facts["gamma"] = tuned_gamma({site: reply.facts for site, reply in replies.items()})
+            self.memory.facts["gamma"] = tuned_gamma(self._votes_on_gamma(replies))
             return
         if step.phase != "train_selector":
-            self.best_selector.offer(mean_validation(replies, "selector"), step.round, self.selector.state)
+            self.best_selector.hold(replies, "selector", step.round, self.selector.state)
             super().aggregate(step, replies)
         if step.phase != "validate":
             self.aggregate_selector(replies)
 
+    def _votes_on_gamma(self, replies: Mapping[str, Message]) -> dict[str, dict[str, Any]]:
+        """What γ is tuned by: the sites' median for every γ, or with `selection=mean` what each site says; half a vote is none."""
+        names = [f"{gamma:g}" for gamma in GAMMA_GRID]
+        known = {site: reply.facts for site, reply in replies.items() if {GAMMAS, N_VALIDATION} <= reply.facts.keys()}
+        whole = {site: facts for site, facts in known.items() if facts[GAMMAS].keys() >= set(names)}
+        if self.hyper.selection == "mean":
+            return {site: dict(facts) for site, facts in whole.items()}
+        voted = {name: {site: value for site, facts in whole.items() if (value := facts[GAMMAS][name]) is not None} for name in names}
+        return {"median": {GAMMAS: {name: agreed(votes, {}) for name, votes in voted.items()}, N_VALIDATION: 1}}
+
     @property
     def delivered_selector(self) -> StateDict:
         """Of the round with the best accuracy, or the last one."""
-        return (self.hyper.selection == "best" and self.best_selector.state) or self.selector.state
+        return (self.hyper.selection != "last" and self.best_selector.state) or self.selector.state
+
+    def elections(self) -> dict[str, Election]:
+        """The global model and the selector."""
+        found = super().elections()
+        return {**found, SELECTOR: self.best_selector} if found else {}
 
     def configure_delivery(self, site: str) -> Message:
         """The whole super model with its γ."""

@@ -62,7 +62,7 @@ class LocalModelSite(FedAvgSite[H]):
         local = self.network("model", state)
         value = finite_or_none(self.validation(local))
         reply.facts["validation"]["personal"] = value
-        self.personal.offer(value if self.plan.server_hyper.selection == "best" else None, round + 1, state)
+        self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
         if self.hyper.batch_norm == "local":
             self.batch_norm = LocalPart.of_batch_norm(local).kept(state)
         if self.hyper.probe:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from medflare.core.states import StateDict
+from medflare.core.states import StateDict, blend
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.grace.formulas import consistent_aggregate
@@ -14,6 +14,8 @@ from medflare.tasks.config import TaskConfig
 
 class ConsistencyAggregation(WeightedMean):
     """Consistency-enhanced re-weighting. Without a model to measure updates from (the first round elsewhere) it is the weighted mean.
+
+    A robust `rule` takes the weights by consistency where it takes weights (geometric, clipped), and goes without where it does not.
 
     Cosines are taken over the trainable entries, shallow to deep; where no task says which those are, over all floating ones.
     """
@@ -44,7 +46,11 @@ class ConsistencyAggregation(WeightedMean):
             granularity=self.hyper.granularity,
             server_rate=self.hyper.server_rate,
         )
-        return model
+        if self.hyper.rule == "mean":
+            return model
+        origin = {name: previous[name] for name in sent}
+        robust = self.combined(states_of(models), self.weights, origin)
+        return {**robust, **blend({name: origin[name] for name in chosen if name in sent}, robust, self.hyper.server_rate)}
 
 
 class GraceServer(FedAvgServer[GraceServerHyper]):

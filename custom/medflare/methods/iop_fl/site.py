@@ -80,7 +80,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     @property
     def selected(self) -> StateDict | None:
         """P_k of the best round, or of the last one; None before the first."""
-        return self.best.state if self.plan.server_hyper.selection == "best" and self.best.state is not None else self.adapted
+        return self.best.state if self.plan.server_hyper.selection != "last" and self.best.state is not None else self.adapted
 
     def submit(self, round: int, incoming: Message) -> Message:
         """P_k leaves the site once, at the end, and only where an outside site takes part.

@@ -1,10 +1,25 @@
-"""Choosing the round whose model is delivered: by the sites' validation metric, the last round's model included."""
+"""Choosing the round whose model is delivered: by the sites' validation metric, the last round's model included.
 
-from collections.abc import Mapping
-from typing import Any
+A site chooses alone among its own models. What all sites share is elected: every site votes with its metric, and the median over the
+sites decides, so that one site that is wrong, or lies, cannot choose the round for the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from statistics import median
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
+
+
+def _renamed(value: object) -> object:
+    return "median" if value == "best" else value  # what jobs of older versions say
+
+
+Selection = Annotated[Literal["median", "mean", "last"], BeforeValidator(_renamed)]
 
 
 class Best:
@@ -56,20 +71,102 @@ class Best:
             self._memory.states[self._name] = copy_state(state)
 
 
-def mean_validation(replies: Mapping[str, Message], role: str) -> float | None:
-    """Mean over sites of the validation metric of the incoming model of `role`, weighted by training samples.
-
-    Sites where it is undefined are left out; None where it is undefined everywhere.
+class Election(Best):
+    """A choice that the sites make together; who voted what is kept for the record.
 
     Args:
-        replies: site -> reply with the facts "validation" and "n_samples".
-        role: for example "global".
+        memory: of the server half.
+        name: of what is chosen.
+        rule: see `agreed`.
+        rivals: whether a site gains where others lose, as with a network that tells sites apart: votes then contradict by nature.
     """
-    pairs = [(_value(reply.facts, role), float(reply.facts.get("n_samples", 1))) for _, reply in sorted(replies.items())]
-    known = [(value, weight) for value, weight in pairs if value is not None]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total > 0 else None
+
+    def __init__(self, memory: Message, name: str, rule: str, rivals: bool = False):
+        super().__init__(memory, name)
+        self.rivals = rivals
+        self._rule, self._votes = rule, f"{name}/votes"
+
+    def hold(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
+        """Count the sites' votes on a candidate and take it where it is better than what is kept.
+
+        Args:
+            replies: site -> reply with the facts "validation" and "n_samples"; a site where the metric is undefined has no vote.
+            role: of the model in "validation", for example "global".
+            round: as for `offer`.
+            state: as for `offer`.
+        """
+        given = {site: (reply.facts.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
+        votes = {site: value for site, value in given.items() if value is not None}
+        value = agreed(votes, {site: float(replies[site].facts.get("n_samples", 1)) for site in votes}, self._rule)
+        self.offer(value, round, state)
+        if round > 0:
+            self._memory.facts.setdefault(self._votes, []).append({"round": round, "value": value, "votes": votes})
+
+    @property
+    def record(self) -> list[dict[str, Any]]:
+        """{"round": of training behind the candidate, "value": the agreed one, "votes": site -> metric} of every candidate."""
+        return list(self._memory.facts.get(self._votes, []))
 
 
-def _value(facts: Mapping[str, Any], role: str) -> float | None:
-    return (facts.get("validation") or {}).get(role)
+def agreed(votes: Mapping[str, float], samples: Mapping[str, float], rule: str = "median") -> float | None:
+    """What the sites' validation metrics come to; None without any.
+
+    Args:
+        votes: site -> metric, in sorted order.
+        samples: site -> training images, for the mean.
+        rule: "mean", weighted by training images, else the median over the sites; of two sites that is their plain mean.
+
+    Examples:
+        >>> votes, samples = {"A": 0.5, "B": 0.75, "C": 0.0}, {"A": 1.0, "B": 2.0, "C": 1.0}
+        >>> agreed(votes, samples), agreed(votes, samples, "mean"), agreed({"A": 0.5, "B": 1.0}, samples)
+        (0.5, 0.5, 0.75)
+    """
+    if rule != "mean":
+        return median(votes.values()) if votes else None
+    total = sum(samples[site] for site in votes)
+    return sum(value * samples[site] for site, value in votes.items()) / total if total > 0 else None
+
+
+_LEAST_CANDIDATES: Final = 3  # fewer have no order worth the name
+_LOSS: Final = 0.05  # of the metric; near the end of training honest sites disagree about less
+
+
+def contradictions(record: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float]]:
+    """Sites that rank the candidates against the others: more pairs in the opposite order than in the same one, and a favourite that
+    would cost the others more than 0.05 of the metric.
+
+    The others speak by their median; of two sites nobody can say which one is wrong, and none is named.
+
+    Args:
+        record: see `Election.record`.
+
+    Returns:
+        Site -> (rounds of training behind its favourite, what the others' median would lose by it).
+
+    Examples:
+        >>> up = [{"round": r, "votes": {"A": r / 10, "B": r / 10, "C": 1 - r / 10}} for r in (1, 2, 3)]
+        >>> contradictions(up)
+        {'C': (1, 0.2)}
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for site in sorted({name for candidate in record for name in candidate["votes"]}):
+        heard = [candidate for candidate in record if site in candidate["votes"] and len(candidate["votes"]) > 2]
+        if len(heard) < _LEAST_CANDIDATES:
+            continue
+        own = [float(candidate["votes"][site]) for candidate in heard]
+        others = [median(value for name, value in candidate["votes"].items() if name != site) for candidate in heard]
+        favourite = own.index(max(own))
+        loss = max(others) - others[favourite]
+        if loss > _LOSS and _agreement(own, others) < 0:
+            found[site] = (int(heard[favourite]["round"]), round(loss, 6))
+    return found
+
+
+def _agreement(first: Sequence[float], second: Sequence[float]) -> int:
+    """Pairs in the same order less pairs in the opposite one: the numerator of Kendall's tau, which has its sign."""
+    pairs = combinations(zip(first, second, strict=True), 2)
+    return sum(_sign(a - c) * _sign(b - d) for (a, b), (c, d) in pairs)
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)

@@ -165,7 +165,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         """The site's final deputy and personal model: of its best round or of the last one."""
         deputy = self._deputy_state(incoming)
         last = {"global": deputy, "personal": self.personal if self.hyper.det and self.personal else deputy}
-        chosen = {role: self.best[role].state if self.plan.server_hyper.selection == "best" else None for role in last}
+        chosen = {role: self.best[role].state if self.plan.server_hyper.selection != "last" else None for role in last}
         return {role: chosen[role] or state for role, state in last.items()}
 
     def deliver(self, incoming: Message) -> dict[str, Message]:

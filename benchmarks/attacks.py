@@ -1,0 +1,207 @@
+"""What one lying site of three does to the honest ones: eight attacks on FedAvg, robust means and each paper's method.
+
+    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--methods fedavg,robust,fedsm,prr,grace,iop_fl,feddag] [--out attacks.json]
+
+Every run is one of the plain loop on the phantom at 32 pixels, with 24 training images a site. A cell is the mean test Dice of the two
+honest sites' deployed models, over the seeds, and what the events say of the liar: R rejected, S suspicious, W warned of, - nothing.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+import medflare
+from medflare.core.message import Message
+from medflare.core.states import StateDict, difference, moved
+from medflare.data.sites.opening import open_site
+from medflare.data.sites.site import Site
+from medflare.data.splits import SiteData, Split
+from medflare.federation.exchange import ENROL, Reply
+from medflare.federation.local import loop
+from medflare.federation.local.exchange import LocalExchange
+from medflare.methods.base import Step
+from medflare.tasks.config import load_task
+
+SITES, LIAR = ("site-1", "site-2", "site-3"), "site-2"
+MANY = 10**9
+COUNTS = (24, 6, 8)  # training, validation and test images of a site
+_NETWORK = {"name": "unet", "channels": [8, 16], "norm": "instance"}
+TASK = load_task({**load_task("phantom").to_dict(), "size": [32, 32], "network": _NETWORK})
+METHODS: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}, "robust": {"rule": "median"}}  # what differs from the defaults
+LETTERS = {"rejected": "R", "suspicious": "S", "warning": "W"}
+Lie = Callable[[Step, Message, Message, dict[str, StateDict]], Message]  # (step, sent, honest reply, memory of the liar) -> reply
+
+
+def scaled(factor: float) -> Lie:
+    """Every update times a factor."""
+
+    def lie(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
+        changed = {
+            entry: moved(sent.states[entry], difference(reply.states[entry], sent.states[entry]), factor) for entry in both(sent, reply)
+        }
+        return Message({**reply.states, **changed}, reply.facts)
+
+    return lie
+
+
+def replayed(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
+    """The entries of its first update, again and again."""
+    for entry in both(sent, reply):
+        memory.setdefault(entry, reply.states[entry])
+    return Message({**reply.states, **{entry: memory[entry] for entry in both(sent, reply)}}, reply.facts)
+
+
+def praised(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
+    """Validation metrics of 1 for what one round of training gave, of 0 for everything after it."""
+    facts = dict(reply.facts)
+    if "validation" in facts:
+        facts["validation"] = dict.fromkeys(facts["validation"], float(step.round == 1))
+    return Message(reply.states, facts)
+
+
+def inflated(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
+    """A thousand million training images, from enrolment on."""
+    facts = dict(reply.facts)
+    if step.phase == ENROL:
+        facts["n"] = {**facts["n"], "train": MANY}
+    elif "n_samples" in facts:
+        facts["n_samples"] = MANY
+    return Message(reply.states, facts)
+
+
+def honest(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
+    """Nothing is changed."""
+    return reply
+
+
+ATTACKS: dict[str, Lie] = {
+    "honest": honest,
+    "sign flip": scaled(-1.0),
+    "sign flip x 10": scaled(-10.0),
+    "huge (x 1000)": scaled(1000.0),
+    "labels flipped": honest,  # the site's own masks are
+    "replay of round 0": replayed,
+    "zeros (free rider)": scaled(0.0),
+    "false metrics": praised,
+    "false count": inflated,
+}
+
+
+def both(sent: Message, reply: Message) -> list[str]:
+    """Entries of a reply that are a new version of what was sent."""
+    return [entry for entry, state in reply.states.items() if state.keys() <= sent.states.get(entry, {}).keys()]
+
+
+class Lying(LocalExchange):
+    """The plain loop with one site that lies."""
+
+    lie: Lie = staticmethod(honest)
+    memory: dict[str, StateDict]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.memory = {}
+
+    def answer(self, site: str, step: Step, message: Message) -> Reply:
+        sent = Message({entry: {name: tensor.clone() for name, tensor in state.items()} for entry, state in message.states.items()})
+        reply = super().answer(site, step, message)
+        if site != LIAR or reply.message is None:
+            return reply
+        return Reply(type(self).lie(step, sent, reply.message, self.memory))
+
+
+@cache
+def images(name: str) -> SiteData:
+    """The first images of a site of the phantom."""
+    data = open_site(name, TASK, seed=0, role="inside", data_root=None).data
+    train, validation, test = (first(split, count) for split, count in zip((data.train, data.validation, data.test), COUNTS, strict=True))
+    return SiteData(train, validation, test)
+
+
+def first(split: Any, count: int) -> Split:
+    """Some images of a split."""
+    return Split(split.images[:count], split.targets[:count], split.patients[:count], split.names[:count])
+
+
+def inverted(split: Any) -> Split:
+    """A split whose masks are what was outside them."""
+    return Split(split.images, 1 - split.targets, split.patients, split.names)
+
+
+def opener(seed: int, flipped: bool) -> Callable[[str, str], Site]:
+    """The sites; the liar's training and validation masks inverted where asked for."""
+
+    def opened(name: str, role: str) -> Site:
+        data = images(name)
+        if flipped and name == LIAR:
+            train, validation = (inverted(split) for split in (data.train, data.validation))
+            data = SiteData(train, validation, data.test)
+        return Site(name, TASK, data, seed)
+
+    return opened
+
+
+def run(method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES) -> tuple[float, str]:
+    """(mean Dice of the honest sites, letters of the events that name the liar)."""
+    Lying.lie = staticmethod(ATTACKS[attack])
+    before, loop.LocalExchange = LocalExchange, Lying  # type: ignore[assignment, misc]
+    try:
+        options = METHODS.get(method, {})
+        opened = opener(seed, attack == "labels flipped")
+        results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, **options)
+    finally:
+        loop.LocalExchange = before  # type: ignore[misc]
+    if results["status"] != "COMPLETED":
+        return float("nan"), results["reason"]
+    dice = mean(results["sites"][site]["metrics"]["deployed"]["dice"] for site in sites if site != LIAR)
+    kinds = {event["kind"] for event in results["events"] if event["site"] == LIAR}
+    return dice, "".join(letter for kind, letter in LETTERS.items() if kind in kinds) or "-"
+
+
+def table(found: Mapping[str, Mapping[str, list[tuple[float, str]]]]) -> str:
+    """Markdown: a row an attack, a column a method."""
+    columns = list(found)
+    lines = ["| one site of three sends | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for row in next(iter(found.values())):
+        cells = []
+        for column in columns:
+            runs = found[column][row]
+            letters = "".join(letter for letter in "RSW" if any(letter in events for _, events in runs)) or "-"
+            cells.append(f"{mean(dice for dice, _ in runs):.2f} {letters}")
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--methods", default="fedavg,robust,fedsm,prr,grace,iop_fl,feddag")
+    parser.add_argument("--out", type=Path, help="file that is written after every run, and gone on from where it is there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    stored = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    found: dict[str, dict[str, list[tuple[float, str]]]] = {}
+    for method in options.methods.split(","):
+        for attack in ("without the site", *ATTACKS):
+            for seed in range(options.seeds):
+                key = f"{method}/{attack}/{seed}/{options.rounds}"
+                if key not in stored:
+                    alone = attack == "without the site"
+                    sites = tuple(site for site in SITES if site != LIAR) if alone else SITES
+                    stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites)
+                    print(key, *stored[key], flush=True)
+                    if options.out:
+                        options.out.write_text(json.dumps(stored))
+                found.setdefault(method, {}).setdefault(attack, []).append(tuple(stored[key]))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

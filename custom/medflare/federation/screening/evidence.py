@@ -1,0 +1,128 @@
+"""What can be said of a round's updates side by side: their lengths, their directions, and whether one has been seen before.
+
+An update is the difference between an entry of a reply and the entry of the same name that the site was sent.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from medflare.core.message import Message
+from medflare.core.states import StateDict
+
+_DIGEST: Final = 8  # bytes
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One entry of all usable replies to a step.
+
+    Attributes:
+        products: (K, K) inner products of the sites' updates, in the order of `sites`.
+        sent: site -> length of what it was sent; 0 where it was sent no such entry.
+        whole: whether the entry is a new version of the weights that were sent: only then it has a direction, or was seen before.
+    """
+
+    sites: tuple[str, ...]
+    products: Tensor
+    sent: Mapping[str, float]
+    whole: bool
+
+    @property
+    def lengths(self) -> dict[str, float]:
+        """site -> Euclidean length of its update."""
+        return dict(zip(self.sites, self.products.diagonal().clamp(min=0).sqrt().tolist(), strict=True))
+
+    def of(self, sites: tuple[str, ...]) -> "Evidence":
+        """The same for some of the sites.
+
+        Args:
+            sites: in sorted order.
+        """
+        chosen = [self.sites.index(site) for site in sites]
+        return Evidence(sites, self.products[chosen][:, chosen], {site: self.sent[site] for site in sites}, self.whole)
+
+
+def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str, weights: bool = True) -> Evidence:
+    """The evidence of one entry; integer tensors do not count. One tensor of all sites is held in float64 at a time.
+
+    Args:
+        replies: site -> usable reply, in sorted order; all hold the entry with the same names and shapes.
+        outgoing: what each site was sent.
+        entry: for example "model".
+        weights: whether it holds weights of a network.
+    """
+    sites = tuple(replies)
+    states = [replies[site].states[entry] for site in sites]
+    origins: list[StateDict] = [outgoing[site].states.get(entry, {}) if site in outgoing else {} for site in sites]
+    products = torch.zeros(len(sites), len(sites), dtype=torch.float64)
+    sent = [0.0] * len(sites)
+    for name in [name for name, tensor in states[0].items() if tensor.is_floating_point()]:
+        rows = []
+        for place, (state, origin) in enumerate(zip(states, origins, strict=True)):
+            begun = origin[name].double() if name in origin else torch.zeros((), dtype=torch.float64)
+            sent[place] += float(begun.square().sum())
+            rows.append((state[name].double() - begun).reshape(-1))
+        stacked = torch.stack(rows)
+        products += stacked @ stacked.T
+    whole = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
+    return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), whole)
+
+
+def cosines_to_the_others(products: Tensor) -> Tensor:
+    """cos(u_k, Σ_{j≠k} u_j / |u_j|): how far each update points where the others point on average, whatever their lengths.
+
+    Args:
+        products: (K, K) inner products <u_j, u_k>.
+
+    Returns:
+        (K,); NaN for an update of length 0, for one whose others cancel out, and for one alone.
+
+    Examples:
+        >>> cosines_to_the_others(torch.tensor([[1.0, 1.0, -2.0], [1.0, 1.0, -2.0], [-2.0, -2.0, 4.0]]))
+        tensor([nan, nan, -1.])
+    """
+    lengths = products.diagonal().clamp(min=0).sqrt()
+    directions = torch.where(lengths > 0, 1 / lengths, 0.0)
+    cosines = products * directions[:, None] * directions[None, :]
+    cosines = cosines - torch.diag(cosines.diagonal())
+    along = cosines.sum(dim=1)  # <û_k, Σ_{j≠k} û_j>
+    count = (lengths > 0).sum()
+    squared = (count - 1) + cosines.sum() - 2 * along  # |Σ_{j≠k} û_j|²
+    known = (lengths > 0) & (squared > 1e-9)
+    return torch.where(known, along / squared.clamp(min=1e-9).sqrt(), math.nan)
+
+
+def sum_with_and_without(products: Tensor) -> Tensor:
+    """<Σ_j u_j, Σ_{j≠k} u_j>: below 0 where update k alone makes the round move against the others.
+
+    Args:
+        products: (K, K) inner products <u_j, u_k>.
+
+    Returns:
+        (K,).
+
+    Examples:
+        >>> sum_with_and_without(torch.tensor([[1.0, 1.0, -3.0], [1.0, 1.0, -3.0], [-3.0, -3.0, 9.0]]))
+        tensor([ 2.,  2., -2.])
+    """
+    rows = products.sum(dim=1)
+    return products.sum() - rows  # <Σ_j u_j, Σ_j u_j - u_k>
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """A short hash of a state's names and bytes.
+
+    Args:
+        state: name -> tensor.
+    """
+    found = hashlib.blake2b(digest_size=_DIGEST)
+    for name in sorted(state):
+        found.update(name.encode())
+        found.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

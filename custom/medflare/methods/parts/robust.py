@@ -1,0 +1,213 @@
+"""Means of sites' models that a few bad sites cannot move far, for every server half that averages.
+
+    median:    w_j <- median of w_kj over the sites k                                (Yin et al., ICML 2018, Definition 1)
+    trimmed:   w_j <- mean of w_kj without the largest and smallest floor(β K)        (the same, Definition 2)
+    krum:      w <- the w_k with the least Σ |w_k - w_i|² over its K - f - 2 nearest  (Blanchard et al., NeurIPS 2017, Sec. 4)
+    geometric: w <- argmin_v Σ_k p_k |v - w_k|                                        (Pillutla et al., IEEE TSP 2022, Eq. 5 and Alg. 2)
+    clipped:   w <- w_g + Σ_k p_k Δ_k / max(1, |Δ_k| / M)                             (Sun et al., 2019, Sec. 4, norm thresholding)
+
+"mean" is the weighted mean Σ_k p_k w_k. The first three treat every site alike: sample counts do not enter, since a bad site could
+lie about its own. Screening comes first and catches what is plainly wrong; these are for updates that look plausible and are not.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Final, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import param
+from medflare.core.settings import STRICT
+from medflare.core.states import StateDict, difference, moved, weighted_mean
+
+RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
+_STEPS: Final = 100  # of Weiszfeld's algorithm, which a handful of sites never needs
+_NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
+
+
+@dataclass(frozen=True, config=STRICT)
+class RobustLimits:
+    """How much the rules cut off."""
+
+    trim: float = param(0.2, "trimmed: fraction of the sites cut off at either end", symbol="β", source="Yin, Def. 2", low=0.0, high=0.5)
+    faulty: int | None = param(None, "krum: bad sites to reckon with; none: as many as it bears", symbol="f", source="Blanchard", low=0)
+    clip: float = param(1.0, "clipped: longest update, in medians of the round", symbol="M", source="Sun, Sec. 4", low=0.0)
+
+    def __post_init__(self) -> None:
+        if self.trim >= 0.5:
+            raise ConfigError(f"trim = {self.trim} cuts off everybody; choose it below 0.5")
+
+
+def combined(
+    states: Mapping[str, StateDict],
+    shares: Mapping[str, float],
+    rule: str,
+    limits: RobustLimits,
+    origin: Mapping[str, Tensor] | None = None,
+) -> tuple[StateDict, dict[str, float]]:
+    """The sites' models as one, by a rule of the module.
+
+    Args:
+        states: site -> state, all with equal names and shapes.
+        shares: site -> p_k, up to a common factor; "median", "trimmed" and "krum" go without.
+        rule: "mean" or one of `RobustRule`.
+        limits: of the rules.
+        origin: the model that the round began with, from which "clipped" measures; None: the coordinate-wise median of the states.
+
+    Returns:
+        (the state, site -> its weight; empty for the rules that go by coordinates).
+    """
+    if rule in ("median", "trimmed"):
+        return robust_mean(states, rule, limits.trim), {}
+    sites = sorted(states)
+    if rule == "clipped":
+        centre = robust_mean(states, "median") if origin is None else {name: origin[name] for name in states[sites[0]]}
+        updates = {site: difference(states[site], centre) for site in sites}
+        factors = clip_factors([_length(updates[site]) for site in sites], limits.clip)
+        states = {site: moved(centre, updates[site], factor) for site, factor in zip(sites, factors, strict=True)}
+        return weighted_mean(states, shares), dict(shares)
+    weights = dict(shares)
+    if rule == "krum":
+        weights = dict(zip(sites, krum_weights(squared_distances(states), limits.faulty), strict=True))
+    elif rule == "geometric":
+        weights = dict(zip(sites, geometric_weights(squared_distances(states), [shares[site] for site in sites]), strict=True))
+    return weighted_mean(states, weights), weights
+
+
+def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -> StateDict:
+    """Coordinate-wise median or trimmed mean of states with equal names and shapes (Yin et al. 2018, Definitions 1 and 2).
+
+    Floating tensors are computed in float64 and return to their own dtype; integer ones (BatchNorm's counters) take the largest
+    value, as in `weighted_mean`. With an even number of sites the median is the mean of the two in the middle.
+
+    Args:
+        states: site -> state.
+        rule: "median" or "trimmed".
+        trim: fraction cut off at either end, below 0.5; floor(trim K) sites.
+
+    Raises:
+        ValueError: no states, or nothing is left after trimming.
+
+    Examples:
+        >>> states = {site: {"w": torch.tensor(value)} for site, value in [("A", 1.0), ("B", 2.0), ("C", 900.0)]}
+        >>> robust_mean(states, "median"), robust_mean(states, "trimmed", trim=0.4)
+        ({'w': tensor(2.)}, {'w': tensor(2.)})
+    """
+    if not states:
+        raise ValueError("robust_mean needs at least one state")
+    cut = (len(states) - 1) // 2 if rule == "median" else math.floor(trim * len(states))
+    if 2 * cut >= len(states):
+        raise ValueError(f"trim = {trim} leaves none of {len(states)} sites; choose it below 0.5")
+    ordered = [states[site] for site in sorted(states)]
+    return {name: _trimmed([state[name] for state in ordered], cut) for name in ordered[0]}
+
+
+def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
+    """The mean without the `cut` largest and smallest values of every coordinate; with the largest possible cut it is the median."""
+    stacked = torch.stack(tensors)
+    if not stacked.is_floating_point():
+        return stacked.amax(dim=0)
+    kept = stacked.double().sort(dim=0).values[cut : len(tensors) - cut]
+    return kept.mean(dim=0).to(stacked.dtype)
+
+
+def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
+    """(K, K) squared Euclidean distances between states, in sorted order of the sites; integer entries do not count.
+
+    Args:
+        states: site -> state.
+
+    Examples:
+        >>> squared_distances({"A": {"w": torch.tensor([0.0, 0.0])}, "B": {"w": torch.tensor([3.0, 4.0])}})
+        tensor([[ 0., 25.],
+                [25.,  0.]], dtype=torch.float64)
+    """
+    ordered = [states[site] for site in sorted(states)]
+    total = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
+    for name in [name for name, tensor in ordered[0].items() if tensor.is_floating_point()]:
+        rows = torch.stack([state[name].double().reshape(-1) for state in ordered])
+        total += torch.stack([(rows - row).square().sum(dim=1) for row in rows])
+    return total
+
+
+def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
+    """1 for the site that Krum chooses, 0 for all others (Blanchard et al. 2017, Sec. 4).
+
+    The score of a site is the sum of its squared distances to its K - f - 2 nearest neighbours; the least one wins, of equals the
+    first. The theory asks for K > 2f + 2; with fewer than three sites there is nobody to go by, and all count alike.
+
+    Args:
+        distances: (K, K) squared distances.
+        faulty: f, lowered to what K sites bear; None: the largest that they bear, at least 0.
+
+    Examples:
+        >>> krum_weights(squared_distances({site: {"w": torch.tensor(value)} for site, value in [("A", 1.0), ("B", 2.0), ("C", 900.0)]}))
+        [1.0, 0.0, 0.0]
+    """
+    count = len(distances)
+    if count < 3:
+        return [1.0] * count
+    bearable = max(0, (count - 3) // 2)
+    nearest = count - min(bearable, bearable if faulty is None else faulty) - 2
+    scores = distances.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)  # the first one is the distance to itself
+    chosen = int(scores.argmin())
+    return [float(place == chosen) for place in range(count)]
+
+
+def geometric_weights(distances: Tensor, shares: Sequence[float]) -> list[float]:
+    """The weights with which sites average to their geometric median, by smoothed Weiszfeld (Pillutla et al. 2022, Alg. 2).
+
+        β_k <- p_k / max(ν, |v - w_k|),  v <- Σ_k β_k w_k / Σ_k β_k
+
+    All iterates are means of the w_k, so that distances between sites are all that is needed:
+    |v - w_k|² = Σ_i β_i d_ik - 1/2 Σ_ij β_i β_j d_ij for weights β that sum to 1 and squared distances d.
+
+    Args:
+        distances: (K, K) squared distances.
+        shares: p_k, up to a common factor.
+
+    Returns:
+        Weights that sum to 1.
+
+    Examples:
+        >>> far = squared_distances({site: {"w": torch.tensor(value)} for site, value in [("A", 0.0), ("B", 1.0), ("C", 9.0)]})
+        >>> [round(weight, 3) for weight in geometric_weights(far, [1.0, 1.0, 1.0])]
+        [0.0, 1.0, 0.0]
+    """
+    prior = torch.tensor(shares, dtype=torch.float64)
+    weights = prior / prior.sum()
+    for _ in range(_STEPS):
+        along = distances @ weights
+        reach = (along - weights @ along / 2).clamp(min=0).sqrt()
+        new = prior / reach.clamp(min=_NEAR)
+        new = new / new.sum()
+        settled = bool((new - weights).abs().max() < 1e-9)
+        weights = new
+        if settled:
+            break
+    return weights.tolist()
+
+
+def clip_factors(lengths: Sequence[float], clip: float = 1.0) -> list[float]:
+    """1 / max(1, |Δ_k| / M) with M = clip times the median length of the round (Sun et al. 2019, Sec. 4).
+
+    The paper's M is a number; here the round gives it, since nobody knows how long an update of a task is before it was trained.
+
+    Args:
+        lengths: |Δ_k|.
+        clip: the longest update, as a multiple of their median.
+
+    Examples:
+        >>> clip_factors([1.0, 2.0, 8.0]), clip_factors([0.0, 0.0])
+        ([1.0, 1.0, 0.25], [1.0, 1.0])
+    """
+    most = clip * median(lengths)
+    return [1.0 if length <= most else most / length for length in lengths]
+
+
+def _length(state: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values() if tensor.is_floating_point()))

@@ -1,0 +1,82 @@
+"""Elections of the round to deliver: what the votes come to, one liar, and who contradicts the others."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.hyper import build_hyper
+from medflare.core.message import Message
+from medflare.methods.base import ServerHyper
+from medflare.methods.parts.selection import Election, agreed, contradictions
+
+HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
+
+
+def replies(**votes: float | None) -> dict[str, Message]:
+    """A site with the name L has a thousand million images."""
+    return {site: Message({}, {"n_samples": 10**9 if site == "L" else 5, "validation": {"global": vote}}) for site, vote in votes.items()}
+
+
+def election(rule: str, liar: dict[int, float]) -> Election:
+    held = Election(Message(), "global", rule)
+    for round, honest in ({0: 0.9} | HONEST).items():
+        given = replies(A=honest, B=honest - 0.1, L=liar.get(round, 0.0))
+        held.hold(given, "global", round, {"w": torch.tensor(float(round))})
+    return held
+
+
+@pytest.mark.parametrize(
+    ("votes", "median", "mean"),
+    [
+        ({}, None, None),
+        ({"A": 0.25}, 0.25, 0.25),
+        ({"A": 0.25, "B": 0.75}, 0.5, 0.625),  # the median of two is their plain mean; B has three times the images
+        ({"A": 0.25, "B": 0.75, "C": 1.0}, 0.75, 0.7),  # (0.25 + 3 * 0.75 + 1) / 5
+    ],
+)
+def test_by_hand(votes: dict[str, float], median: float | None, mean: float | None) -> None:
+    samples = {"A": 1.0, "B": 3.0, "C": 1.0}
+    assert agreed(votes, samples) == median
+    assert agreed(votes, samples, "mean") == (None if mean is None else pytest.approx(mean))
+
+
+def test_a_liar_chooses_by_the_mean_and_not_by_the_median() -> None:
+    lie = {1: 1.0}
+    assert election("median", lie).round == 4
+    assert election("mean", lie).round == 1
+
+
+def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
+    record = election("median", {1: 1.0}).record
+    assert [candidate["round"] for candidate in record] == [1, 2, 3, 4]
+    assert record[0] == {"round": 1, "value": 0.5, "votes": {"A": 0.5, "B": 0.4, "L": 1.0}}
+
+
+def test_the_record_outlives_the_process() -> None:
+    memory = Message()
+    Election(memory, "global", "median").hold(replies(A=0.5, B=None), "global", 1, {})
+    assert Election(memory, "global", "median").record == [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]
+
+
+@pytest.mark.parametrize(
+    ("lie", "named"),
+    [
+        ({1: 1.0}, True),  # praises the first round
+        ({1: 0.4, 2: 0.3, 3: 0.2, 4: 0.1}, True),  # the others' order reversed
+        ({1: 0.1, 2: 0.1, 3: 0.1, 4: 0.1}, False),  # says nothing about the order
+        ({1: 0.3, 2: 0.5, 3: 0.55, 4: 0.54}, False),  # its favourite costs the others nothing to speak of
+    ],
+)
+def test_a_site_that_contradicts_the_others_is_named(lie: dict[int, float], named: bool) -> None:
+    assert set(contradictions(election("median", lie).record)) == ({"L"} if named else set())
+
+
+def test_of_two_sites_or_two_rounds_nobody_is_named() -> None:
+    up: list[dict[str, Any]] = [{"round": round, "votes": {"A": value, "B": 1 - value}} for round, value in HONEST.items()]
+    assert contradictions(up) == {}
+    assert contradictions(election("median", {1: 1.0}).record[:2]) == {}
+
+
+def test_the_word_of_older_jobs() -> None:
+    assert build_hyper(ServerHyper, {"selection": "best"}).selection == "median"
