@@ -85,7 +85,7 @@ def test_a_job_that_is_wrong_leaves_results(
     ("settings", "said"),
     [
         ({"rounds": "three"}, "rounds must be a whole number, got 'three'"),
-        ({"rounds": -1}, "rounds must be at least 1, got -1"),
+        ({"rounds": -1}, "rounds must be at least 0, got -1"),
         ({"seed": None}, "seed must be a whole number, got None"),
         ({"outside": 5}, "outside must be a list, got 5"),
         ({"site_half": "fedms"}, "did you mean fedsm"),

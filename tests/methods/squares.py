@@ -205,7 +205,7 @@ def play(server: Any, halves: dict[str, Any], absent: Callable[[Step, str], bool
         half = next(iter(halves.values()))
         manifest = half.manifest(step.phase, half.plan)
         screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()})
-        assert not screened.rejected
+        assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)
         if store is not None:
             server = _restored(type(server)(server.context), server.state(), store / "server")
