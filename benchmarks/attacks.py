@@ -147,14 +147,14 @@ def opener(seed: int, flipped: bool) -> Callable[[str, str], Site]:
     return opened
 
 
-def run(method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES) -> tuple[float, str]:
+def run(method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES, suspects: str = "used") -> tuple[float, str]:
     """(mean Dice of the honest sites, letters of the events that name the liar)."""
     Lying.lie = staticmethod(ATTACKS[attack])
     before, loop.LocalExchange = LocalExchange, Lying  # type: ignore[assignment, misc]
     try:
         options = METHODS.get(method, {})
         opened = opener(seed, attack == "labels flipped")
-        results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, **options)
+        results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, suspects=suspects, **options)
     finally:
         loop.LocalExchange = before  # type: ignore[misc]
     if results["status"] != "COMPLETED":
@@ -183,19 +183,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default="fedavg,robust,fedsm,prr,grace,iop_fl,feddag")
+    parser.add_argument("--suspects", choices=("used", "rejected"), default="used")
     parser.add_argument("--out", type=Path, help="file that is written after every run, and gone on from where it is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     stored = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     found: dict[str, dict[str, list[tuple[float, str]]]] = {}
-    for method in options.methods.split(","):
-        for attack in ("without the site", *ATTACKS):
-            for seed in range(options.seeds):
+    for seed in range(options.seeds):  # outermost: a run that is cut short has a whole table
+        for method in options.methods.split(","):
+            for attack in ("without the site", *ATTACKS):
                 key = f"{method}/{attack}/{seed}/{options.rounds}"
                 if key not in stored:
                     alone = attack == "without the site"
                     sites = tuple(site for site in SITES if site != LIAR) if alone else SITES
-                    stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites)
+                    stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites, options.suspects)
                     print(key, *stored[key], flush=True)
                     if options.out:
                         options.out.write_text(json.dumps(stored))

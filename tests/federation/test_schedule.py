@@ -235,6 +235,11 @@ class TestOddUpdates:
         assert [(event["site"], event["round"]) for event in events.of("suspicious")] == [("B", 0), ("B", 1)]
         assert "moved against the others: cosine -" in events.of("suspicious")[0]["message"] and not events.of("rejected")
 
+    def test_who_wants_it_rejects_what_is_suspicious(self, run: Any) -> None:
+        events = run(self.spoilt(lambda state, sent: flip(state, sent, 1)), rules=Rules(suspects="rejected")).events
+        assert [(event["site"], event["round"]) for event in events.of("rejected")] == [("B", 0), ("B", 1)]
+        assert not events.of("suspicious")
+
     def test_an_update_that_would_turn_the_round_around_is_not_used(self, run: Any) -> None:
         events = run(self.spoilt(lambda state, sent: flip(state, sent, 10))).events
         assert [(event["site"], event["round"]) for event in events.of("rejected")] == [("B", 0), ("B", 1)]

@@ -14,9 +14,20 @@ NEEDED: dict[str, Any] = {"rounds": 3, "seed": 1}
 
 
 def test_all_that_a_run_fixes_has_a_name_and_a_default_but_rounds_and_seed() -> None:
-    assert RUN_SETTINGS == ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "step_timeout", "silence", "resume")
+    assert RUN_SETTINGS == (
+        "rounds",
+        "seed",
+        "outside",
+        "min_sites",
+        "sites_per_round",
+        "max_share",
+        "suspects",
+        "step_timeout",
+        "silence",
+        "resume",
+    )
     assert run_settings(NEEDED) == RunSettings(rounds=3, seed=1)
-    few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_share": None}
+    few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_share": None, "suspects": "used"}
     defaults = {**few, "step_timeout": 0.0, "silence": 120.0, "resume": ""}
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
@@ -29,6 +40,7 @@ def test_what_json_has_is_taken_and_comes_back() -> None:
         "min_sites": 2,
         "sites_per_round": 3,
         "max_share": 0.5,
+        "suspects": "rejected",
         "step_timeout": 60,
         "silence": 30.5,
         "resume": "id",
@@ -61,6 +73,7 @@ def test_the_schedule_is_told_its_rules() -> None:
         ({"sites_per_round": 0}, "sites_per_round must be at least 1, got 0"),
         ({"max_share": 1.5}, "max_share must be at most 1, got 1.5"),
         ({"max_share": 0}, "max_share must be above 0, got 0"),
+        ({"suspects": "hanged"}, "suspects must be one of"),
         ({"step_timeout": -1}, "step_timeout must be at least 0, got -1"),
         ({"step_timeout": "1"}, "step_timeout must be a number, got '1'"),
         ({"silence": float("nan")}, "silence must be a finite number, got nan"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 import small
+from medflare.core.manifest import EntrySpec
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
@@ -204,7 +205,9 @@ def play(server: Any, halves: dict[str, Any], absent: Callable[[Step, str], bool
         as_declared(halves, step.phase, outgoing, replies)
         half = next(iter(halves.values()))
         manifest = half.manifest(step.phase, half.plan)
-        screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()})
+        network = EntrySpec.like(half.plan.template(), "").tensors.items()
+        weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= network]
+        screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()}, weights=weights)
         assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)
         if store is not None:

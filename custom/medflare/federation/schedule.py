@@ -133,7 +133,7 @@ class Federation:
         reports, limit = self.reports(step.phase), self.rules.norm_limit
         manifest = self.manifest(step.phase)
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network]
-        known: dict[str, Any] = {"phase": step.phase, "past": self.past, "weights": weights}
+        known: dict[str, Any] = {"phase": step.phase, "past": self.past, "weights": weights, "strict": self.rules.suspects == "rejected"}
         screened = screen(usable, manifest, outgoing, counts, reports=reports, norm_limit=limit, **known)
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -30,6 +30,7 @@ class Rules:
         repeats: how often a step with too few usable replies is tried again before the run fails.
         norm_limit: see `screening.screen`.
         max_share: of the training images that a site counts for, at most; None: what it has.
+        suspects: whether updates against all others are "used" or "rejected".
     """
 
     min_sites: int | None = None
@@ -37,6 +38,7 @@ class Rules:
     repeats: int = 1
     norm_limit: float = 100.0
     max_share: float | None = None
+    suspects: str = "used"
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -50,6 +52,7 @@ class RunSettings:
         min_sites: usable answers that a step needs; None: two, or one in a federation of one.
         sites_per_round: how many inside sites are drawn for a round; None: all.
         max_share: of all training images, the share that a site counts for at most, whatever it has; None: what it has.
+        suspects: an update against all others, which may be a lie or another kind of patients, is "used" and an event, or "rejected".
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
         silence: seconds without a sign of life after which a site counts as gone.
         resume: id of the interrupted job that this one takes up at the last step that it finished.
@@ -61,6 +64,7 @@ class RunSettings:
     min_sites: Sites | None = None
     sites_per_round: Sites | None = None
     max_share: Share | None = None
+    suspects: Literal["used", "rejected"] = "used"
     step_timeout: Seconds = 0.0
     silence: Seconds = 120.0
     resume: str = ""
@@ -68,7 +72,7 @@ class RunSettings:
     @property
     def rules(self) -> Rules:
         """What of it concerns the schedule."""
-        return Rules(self.min_sites, self.sites_per_round, max_share=self.max_share)
+        return Rules(self.min_sites, self.sites_per_round, max_share=self.max_share, suspects=self.suspects)
 
     def to_dict(self) -> dict[str, Any]:
         """By name, as JSON has them."""

@@ -41,6 +41,7 @@ def run_local(
     min_sites: int | None = None,
     sites_per_round: int | None = None,
     max_share: float | None = None,
+    suspects: str = "used",
     absent: Mapping[int, Iterable[str]] | None = None,
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
@@ -66,6 +67,7 @@ def run_local(
         min_sites: see `settings.RunSettings`.
         sites_per_round: see `settings.RunSettings`.
         max_share: see `settings.RunSettings`.
+        suspects: see `settings.RunSettings`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
@@ -87,7 +89,7 @@ def run_local(
         raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
-    few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share}
+    few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share, "suspects": suspects}
     steering = {"rounds": rounds, "seed": seed, "outside": apart, **few}
     folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, run_settings(steering), inside, folder=folder, about=about, say=say)
@@ -147,7 +149,8 @@ def resume_local(
     """
     plan = stored_plan(Path(folder))
     site_half, server_half = plan["halves"]
-    steering = {name: plan[name] for name in ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share")}
+    names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects")
+    steering = {name: plan[name] for name in names}
     return run_local(
         site_half,
         plan["task"],

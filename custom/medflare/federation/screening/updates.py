@@ -45,6 +45,7 @@ def screen(
     phase: str = "train",
     past: Past | None = None,
     weights: Collection[str] | None = None,
+    strict: bool = False,
 ) -> Screened:
     """Check every reply against the declaration, for finite values, the sample counts of enrolment, and updates against their peers'.
 
@@ -59,6 +60,7 @@ def screen(
         phase: of the step.
         past: earlier steps; None: there are none.
         weights: the entries that hold weights of the task's network, and are judged as such; None: all.
+        strict: reject what is suspicious too, where it is the fewer of three replies or more.
     """
     accepted: dict[str, Message] = {}
     rejected: dict[str, str] = {}
@@ -79,7 +81,12 @@ def screen(
     rejected |= _turning(left)
     accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
     left = _of(found, list(accepted))
-    return Screened(accepted, dict(sorted(rejected.items())), _against_the_others(left), _taken(left, digests, past))
+    suspicious = _against_the_others(left)
+    if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
+        rejected, suspicious = rejected | suspicious, {}
+        accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
+        left = _of(found, list(accepted))
+    return Screened(accepted, dict(sorted(rejected.items())), suspicious, _taken(left, digests, past))
 
 
 def _reason(reply: Message, manifest: Manifest, reports: tuple[Fact, ...], counts: Mapping[str, int]) -> str | None:
