@@ -19,14 +19,15 @@ from medflare.data.splits import Batch
 from medflare.federation.local.loop import run_local
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import discrepancy, instance_discrepancy
-from medflare.methods.feddag.generation import AdversarialGeneration, initial_generator, sharpness_aware_step, still_statistics
+from medflare.methods.feddag.generation import AdversarialGeneration, channel_deviations, initial_generator, sharpness_aware_step
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.server import FedDAGServer
 from medflare.methods.feddag.site import FedDAGSite
+from medflare.methods.parts.normalisation import batch_statistics, still_statistics
 from medflare.networks.features import pooled
 from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
-from small import tiny_phantom
+from small import stacked, tiny_phantom
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -45,7 +46,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"sam_rho": 0.1},
     {"generator_width": 8},
     {"generator_blocks": 1},
-    {"generator_scale": 1},
+    {"generator_scale": 4},
+    {"alpha_unit": "input"},
+    {"normalisation": "running"},
+    {"statistics": "both"},
     {"generator_lr": 0.001},
     {"ndag": False},
 ]
@@ -79,8 +83,7 @@ class TestStages:
         reference = dag.reference(images)
 
         def objective() -> float:
-            dag.student.eval()
-            with torch.no_grad():
+            with torch.no_grad(), batch_statistics(dag.student.eval()):
                 features, logits = dag.student.features_and_output(images + 0.3 * dag.generator(images))
             return (dag.site.loss(logits, targets) - discrepancy(reference, pooled(features), 2.0)).item()
 
@@ -95,8 +98,7 @@ class TestStages:
         """With the cap between the images' discrepancies the two readings of Eq. 1 train the generator differently."""
         batch = first_batch(generation(alpha=1.0))
         probe = generation(alpha=1.0)
-        probe.student.eval()
-        with torch.no_grad():
+        with torch.no_grad(), batch_statistics(probe.student.eval()):
             features = pooled(probe.student.features_and_output(probe.student_images(batch.images))[0])
         m = instance_discrepancy(probe.reference(batch.images), features).median().item()
         moved = {}
@@ -125,7 +127,51 @@ class TestStages:
             assert all(int(tensor) == 0 for name, tensor in network.state_dict().items() if name.endswith("num_batches_tracked"))
         dag._student_step(images, targets, dag.reference(images))
         counts = [int(tensor) for name, tensor in dag.student.state_dict().items() if name.endswith("num_batches_tracked")]
-        assert set(counts) == {2}  # generated and original images
+        assert set(counts) == {1}  # original images
+
+    @pytest.mark.parametrize("train_on", ["both", "generated", "perturbation"])
+    @pytest.mark.parametrize("sam_rho", [0.0, 0.1])
+    def test_running_statistics_hold_no_generated_image(
+        self, generation: Callable[..., AdversarialGeneration], train_on: str, sam_rho: float
+    ) -> None:
+        """They are what a pass of the originals leaves, bit for bit; before, a pass of the generated ones was among them."""
+
+        def statistics(network: nn.Module) -> StateDict:
+            return {name: tensor for name, tensor in weights(network).items() if "running" in name}
+
+        found = {}
+        for kind in ("originals", "both"):
+            dag = generation(alpha=1.0, train_on=train_on, sam_rho=sam_rho, statistics=kind)
+            clean, batch = dag.site.network().train(), first_batch(dag)
+            clean(batch.images)
+            dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
+            dag._student_step(batch.images, batch.targets, dag.reference(batch.images))
+            found[kind] = squares.equal(statistics(dag.student), statistics(clean))
+        assert found == {"originals": True, "both": False}
+
+    @pytest.mark.parametrize("kind", ["segmentation", "classification"])
+    def test_the_attack_is_the_same_in_both_stages(self, generation: Callable[..., AdversarialGeneration], kind: str) -> None:
+        """1 - cos of a generated image is for the generator what it is for the student that trains; in evaluation mode it was not."""
+        task = squares.task(kind)
+        if kind == "classification":
+            task = squares.task(kind, network={**task.network, "batch_norm": True})
+        gaps = {}
+        for normalisation in ("batch", "running"):
+            dag = generation(task, alpha=1.0, m=2.0, generator_lr=0.0, normalisation=normalisation)
+            for batch in dag.site.batches("train", 0, "model", 0):  # a student with statistics of its own
+                dag.step(batch, 0.5)
+            images, targets, _ = first_batch(dag)
+            reference = dag.reference(images)
+            attacked = dag._generator_step(images, targets, reference)["discrepancy"]  # with a rate of 0 the generator stays
+            gaps[normalisation] = abs((attacked - dag._student_step(images, targets, reference)["similarity"]).item())
+        assert gaps["batch"] == pytest.approx(0, abs=1e-6) and gaps["running"] > 1e-4
+
+    def test_equal_networks_give_equal_images_equal_features(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        for normalisation, equal in (("batch", True), ("running", False)):
+            dag = generation(alpha=0.0, normalisation=normalisation)
+            images, targets, _ = first_batch(dag)
+            similarity = dag._student_step(images, targets, dag.reference(images))["similarity"].item()
+            assert (similarity < 1e-6) is equal
 
     def test_teacher_follows_the_student(self, generation: Callable[..., AdversarialGeneration]) -> None:
         dag = generation()
@@ -152,6 +198,33 @@ class TestStages:
         images = generation(alpha=1.0, clamp=(0.0, 0.4))
         found = images.student_images(first_batch(images).images)
         assert found.min() >= 0 and found.max() <= 0.4
+
+
+class TestStrength:
+    def test_deviations_by_hand(self) -> None:
+        """Over all pixels of all images, whatever the batches; a constant channel has none."""
+        images = torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 0.0]).view(2, 1, 1) + 5
+        found = channel_deviations([images[:5], images[5:]])
+        assert found == pytest.approx([images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6)
+        assert channel_deviations([torch.ones(1, 1, 1, 1)]) == [0.0]
+
+    def test_strength_counts_deviations_of_the_site_own_images(self) -> None:
+        """The same images on another scale are perturbed as much for their contrast, and no image is told."""
+        half = squares.half(FedDAGSite)
+        deviation, images = half.unit, stacked(half.site.data.train).images
+        assert deviation.shape == (1, 1, 1) and deviation.item() == pytest.approx(images.std(correction=0).item())
+        assert half.unit is not deviation and half.memory.facts["deviations"] == pytest.approx([deviation.item()])
+        assert squares.half(FedDAGSite, alpha_unit="input").unit == 1.0
+        reply = half.perform("train", 0, Message({"model": squares.start()}))
+        assert "deviations" not in reply.facts
+
+    @pytest.mark.parametrize("train_on", ["both", "perturbation"])
+    def test_unit_scales_the_perturbation(self, train_on: str) -> None:
+        half = squares.half(FedDAGSite, train_on=train_on, alpha=0.5)
+        dag = half._begin(Message({"model": squares.start()}))
+        images = first_batch(dag).images
+        expected = 0.5 * half.unit * dag.generator(images).detach() + (images if train_on == "both" else 0)
+        torch.testing.assert_close(dag.student_images(images), expected)
 
 
 class TestSharpnessAwareStep:
@@ -267,6 +340,21 @@ class TestFederation:
         plain.steps = lambda: plain_steps
         assert squares.equal(after, squares.play(plain, squares.halves(FedAvgSite)).model)
         assert not server.aggregation.history
+
+    @pytest.mark.parametrize("sha", [True, False])
+    def test_no_round_of_the_warm_up_is_delivered(self, sha: bool) -> None:
+        """Not even where its models are the best by validation, the last one of it too, which the first round of training begins with."""
+        server = squares.server(FedDAGServer, rounds=4, warmup=1, sha=sha, ndag=False)
+        own, values = iter(range(100)), {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.4}
+        models = {}
+        for step in server.steps():
+            models[step.round] = copy_state(server.model)
+            facts = {"n_samples": 1, "loss": 0.0, "validation": {"global": values.get(step.round)}}
+            moved = {name: tensor + next(own) if tensor.is_floating_point() else tensor for name, tensor in server.model.items()}
+            states = {"warm_up": {"model": moved}, "train": {"model": moved}}.get(step.phase, {})
+            reply = Message(states, {"scores": {}} if step.phase == "score" else facts)
+            server.aggregate(step, dict.fromkeys("ABC", reply))
+        assert server.best.round == 3 and squares.equal(server.selected[0], models[3])
 
     def test_warm_up_is_cut_for_short_runs_and_says_so(self) -> None:
         server = squares.server(FedDAGServer, rounds=8)
