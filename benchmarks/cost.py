@@ -15,7 +15,7 @@ import time
 from statistics import median
 from typing import Any
 
-LIMITS = {"fedsm": 2.2, "prr": 2.2, "grace": 2.5, "iop_fl": 1.1, "feddag": 4.0}  # beside FedAvg; FedSM's without its selector
+LIMITS = {"fedsm": 2.2, "prr": 2.2, "grace": 3.0, "iop_fl": 1.1, "feddag": 5.0}  # beside FedAvg; FedSM's without its selector
 HYPER: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}}  # a warm-up round is one of FedAvg
 
 

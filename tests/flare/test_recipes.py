@@ -34,7 +34,7 @@ def test_two_numbers_of_rounds_are_refused() -> None:
 
 @pytest.mark.parametrize("counts", [{"rounds": 0}, {"num_rounds": 0}, {"num_rounds": "three"}])
 def test_no_rounds_are_refused(counts: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="rounds must be|rounds is 0, which trains nothing"):
+    with pytest.raises(ConfigError, match=r"rounds must be|rounds is 0, which trains nothing"):
         FedAvgRecipe(**counts)
 
 

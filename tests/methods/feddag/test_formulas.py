@@ -14,6 +14,7 @@ from medflare.core.states import StateDict
 from medflare.methods import feddag
 from medflare.methods.feddag import formulas as feddag_math
 from medflare.methods.feddag.formulas import (
+    centred_scores,
     choose_evaluators,
     discrepancy,
     ema_decay,
@@ -137,6 +138,44 @@ def test_scores_match_the_reference(reference: dict[str, Tensor]) -> None:
     torch.testing.assert_close(generalization_scores(metrics), reference["score/s_mean_over_others"], **CLOSE)
     weighted = generalization_scores(metrics, reference["score/n_val"])
     torch.testing.assert_close(weighted, reference["score/s_weighted_by_nval"], **CLOSE)
+
+
+def without_diagonal(metrics: Tensor) -> Tensor:
+    return metrics.masked_fill(torch.eye(len(metrics), dtype=torch.bool), math.nan)
+
+
+def test_evaluators_own_levels_are_no_scores() -> None:
+    """Six scores that are their evaluators' own constants: the plain mean follows who was left out, the centred one does not."""
+    constants = without_diagonal(torch.tensor([0.221, 0.256, 0.446], dtype=torch.float64).expand(3, 3))
+    plain, centred = generalization_scores(constants), centred_scores(constants)
+    assert plain.max() - plain.min() > 0.1
+    assert centred.unique().numel() == 1 and centred[0].item() == pytest.approx(plain.mean().item())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("sites", [3, 5])
+def test_scores_are_the_models_own_whatever_the_evaluators(sites: int, weighted: bool) -> None:
+    """a_ij = u_i + v_j: differences of scores are those of u."""
+    generator = torch.Generator().manual_seed(sites)
+    models = 0.2 * torch.rand(sites, 1, dtype=torch.float64, generator=generator)
+    evaluators = 0.3 + 0.3 * torch.rand(1, sites, dtype=torch.float64, generator=generator)
+    counts = torch.arange(1, sites + 1) if weighted else None
+    scores = centred_scores(without_diagonal(models + evaluators), counts)
+    torch.testing.assert_close(scores - scores[0], (models - models[0]).squeeze(1), rtol=0, atol=1e-8)
+
+
+def test_scores_of_models_that_nobody_compares() -> None:
+    """Two sites score one model each: nothing tells the better model from the easier site, so neither weighs more."""
+    assert centred_scores(torch.tensor([[math.nan, 0.9], [0.3, math.nan]])).tolist() == pytest.approx([0.6, 0.6])
+    assert centred_scores(torch.tensor([[0.9]])).isnan().all()
+    one_missing = torch.tensor([[math.nan, 0.9, 0.7], [0.3, math.nan, 0.5], [math.nan] * 3])
+    scores = centred_scores(one_missing)
+    assert scores[2].isnan() and (scores[0] - scores[1]).item() == pytest.approx(0.2)  # the third site saw both
+
+
+def test_scores_stay_in_their_range() -> None:
+    extreme = torch.tensor([[math.nan, 0.0, 0.0], [1.0, math.nan, 1.0], [0.0, 0.0, math.nan]])
+    assert ((centred_scores(extreme) >= 0) & (centred_scores(extreme) <= 1)).all()
 
 
 def test_scores_leave_out_the_own_site_and_what_is_undefined() -> None:

@@ -105,6 +105,14 @@ class TestScoring:
         assert scores == {name: half.validation(network) for name, network in networks.items()}
         assert half.perform("score", 0, Message()).facts["scores"] == {}
 
+    def test_score_is_auc_where_the_task_has_it(self) -> None:
+        """The task's own metric of a model that always gives the same answer says nothing; its ranking may."""
+        for task, name in ((squares.task("classification"), "auc_macro"), (squares.SEGMENTATION, squares.SEGMENTATION.metric)):
+            assert task.metric != "auc_macro"
+            start = Message({"candidate/B": squares.start(task)})
+            found, named = (squares.half(SHASite, task=task, score_metric=metric).perform("score", 0, start) for metric in ("auto", name))
+            assert found.facts["scores"]["B"] is not None and found.facts == named.facts
+
     def test_score_may_be_another_metric_or_the_loss(self) -> None:
         start = Message({"candidate/B": squares.start()})
         dice, iou, likelihood = (
@@ -185,8 +193,19 @@ class TestServer:
             asked.append(sent)
         assert any(sent != asked[0] for sent in asked)
 
+    def test_evaluators_own_levels_do_not_become_weights(self) -> None:
+        """A collapsed model has at every site the metric of the constant answer there: nothing about the models."""
+        for centred in (True, False):
+            server = squares.server(SHAServer, kappa=0, beta=4.0, centred=centred)
+            server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
+            constants = {"A": 0.221, "B": 0.256, "C": 0.446}
+            table = {site: {other: value for other in constants if other != site} for site, value in constants.items()}
+            server.aggregate(Step("score", 0), replies_to_score(table))
+            weights = server.aggregation.weights
+            assert (max(weights.values()) - min(weights.values()) < 1e-9) is centred
+
     def test_scores_become_weights(self) -> None:
-        server = squares.server(SHAServer, kappa=0)
+        server = squares.server(SHAServer, kappa=0, centred=False)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
         server.aggregate(Step("score", 0), replies_to_score(table))
@@ -194,7 +213,7 @@ class TestServer:
         assert server.model["weight"].item() == pytest.approx(float((expected * torch.tensor([1.0, 2.0, 3.0])).sum()))
 
     def test_evaluators_count_by_their_validation_images_if_wanted(self) -> None:
-        server = squares.server(SHAServer, kappa=0, score_weighting="samples")
+        server = squares.server(SHAServer, kappa=0, score_weighting="samples", centred=False)
         server.context.site_counts.update({site: {"n": {"validation": n}} for site, n in {"A": 1, "B": 3, "C": 1}.items()})
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         table = {"A": {"B": 0.5, "C": 0.9}, "B": {"A": 0.4, "C": 0.1}, "C": {"A": 0.8, "B": 0.5}}
@@ -219,7 +238,7 @@ class TestServer:
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
 
     def test_half_a_round_survives_a_restart(self, tmp_path: Path) -> None:
-        server, restored = squares.server(SHAServer), squares.server(SHAServer)
+        server, restored = (squares.server(SHAServer, centred=False) for _ in range(2))
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
         server.aggregate(Step("train", 1), replies_to_train((5, 4, 9), perturbed={"A": 10, "B": 20, "C": 30}))

@@ -20,7 +20,7 @@ from medflare.methods.fedavg.site import MODEL
 from medflare.methods.grace.hyper import GraceServerHyper, LocalModelHyper
 from medflare.methods.grace.local_model import LocalModelSite
 from medflare.methods.grace.server import GraceServer
-from medflare.methods.grace.two_step import Penalty, train_two_steps
+from medflare.methods.grace.two_step import Penalty
 from medflare.methods.method import Method
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper, is_private
@@ -112,7 +112,7 @@ class MoonSite(LocalModelSite[MoonSiteHyper]):
         """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round; returns the mean loss."""
         penalty = None if self.previous is None else self._contrast(model, self.previous)
         if self.hyper.two_step:
-            return train_two_steps(model, optimizer, self.site, round, penalty)
+            return self.two_steps(model, optimizer, round, penalty)
         if penalty is None:
             return super().fit(model, optimizer, round)
         contrast = penalty

@@ -168,6 +168,39 @@ def generalization_scores(metrics: Tensor, n_validation: Tensor | None = None) -
     return (metrics.nan_to_num() * weights * asked).sum(dim=1) / (weights * asked).sum(dim=1)
 
 
+def centred_scores(metrics: Tensor, n_validation: Tensor | None = None) -> Tensor:
+    """s_i (Eq. 5) with the evaluators' own levels taken out: a_ij = s_i + v_j, by least squares.
+
+    In the plain mean over the other sites, a site whose images are easy raises the score of every model but its own, so weights follow
+    who was left out. Here the models that one evaluator scored are compared with each other alone. Of models that no chain of common
+    evaluators joins (two sites score one model each) nothing can be told apart: their groups get equal means.
+
+    Args:
+        metrics: as for `generalization_scores`.
+        n_validation: as for `generalization_scores`.
+
+    Returns:
+        (K,) float64 in [0, 1], with the mean of all metrics as their mean, unless the range cuts them; NaN for a model that nobody could
+        score.
+
+    Examples:
+        >>> centred_scores(torch.tensor([[0.0, 0.25, 0.5], [0.75, 0.0, 0.5], [0.75, 0.25, 0.0]]))  # evaluators answer constants
+        tensor([0.5000, 0.5000, 0.5000], dtype=torch.float64)
+    """
+    metrics = metrics.to(torch.float64)
+    weights = torch.ones(len(metrics), dtype=torch.float64) if n_validation is None else n_validation.to(torch.float64)
+    asked = (~metrics.isnan() & ~torch.eye(len(metrics), dtype=torch.bool)) & (weights > 0)
+    counts = asked.sum(dim=0).clamp(min=1)  # models of each evaluator
+    values = metrics.nan_to_num() * asked
+    centred = (values - values.sum(dim=0) / counts) * asked
+    shared = asked.to(torch.float64)
+    normal = torch.diag((shared * weights).sum(dim=1)) - (shared * (weights / counts)) @ shared.T
+    effects = torch.linalg.pinv(normal, hermitian=True) @ (centred * weights).sum(dim=1)
+    mean = (values * weights).sum() / (shared * weights).sum()
+    scores = (mean + effects).clamp(0, 1).round(decimals=9)  # what is equal but for rounding must not exceed each other
+    return torch.where(asked.any(dim=1), scores, math.nan)
+
+
 def soft_balancing_weights(scores: Tensor | Sequence[float] | np.ndarray, beta: float = 1.0) -> Tensor:
     """w_i = s_i^beta / sum_j s_j^beta (Eq. 6, read after the soft-balancing weight of Che et al., MICCAI 2023).
 

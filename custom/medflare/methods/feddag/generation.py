@@ -1,11 +1,10 @@
 """NDAG: what a site does on every batch (FedDAG, Sec. III-B, Alg. 1): the generator's step, the student's, the teacher's update."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from medflare.core.rng import seeded
 from medflare.data.sites.site import Site
@@ -13,6 +12,7 @@ from medflare.data.splits import Batch
 from medflare.methods.feddag.formulas import discrepancy, ema_update, sharpness_perturbation, similarity_loss
 from medflare.methods.feddag.generator import DomainGenerator, generated
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
+from medflare.methods.parts.normalisation import batch_statistics, still_statistics
 from medflare.methods.parts.training import trainable
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
@@ -44,10 +44,19 @@ class AdversarialGeneration:
         student: the network that learns from generated images.
         teacher: follows the student by EMA; kept in evaluation mode.
         generator: images (N, C, H, W) -> perturbations of the same shape.
+        unit: what α counts, in values of the network's input: one number, or one for each channel (C, 1, 1).
     """
 
-    def __init__(self, site: Site, hyper: FedDAGSiteHyper, student: FeatureNetwork, teacher: FeatureNetwork, generator: nn.Module):
-        self.site, self.hyper = site, hyper
+    def __init__(
+        self,
+        site: Site,
+        hyper: FedDAGSiteHyper,
+        student: FeatureNetwork,
+        teacher: FeatureNetwork,
+        generator: nn.Module,
+        unit: Tensor | float = 1.0,
+    ):
+        self.site, self.hyper, self.unit = site, hyper, unit
         self.student, self.teacher, self.generator = student, teacher, generator
         self.teacher.eval()
         self.followed = teacher.state_dict(), student.state_dict()  # share memory with the networks
@@ -69,10 +78,21 @@ class AdversarialGeneration:
     def reference(self, images: Tensor) -> Tensor:
         """f = T(x): features (N, D) of the originals, the same for both stages.
 
+        Normalised as the student's are, so that equal networks give equal images equal features.
+
         Args:
             images: (N, C, H, W).
         """
-        return pooled(self.teacher.features_and_output(images)[0])
+        with self.as_in_training(self.teacher):
+            return pooled(self.teacher.features_and_output(images)[0])
+
+    def as_in_training(self, *networks: nn.Module) -> AbstractContextManager[None]:
+        """Inside, networks that only look normalise as the student trains, their running statistics untouched; see `normalisation`.
+
+        Args:
+            networks: in evaluation mode.
+        """
+        return batch_statistics(*networks) if self.hyper.normalisation == "batch" else nullcontext()
 
     @torch.no_grad()
     def student_images(self, images: Tensor) -> Tensor:
@@ -86,18 +106,23 @@ class AdversarialGeneration:
         """
         perturbation = self.generator(images)
         if self.hyper.train_on == "perturbation":
-            return self.hyper.alpha * perturbation
-        return generated(images, perturbation, self.hyper.alpha, self.hyper.clamp)
+            return self.hyper.alpha * self.unit * perturbation
+        return generated(images, perturbation, self.hyper.alpha, self.hyper.clamp, self.unit)
 
     def _generator_step(self, images: Tensor, targets: Tensor, reference: Tensor) -> dict[str, Tensor]:
-        """Stage 1: G away from the teacher's features (Eq. 1), within what is still classified well (Eq. 3); S and T frozen."""
+        """Stage 1: G away from the teacher's features (Eq. 1), within what is still classified well (Eq. 3); S and T frozen.
+
+        The student is attacked as it is when it trains. On running statistics G learns a constant shift of colours, which normalisation
+        by the batch takes away again: nothing would be left of the attack in stage 2.
+        """
         self.student.eval()  # a frozen model also keeps its running statistics
-        x_hat = generated(images, self.generator(images), self.hyper.alpha, self.hyper.clamp)
-        features, logits = self.student.features_and_output(x_hat)
+        x_hat = generated(images, self.generator(images), self.hyper.alpha, self.hyper.clamp, self.unit)
+        with self.as_in_training(self.student, self.teacher):
+            features, logits = self.student.features_and_output(x_hat)
+            judged = [logits] if self.hyper.classifier != "teacher" else []
+            if self.hyper.classifier != "student":
+                judged.append(self.teacher(x_hat))
         away = discrepancy(reference, pooled(features), self.hyper.m, self.hyper.cap)
-        judged = [logits] if self.hyper.classifier != "teacher" else []
-        if self.hyper.classifier != "student":
-            judged.append(self.teacher(x_hat))
         task = torch.stack([self.site.loss(output, targets) for output in judged]).mean()
         self.optimizers["generator"].zero_grad(set_to_none=True)
         (task - self.hyper.discrepancy_weight * away).backward(inputs=trainable(self.generator))
@@ -122,6 +147,9 @@ class AdversarialGeneration:
     ) -> dict[str, Tensor]:
         """L_S = L_sim + L_task and its parts; L_task alone, on the originals, without generated images.
 
+        The running statistics of a student that trains are the originals' (`statistics`): they serve images of hospitals, and generated
+        ones among them would shift every prediction.
+
         Args:
             model: the student, or a model in its place.
             images: the originals (N, C, H, W).
@@ -135,11 +163,16 @@ class AdversarialGeneration:
         if x_hat is None or reference is None:
             task = self.site.loss(model(images), targets)
             return {"task": task, "student": task}
-        features, logits = model.features_and_output(x_hat)
+        originals = self.hyper.statistics == "originals"
+        with still_statistics(model) if originals else nullcontext():
+            features, logits = model.features_and_output(x_hat)
         similarity = similarity_loss(reference, pooled(features))
         task = self.site.loss(logits, targets)
         if self.hyper.train_on == "both":
             task = (task + self.site.loss(model(images), targets)) / 2
+        elif originals and model.training:
+            with torch.no_grad():
+                model(images)  # for the running statistics alone
         return {"task": task, "similarity": similarity, "student": task + self.hyper.similarity_weight * similarity}
 
 
@@ -169,14 +202,20 @@ def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, los
     optimizer.step()
 
 
-@contextmanager
-def still_statistics(model: nn.Module) -> Iterator[None]:
-    """Normalise by the batch inside the block without moving running statistics."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.track_running_stats]
-    for layer in layers:
-        layer.track_running_stats = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.track_running_stats = True
+def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
+    """The standard deviation of every channel over all pixels of all images (population form, float64); 0 for a constant channel.
+
+    Args:
+        batches: images (N, C, ...), at least one.
+
+    Examples:
+        >>> channel_deviations([torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 3.0], [2.0, 2.0]]])])
+        [1.0, 0.0]
+    """
+    moments = [
+        (values.shape[1], values.mean(dim=1), values.square().mean(dim=1))
+        for values in (images.to(torch.float64).transpose(0, 1).flatten(1) for images in batches)
+    ]
+    counts = torch.tensor([count for count, _, _ in moments], dtype=torch.float64).unsqueeze(1)
+    mean, square = ((counts * torch.stack(part).cpu()).sum(dim=0) / counts.sum() for part in list(zip(*moments, strict=True))[1:])
+    return (square - mean.square()).clamp(min=0).sqrt().tolist()

@@ -12,6 +12,7 @@ from medflare.data.splits import middle_slice
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}  # by spatial dimensions
 _NORMS = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 
+
 class _ResidualBlock(nn.Module):
     """x + norm(conv(relu(norm(conv(x))))), at constant size and width."""
 
@@ -40,8 +41,8 @@ class DomainGenerator(nn.Module):
         width: feature channels; the paper's FCN16 and FCN32.
         blocks: residual blocks.
         scale: works on the image shrunk by this factor and enlarges the perturbation again (bilinear, so still within [-1, 1]): a
-            style changes slowly over an image, and at full size (1) every weight works at every pixel, more than a slim task network
-            computes altogether.
+            style changes slowly over an image. At full size (1), the paper's, every weight works at every pixel, more than a slim task
+            network computes altogether.
         dims: spatial dimensions of the image, 2 or 3; the paper's are pictures.
     """
 
@@ -73,23 +74,30 @@ class DomainGenerator(nn.Module):
         return perturbation if self.scale == 1 else F.interpolate(perturbation, size=size, mode=linear)
 
 
-def generated(images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[float, float] | None = None) -> Tensor:
+def generated(
+    images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[float, float] | None = None, unit: Tensor | float = 1.0
+) -> Tensor:
     """x^ = x + alpha G(x) (Eq. 2): generated images; alpha = 0 returns the images themselves.
+
+    The paper's images are normalised as for ImageNet, to a standard deviation of about one. For others `unit` makes alpha count the same.
 
     Args:
         images: x, normalised as for the network, (N, C, H, W).
         perturbation: G(x), of the same shape, in [-1, 1].
         alpha: strength of the perturbation, in [0, 1].
         limits: range to clamp the result to; None leaves it as it is.
+        unit: what alpha counts, in values of x: one number, or one for each channel (C, 1, 1).
 
     Examples:
         >>> x = torch.tensor([0.5, 0.75])
         >>> generated(x, torch.ones(2), alpha=0.0), generated(x, torch.ones(2), alpha=0.5, limits=(0.0, 1.0))
         (tensor([0.5000, 0.7500]), tensor([1., 1.]))
+        >>> generated(x, torch.ones(2), alpha=0.5, unit=0.25)
+        tensor([0.6250, 0.8750])
     """
     if alpha == 0:
         return images
-    images = images + alpha * perturbation
+    images = images + alpha * unit * perturbation
     return images if limits is None else images.clamp(*limits)
 
 

@@ -23,7 +23,10 @@ class SHAHyper(FedAvgServerHyper):
     balancing: Literal["power", "softmax"] = param("power", "weights from scores: s^β, or softmax of s/T", source="Eq. 6")
     beta: float = param(1.0, "exponent of the scores; negative: the inverse", symbol="β", source="Eq. 6")
     temperature: float = param(0.1, "T of balancing=softmax", symbol="T", low=1e-6)
-    score_metric: str = param("task", "what a score is: the task's metric, another one, or exp_loss, exp(-loss)", source="Eq. 5")
+    score_metric: str = param(
+        "auto", "what a score is: auto, AUC where the task has it; task, its own metric; another one; exp_loss, exp(-loss)", source="Eq. 5"
+    )
+    centred: bool = param(True, "take out of scores what is their evaluator's own; false: plain means over the other sites", source="Eq. 5")
     score_weighting: Literal["uniform", "samples"] = param("uniform", "evaluators count equally or by validation images", source="Eq. 5")
     sha: bool = param(True, "false: one phase a round, weights as FedAvg, no history (w/o SHA)", source="Table V")
     evaluators: int = param(
@@ -49,9 +52,22 @@ class FedDAGSiteHyper(FedAvgSiteHyper):
 
     ndag: bool = param(True, "false: students learn from the original images alone (w/o NDAG)", source="Table V")
     alpha: float = param(0.3, "strength of the perturbation", symbol="α", source="Eq. 2", low=0, high=1)
+    alpha_unit: Literal["deviation", "input"] = param(
+        "deviation",
+        "what α counts: standard deviations of the site's training images, channel by channel, or the network's input as it is",
+        source="Eq. 2",
+    )
     clamp: tuple[float, float] | None = param(None, "low, high: range that generated images are clamped to", source="Eq. 2")
     m: float = param(0.1, "cap of the feature discrepancy 1 - cos; 2: none", symbol="m", source="Eq. 1", low=0)
     cap: Literal["instance", "batch"] = param("instance", "what the cap works on: each image, or the mean of the batch", source="Eq. 1")
+    normalisation: Literal["batch", "running"] = param(
+        "batch",
+        "while G learns, and for the teacher's features: by the batch, as the student trains, or by running statistics",
+        source="Eq. 1",
+    )
+    statistics: Literal["originals", "both"] = param(
+        "originals", "whose batches move the student's running statistics: the originals', or the generated images' too", source="Eq. 4"
+    )
     classifier: Literal["student", "teacher", "both"] = param("student", "who classifies generated images", source="Eq. 3")
     train_on: Literal["both", "generated", "perturbation"] = param(
         "both",
@@ -80,7 +96,7 @@ class FedDAGSiteHyper(FedAvgSiteHyper):
     sam_rho: float = param(0.0, "FedSAM: length of the student's ascent step on every batch; 0: none", symbol="ρ", source="Fig. 9", low=0)
     generator_width: int = param(16, "the generator's feature channels (FCN16, FCN32)", source="Table VII", low=1)
     generator_blocks: int = param(3, "the generator's residual blocks", low=0)
-    generator_scale: int = param(4, "the generator sees images shrunk by this factor; 1: full size, dear beside a slim network", low=1)
+    generator_scale: int = param(1, "the generator sees images shrunk by this factor; 4 is cheaper, for smooth perturbations alone", low=1)
     generator_lr: float | None = param(None, "the generator's learning rate; none: the model's", low=0)
     pictures: int = param(4, "generated images that each site shows in its own report; they stay there", source="Fig. 4", low=0)
 

@@ -28,6 +28,7 @@ PERTURBED = Entry(
     "the site's model moved along its last batch's gradient (whose direction it reveals), for other sites to score",
     when=lambda plan: _perturbs(plan.server_hyper),
 )
+_RANKING = "auc_macro"
 CANDIDATE = Entry("candidate/")  # the model of another site, to be scored
 SCORES = Fact("scores", "site -> score of its model on this site's validation images", table(number(optional=True)))
 
@@ -60,7 +61,7 @@ class ScoredSite(SiteHalf[Any]):
             return
         if is_private(hyper) and server_hyper.perturbs:
             raise ConfigError("dp_noise: the perturbed model shows the direction of a gradient without noise; set rho=0 (CEA)")
-        known = ("task", "exp_loss", *selection_metrics(task.kind))
+        known = ("auto", "task", "exp_loss", *selection_metrics(task.kind))
         if server_hyper.score_metric not in known:
             raise ConfigError(no_such("score_metric", server_hyper.score_metric, known, f"a {task.kind} task"))
 
@@ -100,7 +101,7 @@ class ScoredSite(SiteHalf[Any]):
         model = self.network("model", state).eval()
         if self.asked.score_metric == "exp_loss":
             return self._exp_loss(model)
-        metric = self.site.task.metric if self.asked.score_metric == "task" else self.asked.score_metric
+        metric = score_metric(self.site.task, self.asked)
         return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
     @torch.no_grad()
@@ -110,6 +111,21 @@ class ScoredSite(SiteHalf[Any]):
             total += self.site.loss(model(images), targets).item() * len(images)
             seen += len(images)
         return math.exp(-total / seen) if seen else None
+
+
+def score_metric(task: TaskConfig, hyper: SHAHyper) -> str:
+    """The metric that scores are, where they are no loss.
+
+    "auto" is AUC for classification. A model's F1 of a site's images is often that of one constant answer, the same for every model;
+    AUC still tells how well it ranks them.
+
+    Args:
+        task: gives the kind and its own metric.
+        hyper: gives `score_metric`.
+    """
+    if hyper.score_metric == "auto":
+        return _RANKING if _RANKING in selection_metrics(task.kind) else task.metric
+    return task.metric if hyper.score_metric == "task" else hyper.score_metric
 
 
 def _perturbs(server_hyper: Any) -> bool:

@@ -12,7 +12,10 @@ from medflare.methods.feddag.site import GENERATOR, STUDENT
 
 
 class FedDAGServer(SHAServer[FedDAGServerHyper]):
-    """SHA with a warm-up of FedAvg rounds; the generator (and the global student of type 2) are averaged along with the model."""
+    """SHA with a warm-up of FedAvg rounds, whose models are never delivered.
+
+    The generator (and the global student of type 2) are averaged along with the model.
+    """
 
     Hyper: ClassVar[type] = FedDAGServerHyper
     site_hyper: ClassVar[type] = FedDAGSiteHyper

@@ -22,6 +22,7 @@ from medflare.methods.base import ServerContext, SiteHalf, Step, site_models
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import GLOBAL, MODEL
 from medflare.methods.feddag.formulas import (
+    centred_scores,
     choose_evaluators,
     generalization_scores,
     soft_balancing_weights,
@@ -119,6 +120,7 @@ class SHAServer(FedAvgServer[K]):
     aggregation_class: ClassVar[type[Aggregation[Any]]] = HierarchicalAggregation
     aggregation: HierarchicalAggregation
     site_extension: ClassVar[type[SiteHalf[Any]] | None] = ScoredSite
+    warmup: int = 0  # first rounds without SHA, whose models are not offered for delivery
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
@@ -175,7 +177,8 @@ class SHAServer(FedAvgServer[K]):
             self.context.note(score=self.aggregation.scores, weight=self.aggregation.weights)
             self._conclude(model, self.aggregation.weights)
             return
-        self.best.hold(replies, "global", step.round, self.model)
+        if step.round > self.warmup:  # as many rounds are behind the model; those of a warm-up are FedAvg's
+            self.best.hold(replies, "global", step.round, self.model)
         if step.phase != "validate":
             self.candidates = {site: dict(reply.states) for site, reply in replies.items()}
             if not (self.hyper.sha and step.phase == "train"):
@@ -200,7 +203,8 @@ class SHAServer(FedAvgServer[K]):
             counts[column] = self.context.site_counts.get(site, {}).get("n", {}).get("validation", 0)
             for row, other in enumerate(sites):
                 metrics[row, column] = self._checked(given.get(other), other, site, round)
-        scores = generalization_scores(metrics, counts if self.hyper.score_weighting == "samples" else None)
+        formula = centred_scores if self.hyper.centred else generalization_scores
+        scores = formula(metrics, counts if self.hyper.score_weighting == "samples" else None)
         for site, value in zip(sites, scores.tolist(), strict=True):
             if math.isnan(value) and len(sites) > 1:
                 text = "no other site could score this model; it counts as an average one"

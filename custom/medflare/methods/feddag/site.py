@@ -15,7 +15,7 @@ from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite
 from medflare.methods.feddag.formulas import ema_decay
-from medflare.methods.feddag.generation import AdversarialGeneration, build_generator, initial_generator
+from medflare.methods.feddag.generation import AdversarialGeneration, build_generator, channel_deviations, initial_generator
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.scoring import ScoredSite
@@ -73,6 +73,16 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         """The site's generator network; its weights come with every round."""
         return initial_generator(self.site.task, self.site.seed, self.hyper).to(self.site.device)
 
+    @property
+    def unit(self) -> Tensor | float:
+        """What α counts: deviations of the training images as the network sees them, by channel (C, 1, 1), which stay here; or 1."""
+        if self.hyper.alpha_unit == "input":
+            return 1.0
+        if "deviations" not in self.memory.facts:
+            self.memory.facts["deviations"] = channel_deviations(batch.images for batch in self.site.ordered("train"))
+        deviations = torch.tensor(self.memory.facts["deviations"], dtype=torch.float32, device=self.site.device)
+        return deviations.view(-1, *[1] * self.site.task.spatial_dims)
+
     def warm_up(self, round: int, incoming: Message) -> Message:
         """A round of FedAvg."""
         return FedAvgSite.train(self, round, incoming)
@@ -108,7 +118,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         if GENERATOR in incoming.states:
             self.generator.load_state_dict(incoming.states[GENERATOR])
         networks = self.network("model", student), self.network("teacher", teacher)
-        self._generation = AdversarialGeneration(self.site, self.hyper, *networks, self.generator)
+        self._generation = AdversarialGeneration(self.site, self.hyper, *networks, self.generator, self.unit if self.hyper.ndag else 1.0)
         return self._generation
 
     def _epochs(self, generation: AdversarialGeneration, round: int) -> dict[str, float]:
@@ -134,7 +144,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             return super().perturbation_loss(model, batch)
         generation = cast(AdversarialGeneration, self._generation)  # `train` has just made it
         x_hat, reference = generation.student_images(batch.images), generation.reference(batch.images)
-        return generation.student_losses(cast(FeatureNetwork, model), batch.images, x_hat, batch.targets, reference)["student"]
+        with generation.as_in_training(model):
+            return generation.student_losses(cast(FeatureNetwork, model), batch.images, x_hat, batch.targets, reference)["student"]
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
         """Some of the site's training images, what the final generator adds to them, and the sums; none without Pillow to store them."""
@@ -144,5 +155,5 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         self.generator.load_state_dict(incoming.states[GENERATOR])
         with torch.no_grad():
             perturbations = self.generator(images.to(self.site.device)).cpu()
-        x_hat = generated(images, perturbations, self.hyper.alpha, self.hyper.clamp)
+        x_hat = generated(images, perturbations, self.hyper.alpha, self.hyper.clamp, torch.as_tensor(self.unit).cpu())
         return {"generated": picture_grid(images, perturbations, x_hat)}

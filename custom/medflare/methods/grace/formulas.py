@@ -21,6 +21,7 @@ Granularity = Literal["total", "split", "reweight"]
 NegativeRule = Literal["shift", "clip", "none"]
 CoralForm = Literal["domainbed", "deep_coral"]
 MMDKernel = Literal["mixture", "dan"]
+Inner = Literal["optimizer", "sgd"]
 
 _FLOOR = 1e-3  # consistency that the shift and clip rules leave to the least consistent site
 _EQUAL = 1e-6  # consistencies closer than this say nothing about who is more consistent

@@ -9,7 +9,7 @@ from medflare.core.settings import STRICT
 from medflare.methods.base import SiteHyper
 from medflare.methods.fedavg.server import FedAvgServerHyper
 from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.methods.grace.formulas import CoralForm, Granularity, MMDKernel, NegativeRule
+from medflare.methods.grace.formulas import CoralForm, Granularity, Inner, MMDKernel, NegativeRule
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -26,7 +26,6 @@ class AdaptationHyper(SiteHyper):
 class LocalModelHyper(AdaptationHyper, FedAvgSiteHyper):
     """What every half has whose site uses its local model."""
 
-    reset_optimizer: bool = param(False, "start every round with a fresh optimizer; false keeps its moments at the site", source="code")
     batch_norm: Literal["average", "local"] = param(
         "average", "local keeps BatchNorm's entries at the site, as FedBN", source="Table 1"
     )
@@ -44,8 +43,15 @@ class GraceSiteHyper(LocalModelHyper):
     )
     beta: float = param(1.0, "weight of the alignment", symbol="β", source="Eq. 2", low=0)
     warmup: int = param(0, "rounds before the alignment sets in", source="code", low=0)
-    inner_rate: float | None = param(None, "rate of the meta-train step; none: the task's learning rate", symbol="η", source="Eq. 1", low=0)
-    second_order: bool = param(False, "differentiate through the meta-train step", source="Sec. 2.2")
+    reference: Literal["batch", "running"] = param(
+        "batch",
+        "the frozen global model's features: normalised by the batch, as the local ones, or by running statistics",
+        source="Eq. 2",
+    )
+    inner: Inner = param("optimizer", "the meta-train step: one of the task's optimizer, or a plain gradient step", source="Eq. 1")
+    inner_rate: float | None = param(None, "rate of inner=sgd; none: the task's learning rate", symbol="η", source="Eq. 1", low=0)
+    swap: bool = param(True, "each half of a batch is meta-test once; false: the first half is meta-train alone", source="Sec. 2.2")
+    second_order: bool = param(False, "differentiate through the step of inner=sgd", source="Sec. 2.2")
     adam_plus_sgd: bool = param(False, "both steps are one of the optimizer and a plain one of the same rate", source="code")
     coral_form: CoralForm = param("domainbed", "CORAL with means, or as in Deep CORAL", source="Eq. 2")
     mmd_kernel: MMDKernel = param("mixture", "seven fixed Gaussian kernels, or five around the mean distance", source="Eq. 2")

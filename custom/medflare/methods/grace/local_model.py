@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from medflare.core.manifest import Fact, Phase, number
+from medflare.core.manifest import Fact, Phase, number, table
 from medflare.core.message import Message
 from medflare.core.rng import derived_seed
 from medflare.data.sites.site import Site
@@ -19,6 +19,7 @@ from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite
 from medflare.methods.grace.formulas import a_distance
 from medflare.methods.grace.hyper import LocalModelHyper
+from medflare.methods.grace.two_step import Penalty, train_two_steps
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
@@ -26,6 +27,7 @@ from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 
 A_DISTANCE = Fact("a_distance", "between global and local features", number(optional=True))
+STEPS = Fact("steps", "mean length of two-step training's inner and outer step", table(number(0, optional=True)))
 
 H = TypeVar("H", bound=LocalModelHyper)
 
@@ -33,12 +35,13 @@ H = TypeVar("H", bound=LocalModelHyper)
 class LocalModelSite(FedAvgSite[H]):
     """FedAvg's site half that keeps its local model of the best round by its own validation images.
 
-    Facts beside FedAvg's: `validation["personal"]`, of the local model after training, and `a_distance` where asked for.
+    Facts beside FedAvg's: `validation["personal"]`, of the local model after training; `a_distance` where asked for; `steps` of training
+    in two steps.
     """
 
     Hyper: ClassVar[type] = LocalModelHyper
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY, A_DISTANCE)),
+        Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY, A_DISTANCE, STEPS)),
         VALIDATE,
     )
     batch_norm = Kept("batch_norm")
@@ -46,6 +49,7 @@ class LocalModelSite(FedAvgSite[H]):
     def __init__(self, site: Site, plan: Plan[H, Any]):
         super().__init__(site, plan)
         self.personal = Best(self.memory, "personal")
+        self._steps: dict[str, float | None] | None = None
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: H, server_hyper: Any) -> None:
@@ -57,6 +61,7 @@ class LocalModelSite(FedAvgSite[H]):
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training; the local model is measured, offered as the personal one and, where asked for, probed (A-distance)."""
         start = {**incoming.states[GLOBAL], **(self.batch_norm or {})}
+        self._steps = None
         reply = super().train(round, Message({GLOBAL: start}, incoming.facts))
         state = reply.states[MODEL]
         local = self.network("model", state)
@@ -67,7 +72,16 @@ class LocalModelSite(FedAvgSite[H]):
             self.batch_norm = LocalPart.of_batch_norm(local).kept(state)
         if self.hyper.probe:
             reply.facts[A_DISTANCE] = self._a_distance(self.frozen(start), local, round)
+        if self._steps is not None:
+            reply.facts[STEPS] = self._steps
         return reply
+
+    def two_steps(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int, penalty: Penalty | None = None, **options: Any
+    ) -> float:
+        """`train_two_steps`, whose options these are; the lengths of its steps go into the reply. Returns the mean meta-loss."""
+        loss, self._steps = train_two_steps(model, optimizer, self.site, round, penalty, **options)
+        return loss
 
     def _a_distance(self, shared: FeatureNetwork, local: FeatureNetwork, round: int) -> float | None:
         seed = derived_seed(self.site.seed, self.site.name, round, "probe") % 2**32

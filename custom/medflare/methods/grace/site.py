@@ -5,7 +5,7 @@ plus beta times the distance between its features under the frozen global model 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +19,8 @@ from medflare.methods.base import Kept
 from medflare.methods.grace.formulas import adversarial, coral, mmd, reversal_ramp
 from medflare.methods.grace.hyper import GraceSiteHyper
 from medflare.methods.grace.local_model import LocalModelSite
-from medflare.methods.grace.two_step import Penalty, train_two_steps
+from medflare.methods.grace.two_step import Penalty
+from medflare.methods.parts.normalisation import batch_statistics
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 
@@ -36,14 +37,19 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: GraceSiteHyper, server_hyper: Any) -> None:
-        """Refuse a second-order update with the published code's pair of steps.
+        """Refuse settings of the meta-train step that exclude each other.
 
         Raises:
-            ConfigError: `adam_plus_sgd` with `second_order`.
+            ConfigError: `adam_plus_sgd` with a plain or a second-order meta-train step, or what belongs to a plain one without it.
         """
         super().check(task, hyper, server_hyper)
-        if hyper.adam_plus_sgd and hyper.second_order:
-            raise ConfigError("adam_plus_sgd knows a first-order update only; set second_order=false or adam_plus_sgd=false")
+        plain = hyper.inner == "sgd"
+        if hyper.adam_plus_sgd and (plain or hyper.second_order):
+            raise ConfigError("adam_plus_sgd takes the optimizer's own step, first order; set inner=optimizer second_order=false")
+        if hyper.second_order and not plain:
+            raise ConfigError("second_order differentiates through a plain gradient step; set inner=sgd, or second_order=false")
+        if hyper.inner_rate is not None and not plain:
+            raise ConfigError("inner_rate is the rate of a plain gradient step; set inner=sgd, or leave inner_rate out")
 
     @classmethod
     def needs_features(cls, hyper: GraceSiteHyper) -> bool:
@@ -68,11 +74,14 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
 
     def _two_steps(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int, penalty: Penalty | None = None) -> float:
         hyper = self.hyper
-        options = {"second_order": hyper.second_order, "adam_plus_sgd": hyper.adam_plus_sgd}
-        return train_two_steps(model, optimizer, self.site, round, penalty, rate=hyper.inner_rate, **options)
+        options = {"inner": hyper.inner, "second_order": hyper.second_order, "adam_plus_sgd": hyper.adam_plus_sgd, "swap": hyper.swap}
+        return self.two_steps(model, optimizer, round, penalty, rate=hyper.inner_rate, **options)
 
     def aligned(self, shared: FeatureNetwork, distance: Penalty, round: int) -> Penalty:
         """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2; nothing for a single row, which has no distribution to align.
+
+        Both models normalise by the same batch, or their distance would be that of two modes of batch normalisation: on the running
+        statistics of a model, CORAL between the model and itself is most of what it is between the models that are to be aligned.
 
         Args:
             shared: the frozen global model.
@@ -85,7 +94,7 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
         generator = torch_generator(self.site.seed, self.site.name, round, "pixels")
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), batch_statistics(shared) if self.hyper.reference == "batch" else nullcontext():
                 reference, _ = shared.features_and_output(images)
             x, y = feature_rows(reference, features, self.hyper.align_pixels, generator)
             return self.hyper.beta * distance(x, y) if len(x) > 1 else y.new_zeros(())

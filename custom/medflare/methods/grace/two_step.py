@@ -1,15 +1,16 @@
 """GRACE's way of local training: meta-train on one half of every batch, meta-update with the other (MICCAI 2023, Sec. 2.2)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import get_total_norm
 
 from medflare.data.sites.site import Site
-from medflare.methods.grace.formulas import gradients_of, meta_trained
-from medflare.methods.parts.training import train_epochs
+from medflare.methods.grace.formulas import Inner, gradients_of, meta_trained
+from medflare.methods.parts.training import finite_or_none, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
 
 _SMALLEST_CUT = 4  # both halves then hold two images, without which BatchNorm and covariances are undefined
@@ -25,32 +26,85 @@ def train_two_steps(
     round: int,
     penalty: Penalty | None = None,
     *,
+    inner: Inner = "optimizer",
     rate: float | None = None,
     second_order: bool = False,
     adam_plus_sgd: bool = False,
-) -> float:
-    """One round of local training in place; returns the mean meta-loss (Eq. 2).
+    swap: bool = True,
+) -> tuple[float, dict[str, float | None]]:
+    """One round of local training in place.
 
     Args:
         model: trained in place.
         optimizer: takes the meta-update's gradient.
         site: gives batches and the task's loss.
         round: 0-based, a key of batches and dropout.
-        penalty: weighted alignment loss of the second half's features; None for none.
-        rate: eta of the meta-train step, a plain gradient step; None: the optimizer's learning rate.
-        second_order: differentiate through the meta-train step.
+        penalty: weighted alignment loss of the meta-test half's features; None for none.
+        inner: the meta-train step: "optimizer", one of the optimizer from its moments as they are, which it leaves as they are; "sgd", a
+            plain gradient step.
+        rate: eta of a plain meta-train step; None: the optimizer's learning rate.
+        second_order: differentiate through a plain meta-train step.
         adam_plus_sgd: both steps are a step of the optimizer and a plain one of the same rate, as in the published code, where
             meta-train therefore leaves its mark in the optimizer's moments.
+        swap: each half of a batch is meta-test once, see `roles`.
+
+    Returns:
+        (mean meta-loss of Eq. 2, how far a step goes on average: "inner", ||theta' - theta||, and "outer", the optimizer's own).
     """
     eta = float(optimizer.param_groups[0]["lr"]) if rate is None else rate
+    lengths = StepLengths(model)
 
     def adapt(parameters: Parameters, task_loss: Callable[[Parameters], Tensor]) -> dict[str, Tensor]:
-        if adam_plus_sgd:
-            return stepped(parameters, task_loss, optimizer)
-        return meta_trained(parameters, task_loss, eta, second_order)
+        if inner == "sgd":
+            adapted = meta_trained(parameters, task_loss, eta, second_order)
+        else:
+            with nullcontext() if adam_plus_sgd else unremembered(optimizer):
+                adapted = stepped(parameters, task_loss, optimizer)
+        lengths.adapted(list(adapted.values()))
+        return adapted
+
+    meta_loss = MetaLoss(model, site, penalty, adapt, swap)
+
+    def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        lengths.arrived()
+        return meta_loss(network, images, targets)
 
     with plain_step_too(optimizer) if adam_plus_sgd else nullcontext():
-        return train_epochs(model, optimizer, site, round, "model", loss=MetaLoss(model, site, penalty, adapt))
+        mean = train_epochs(model, optimizer, site, round, "model", loss=loss)
+    lengths.arrived()
+    return mean, lengths.means()
+
+
+class StepLengths:
+    """How far meta-train and the optimizer move the weights, in the weights' own units.
+
+    Args:
+        model: whose trainable weights are watched.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._weights = trainable(model)
+        self._origin: list[Tensor] | None = None
+        self._lengths: dict[str, list[Tensor]] = {"inner": [], "outer": []}
+
+    def arrived(self) -> None:
+        """The weights are where a batch begins, or the last one has ended."""
+        if self._origin is not None:
+            self._note("outer", self._weights)
+        self._origin = [weight.detach().clone() for weight in self._weights]
+
+    def adapted(self, weights: Sequence[Tensor]) -> None:
+        """Meta-train has gone from the weights of the batch's beginning to these."""
+        self._note("inner", weights)
+
+    @torch.no_grad()
+    def _note(self, step: str, weights: Sequence[Tensor]) -> None:
+        moves = [weight - origin for weight, origin in zip(weights, self._origin or (), strict=True)]
+        self._lengths[step].append(get_total_norm(moves))
+
+    def means(self) -> dict[str, float | None]:
+        """Mean length by kind of step; None where there was none, or one that is not finite."""
+        return {step: finite_or_none(torch.stack(found).mean().item()) if found else None for step, found in self._lengths.items()}
 
 
 class MetaLoss:
@@ -60,16 +114,21 @@ class MetaLoss:
         network: holds theta.
         site: gives the task loss.
         penalty: see `train_two_steps`.
-        adapt: (theta, loss on the first half) -> theta', differentiable by theta.
+        adapt: (theta, loss on the meta-train half) -> theta', differentiable by theta.
+        swap: see `roles`.
     """
 
-    def __init__(self, network: FeatureNetwork, site: Site, penalty: Penalty | None, adapt: Callable[..., Parameters]):
+    def __init__(self, network: FeatureNetwork, site: Site, penalty: Penalty | None, adapt: Callable[..., Parameters], swap: bool = False):
         self.model = _WithFeatures(network)
         self.parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.site, self.penalty, self.adapt = site, penalty, adapt
+        self.site, self.penalty, self.adapt, self.swap = site, penalty, adapt, swap
 
     def __call__(self, _network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-        first, second = halves(len(images))
+        losses = [self._of(images, targets, first, second) for first, second in roles(len(images), self.swap)]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _of(self, images: Tensor, targets: Tensor, first: slice, second: slice) -> Tensor:
+        """The meta-loss on the rows `second` after meta-train on the rows `first`."""
 
         def task_loss(parameters: Parameters) -> Tensor:
             _, logits = functional_call(self.model, dict(parameters), (images[first],))
@@ -102,8 +161,24 @@ def halves(count: int) -> tuple[slice, slice]:
     return (slice(count // 2), slice(count // 2, None)) if count >= _SMALLEST_CUT else (slice(None), slice(None))
 
 
+def roles(count: int, swap: bool) -> list[tuple[slice, slice]]:
+    """The (meta-train, meta-test) parts of a batch: once by position, or with `swap` a second time with the parts exchanged.
+
+    The paper takes a gradient from one half of its images alone. Exchanged, the update is the mean of both meta-losses' gradients: it
+    rests on every image, as one plain step on the whole batch does, at twice the passes.
+
+    Examples:
+        >>> roles(8, swap=False), len(roles(8, swap=True)), len(roles(3, swap=True))  # the parts of a small batch are the same
+        ([(slice(None, 4, None), slice(4, None, None))], 2, 1)
+    """
+    first, second = halves(count)
+    return [(first, second), (second, first)] if swap and first != second else [(first, second)]
+
+
 def stepped(parameters: Parameters, task_loss: Callable[[Parameters], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """theta' by a step of the optimizer itself, which keeps its trace in the moments, as a function of theta (first order).
+    """theta' by a step of the optimizer itself, as a function of theta (Eq. 1 with the optimizer's step, first order).
+
+    The step leaves its trace in the optimizer's moments, unless it is taken inside `unremembered`.
 
     Args:
         parameters: theta by name; leaves that the optimizer steps, left as they were.
@@ -123,6 +198,20 @@ def stepped(parameters: Parameters, task_loss: Callable[[Parameters], Tensor], o
         for name, parameter in parameters.items():
             parameter.copy_(origin[name])
     return {name: parameter + moves[name] for name, parameter in parameters.items()}
+
+
+@contextmanager
+def unremembered(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Steps of the optimizer inside start from its moments, and leave these as they were."""
+    before = {
+        weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}
+        for weight, slots in optimizer.state.items()
+    }
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(before)
 
 
 @contextmanager

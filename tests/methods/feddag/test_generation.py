@@ -1,0 +1,214 @@
+"""NDAG's two stages on a batch: what each moves, what it normalises by, how strong a perturbation is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.hyper import build_hyper
+from medflare.core.message import Message
+from medflare.core.states import StateDict, copy_state
+from medflare.data.splits import Batch
+from medflare.methods.feddag.formulas import discrepancy, instance_discrepancy
+from medflare.methods.feddag.generation import AdversarialGeneration, channel_deviations, initial_generator, sharpness_aware_step
+from medflare.methods.feddag.hyper import FedDAGSiteHyper
+from medflare.methods.feddag.site import FedDAGSite
+from medflare.methods.parts.normalisation import batch_statistics, still_statistics
+from medflare.networks.features import pooled
+from medflare.tasks.config import TaskConfig
+from methods import squares
+from small import stacked
+
+
+def weights(module: nn.Module) -> StateDict:
+    return copy_state(module.state_dict())
+
+
+@pytest.fixture
+def generation() -> Callable[..., AdversarialGeneration]:
+    """Makes student, teacher and generator of a fresh site with some settings."""
+
+    def make(task: TaskConfig = squares.SEGMENTATION, **hyper: Any) -> AdversarialGeneration:
+        site, settings = squares.site(task=task), build_hyper(FedDAGSiteHyper, hyper)
+        networks = site.network(), site.network()
+        return AdversarialGeneration(site, settings, *networks, initial_generator(site.task, site.seed, settings))
+
+    return make
+
+
+def first_batch(generation: AdversarialGeneration) -> Batch:
+    return next(generation.site.batches("train", 0, "model", 0))
+
+
+class TestStages:
+    def test_generator_moves_away_from_the_teacher_within_the_task(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        """Stage 1 lowers its own objective, and moves nothing but the generator."""
+        dag = generation(m=2.0)
+        images, targets, _ = first_batch(dag)
+        reference = dag.reference(images)
+
+        def objective() -> float:
+            with torch.no_grad(), batch_statistics(dag.student.eval()):
+                features, logits = dag.student.features_and_output(images + 0.3 * dag.generator(images))
+            return (dag.site.loss(logits, targets) - discrepancy(reference, pooled(features), 2.0)).item()
+
+        before, frozen = objective(), (weights(dag.student), weights(dag.teacher))
+        for _ in range(20):
+            dag._generator_step(images, targets, reference)
+        assert objective() < before
+        assert squares.equal(weights(dag.student), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
+        assert all(parameter.grad is None for network in (dag.student, dag.teacher) for parameter in network.parameters())
+
+    def test_capped_images_stop_pulling_one_by_one_or_all_at_once(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        """With the cap between the images' discrepancies the two readings of Eq. 1 train the generator differently."""
+        batch = first_batch(generation(alpha=1.0))
+        probe = generation(alpha=1.0)
+        with torch.no_grad(), batch_statistics(probe.student.eval()):
+            features = pooled(probe.student.features_and_output(probe.student_images(batch.images))[0])
+        m = instance_discrepancy(probe.reference(batch.images), features).median().item()
+        moved = {}
+        for cap in ("instance", "batch"):
+            dag = generation(alpha=1.0, cap=cap, m=m)
+            losses = dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
+            assert losses["discrepancy"].item() <= m + 1e-9
+            moved[cap] = weights(dag.generator)
+        assert not squares.equal(moved["instance"], moved["batch"])
+
+    def test_student_comes_closer_on_fixed_generated_images(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        """Stage 2 lowers L_S, and moves nothing but the student."""
+        dag = generation(alpha=1.0)
+        images, targets, _ = first_batch(dag)
+        reference, frozen = dag.reference(images), (weights(dag.generator), weights(dag.teacher))
+        losses = [dag._student_step(images, targets, reference)["student"].item() for _ in range(20)]
+        assert losses[-1] < losses[0]
+        assert squares.equal(weights(dag.generator), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
+        assert not squares.equal(weights(dag.student), weights(dag.teacher))
+
+    def test_frozen_passes_move_no_running_statistics(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        dag = generation()
+        images, targets, _ = first_batch(dag)
+        dag._generator_step(images, targets, dag.reference(images))
+        for network in (dag.student, dag.teacher):
+            assert all(int(tensor) == 0 for name, tensor in network.state_dict().items() if name.endswith("num_batches_tracked"))
+        dag._student_step(images, targets, dag.reference(images))
+        counts = [int(tensor) for name, tensor in dag.student.state_dict().items() if name.endswith("num_batches_tracked")]
+        assert set(counts) == {1}  # original images
+
+    @pytest.mark.parametrize("train_on", ["both", "generated", "perturbation"])
+    @pytest.mark.parametrize("sam_rho", [0.0, 0.1])
+    def test_running_statistics_hold_no_generated_image(
+        self, generation: Callable[..., AdversarialGeneration], train_on: str, sam_rho: float
+    ) -> None:
+        """They are what a pass of the originals leaves, bit for bit; before, a pass of the generated ones was among them."""
+
+        def statistics(network: nn.Module) -> StateDict:
+            return {name: tensor for name, tensor in weights(network).items() if "running" in name}
+
+        found = {}
+        for kind in ("originals", "both"):
+            dag = generation(alpha=1.0, train_on=train_on, sam_rho=sam_rho, statistics=kind)
+            clean, batch = dag.site.network().train(), first_batch(dag)
+            clean(batch.images)
+            dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
+            dag._student_step(batch.images, batch.targets, dag.reference(batch.images))
+            found[kind] = squares.equal(statistics(dag.student), statistics(clean))
+        assert found == {"originals": True, "both": False}
+
+    @pytest.mark.parametrize("kind", ["segmentation", "classification"])
+    def test_the_attack_is_the_same_in_both_stages(self, generation: Callable[..., AdversarialGeneration], kind: str) -> None:
+        """1 - cos of a generated image is for the generator what it is for the student that trains; in evaluation mode it was not."""
+        task = squares.task(kind)
+        if kind == "classification":
+            task = squares.task(kind, network={**task.network, "batch_norm": True})
+        gaps = {}
+        for normalisation in ("batch", "running"):
+            dag = generation(task, alpha=1.0, m=2.0, generator_lr=0.0, normalisation=normalisation)
+            for batch in dag.site.batches("train", 0, "model", 0):  # a student with statistics of its own
+                dag.step(batch, 0.5)
+            images, targets, _ = first_batch(dag)
+            reference = dag.reference(images)
+            attacked = dag._generator_step(images, targets, reference)["discrepancy"]  # with a rate of 0 the generator stays
+            gaps[normalisation] = abs((attacked - dag._student_step(images, targets, reference)["similarity"]).item())
+        assert gaps["batch"] == pytest.approx(0, abs=1e-6) and gaps["running"] > 1e-4
+
+    def test_equal_networks_give_equal_images_equal_features(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        for normalisation, equal in (("batch", True), ("running", False)):
+            dag = generation(alpha=0.0, normalisation=normalisation)
+            images, targets, _ = first_batch(dag)
+            similarity = dag._student_step(images, targets, dag.reference(images))["similarity"].item()
+            assert (similarity < 1e-6) is equal
+
+    def test_teacher_follows_the_student(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        dag = generation()
+        start = weights(dag.teacher)
+        dag.step(first_batch(dag), 0.75)
+        for name, tensor in weights(dag.teacher).items():
+            if tensor.is_floating_point():
+                torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * dag.student.state_dict()[name])
+
+    def test_no_strength_leaves_images_and_generator_alone(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        dag = generation(alpha=0.0)
+        images = first_batch(dag).images
+        assert torch.equal(dag.student_images(images), images)
+        before = weights(dag.generator)
+        assert "discrepancy" not in dag.step(first_batch(dag), 0.9)
+        assert squares.equal(weights(dag.generator), before)
+
+    def test_bare_perturbations_replace_the_images(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        dag = generation(train_on="perturbation", alpha=0.5)
+        images = first_batch(dag).images
+        torch.testing.assert_close(dag.student_images(images), 0.5 * dag.generator(images).detach())
+
+    def test_clamped_images_stay_in_range(self, generation: Callable[..., AdversarialGeneration]) -> None:
+        images = generation(alpha=1.0, clamp=(0.0, 0.4))
+        found = images.student_images(first_batch(images).images)
+        assert found.min() >= 0 and found.max() <= 0.4
+
+
+class TestStrength:
+    def test_deviations_by_hand(self) -> None:
+        """Over all pixels of all images, whatever the batches; a constant channel has none."""
+        images = torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 0.0]).view(2, 1, 1) + 5
+        found = channel_deviations([images[:5], images[5:]])
+        assert found == pytest.approx([images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6)
+        assert channel_deviations([torch.ones(1, 1, 1, 1)]) == [0.0]
+
+    def test_strength_counts_deviations_of_the_site_own_images(self) -> None:
+        """The same images on another scale are perturbed as much for their contrast, and no image is told."""
+        half = squares.half(FedDAGSite)
+        deviation, images = half.unit, stacked(half.site.data.train).images
+        assert deviation.shape == (1, 1, 1) and deviation.item() == pytest.approx(images.std(correction=0).item())
+        assert half.memory.facts["deviations"] == pytest.approx([deviation.item()])
+        assert squares.half(FedDAGSite, alpha_unit="input").unit == 1.0
+        reply = half.perform("train", 0, Message({"model": squares.start()}))
+        assert "deviations" not in reply.facts
+
+    @pytest.mark.parametrize("train_on", ["both", "perturbation"])
+    def test_unit_scales_the_perturbation(self, train_on: str) -> None:
+        half = squares.half(FedDAGSite, train_on=train_on, alpha=0.5)
+        dag = half._begin(Message({"model": squares.start()}))
+        images = first_batch(dag).images
+        expected = 0.5 * half.unit * dag.generator(images).detach() + (images if train_on == "both" else 0)
+        torch.testing.assert_close(dag.student_images(images), expected)
+
+
+class TestSharpnessAwareStep:
+    def test_gradient_is_taken_uphill(self) -> None:
+        """L = w^2 / 2 at w = 1: ε = ρ, so the gradient is 1 + ρ and a step of 0.1 ends at 1 - 0.1 (1 + ρ)."""
+        model = torch.nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharpness_aware_step(model, optimizer, lambda: model.weight.square().sum() / 2, 0.5)
+        assert model.weight.item() == pytest.approx(0.85)
+
+    def test_second_pass_leaves_running_statistics(self) -> None:
+        model = torch.nn.BatchNorm1d(2)
+        images = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        sharpness_aware_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: model(images).square().mean(), 0.1)
+        assert model.num_batches_tracked == 1
+        with still_statistics(model):
+            model(images)
+        assert model.num_batches_tracked == 1 and model.track_running_stats

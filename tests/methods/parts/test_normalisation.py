@@ -1,0 +1,48 @@
+"""A network that normalises by the batch at hand and remembers nothing of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from medflare.core.states import copy_state
+from medflare.methods.parts.normalisation import batch_statistics, still_statistics
+from methods import squares
+
+
+def network() -> nn.Sequential:
+    without = nn.BatchNorm1d(2, track_running_stats=False)
+    return nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.InstanceNorm1d(2)), nn.Dropout(0.5), without)
+
+
+IMAGES = 3 + torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_and_statistics_are_given_back(training: bool) -> None:
+    model = network().train(training)
+    before, modes = copy_state(model.state_dict()), [layer.training for layer in model.modules()]
+    with batch_statistics(model):
+        first = model[0](IMAGES)
+        assert model[2].training is training  # dropout goes on as it was
+    torch.testing.assert_close(first.mean(dim=0), torch.zeros(2), rtol=0, atol=1e-5)
+    assert squares.equal(copy_state(model.state_dict()), before) and [layer.training for layer in model.modules()] == modes
+    assert model[0].track_running_stats and not model[3].track_running_stats
+
+
+def test_still_statistics_change_no_mode() -> None:
+    model = nn.BatchNorm1d(2)
+    with still_statistics(model):
+        model.eval()
+        torch.testing.assert_close(model(IMAGES), IMAGES / (1 + model.eps) ** 0.5)  # its running statistics, as they came
+        model.train()
+        model(IMAGES)
+    assert model.num_batches_tracked == 0
+    model(IMAGES)
+    assert model.num_batches_tracked == 1
+
+
+def test_an_error_inside_changes_nothing() -> None:
+    model = network().eval()
+    with pytest.raises(RuntimeError), batch_statistics(model):
+        raise RuntimeError
+    assert model[0].track_running_stats and not model[0].training
