@@ -1,6 +1,6 @@
 """What one lying site of three does to the honest ones: eight attacks on FedAvg, robust means and each paper's method.
 
-    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--methods fedavg,robust,fedsm,prr,grace,iop_fl,feddag] [--out attacks.json]
+    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--suspects used] [--out attacks.json]
 
 Every run is one of the plain loop on the phantom at 32 pixels, with 24 training images a site. A cell is the mean test Dice of the two
 honest sites' deployed models, over the seeds, and what the events say of the liar: R rejected, S suspicious, W warned of, - nothing.
@@ -30,6 +30,7 @@ from medflare.tasks.config import load_task
 
 SITES, LIAR = ("site-1", "site-2", "site-3"), "site-2"
 MANY = 10**9
+ALONE = "without the site"
 COUNTS = (24, 6, 8)  # training, validation and test images of a site
 _NETWORK = {"name": "unet", "channels": [8, 16], "norm": "instance"}
 TASK = load_task({**load_task("phantom").to_dict(), "size": [32, 32], "network": _NETWORK})
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default="fedavg,robust,fedsm,prr,grace,iop_fl,feddag")
+    parser.add_argument("--attacks", default=",".join((ALONE, *ATTACKS)))
     parser.add_argument("--suspects", choices=("used", "rejected"), default="used")
     parser.add_argument("--out", type=Path, help="file that is written after every run, and gone on from where it is there")
     options = parser.parse_args()
@@ -191,10 +193,10 @@ def main() -> None:
     found: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for seed in range(options.seeds):  # outermost: a run that is cut short has a whole table
         for method in options.methods.split(","):
-            for attack in ("without the site", *ATTACKS):
-                key = f"{method}/{attack}/{seed}/{options.rounds}"
+            for attack in options.attacks.split(","):
+                key = f"{method}/{attack}/{seed}/{options.rounds}/{options.suspects}"
                 if key not in stored:
-                    alone = attack == "without the site"
+                    alone = attack == ALONE
                     sites = tuple(site for site in SITES if site != LIAR) if alone else SITES
                     stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites, options.suspects)
                     print(key, *stored[key], flush=True)
