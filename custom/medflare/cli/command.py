@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from medflare.cli import data, jobs, methods, models, results, run, studies
+from medflare.cli import data, jobs, methods, models, results, run, starting, studies
 from medflare.core.errors import MedflareError
 
 
@@ -43,6 +43,6 @@ def command_line() -> argparse.ArgumentParser:
         epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores)",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for group in (run, jobs, studies, results, methods, data, models):
+    for group in (run, jobs, studies, results, methods, data, starting, models):
         group.add_commands(commands)
     return parser
