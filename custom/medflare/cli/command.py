@@ -40,7 +40,8 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="medflare",
         description="Federated medical imaging: personal models for the hospitals that train, a good one for those that never did.",
-        epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores)",
+        epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores). With images of your "
+        "own: medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for group in (run, jobs, studies, results, methods, data, starting, models):
