@@ -35,7 +35,7 @@ def test_shares_of_patients_are_met(shares: dict[str, float]) -> None:
 
 
 def test_classes_are_shared_alike() -> None:
-    drawn = draw_splits([item for item in people(100, classes=10)], "A", SHARES, 0)
+    drawn = draw_splits(people(100, classes=10), "A", SHARES, 0)
     assert Counter(item.label for item in drawn if item.split == "test") == dict.fromkeys(range(10), 2)
     assert Counter(item.label for item in drawn if item.split == "validation") == dict.fromkeys(range(10), 1)
 
@@ -70,7 +70,7 @@ def test_an_expression_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     classes(tmp_path)
     with pytest.raises(ConfigError, match="no regular expression"):
         init(tmp_path, Wishes(patient="("))
-    with pytest.raises(DataError, match="fits 0 of 40 names, not 'p00_0.png'"):
+    with pytest.raises(DataError, match=r"fits 0 of 40 names, not 'p00_0.png'"):
         init(tmp_path, Wishes(patient="^q"))
 
 
@@ -83,7 +83,7 @@ def test_files_that_nobody_owns_are_warned_of(tmp_path: Path) -> None:
 def test_a_patient_on_both_sides_of_a_given_split(tmp_path: Path) -> None:
     classes(tmp_path / "train", patients=6)
     classes(tmp_path / "test", patients=2)
-    with pytest.raises(DataError, match="patient p00 is in two splits: p00_0.png .*; draw the split anew with --redraw"):
+    with pytest.raises(DataError, match=r"patient p00 is in two splits: p00_0.png .*; draw the split anew with --redraw"):
         init(tmp_path, Wishes(patient=BY_NAME))
     assert len(init(tmp_path, Wishes(patient=BY_NAME, redraw=True)).sites[""]) == 16
 
@@ -122,7 +122,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     classes(tmp_path)
     init(tmp_path)
     before = (tmp_path / "datalist.json").read_bytes()
-    with pytest.raises(DataError, match="datalist.json exists; keep it, or write it anew with --force"):
+    with pytest.raises(DataError, match=r"datalist.json exists; keep it, or write it anew with --force"):
         init(tmp_path, Wishes(seed=5))
     assert (tmp_path / "datalist.json").read_bytes() == before
     init(tmp_path, Wishes(seed=5, force=True))

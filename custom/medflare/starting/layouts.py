@@ -65,7 +65,8 @@ def recognise(held: Holdings, *, kind: str = "", table: Path | None = None, colu
     names = {image: read_name(image.relative_to(held.root)) for image in held.images}
     masks = sum(name.mask for name in names.values())
     if kind == "segmentation" or (masks and kind != "classification"):
-        return replace(_pairs(held, names), notes=notes)
+        found = _pairs(held, names)
+        return replace(found, notes=(*notes, *found.notes))
     pictures = [image for image, name in names.items() if not (masks and name.mask)]
     found = _class_folders(held, pictures, sure=kind == "classification")
     return replace(found, notes=(*notes, f"{masks} masks are not used") if masks else notes)
