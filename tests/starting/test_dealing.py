@@ -102,6 +102,22 @@ def test_simulated_sites_share_files_and_no_patient(tmp_path: Path) -> None:
     assert not (home / "datalist.json").exists()
 
 
+def test_nothing_that_lies_at_out_is_replaced(tmp_path: Path) -> None:
+    home = classes(tmp_path / "pets", patients=6)
+    original = {path: path.read_bytes() for path in home.rglob("*.png")}
+    for inside in (home, home / "sites"):
+        with pytest.raises(DataError, match="take another --out"):
+            init(home, Wishes(out=inside))
+    stranger = picture(tmp_path / "out" / "cat" / "p00_0.png", 7)
+    before = stranger.read_bytes()
+    with pytest.raises(DataError, match="is another file than"):
+        init(home, Wishes(out=tmp_path / "out"))
+    assert stranger.read_bytes() == before and {path: path.read_bytes() for path in home.rglob("*.png")} == original
+    stranger.unlink()
+    init(home, Wishes(out=tmp_path / "out", force=True))
+    init(home, Wishes(out=tmp_path / "out", force=True))  # links of the first time are the files themselves
+
+
 def test_copies_are_files_of_their_own(tmp_path: Path) -> None:
     init(classes(tmp_path / "pets"), Wishes(out=tmp_path / "copied", copy=True))
     entry = read_datalist(tmp_path / "copied", "classification")[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydicom
 import pytest
 
 from downloads import classes, mask, pairs, picture, table
@@ -12,7 +13,7 @@ from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.starting.datalists import Wishes, init
 from medflare.starting.tables import Columns
-from volumes import write
+from volumes import dicom_series, write
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
@@ -76,6 +77,34 @@ def test_volumes_of_nnunet_with_channels_in_files_of_their_own(tmp_path: Path) -
     assert {tuple(entry["image"]) for entry in listed(tmp_path)} == {
         (f"imagesTr/case_{case}_0000.nii.gz", f"imagesTr/case_{case}_0001.nii.gz") for case in "abcd"
     }
+
+
+def scans(root: Path, series: int = 4) -> Path:
+    """A folder per class with a DICOM series of 4 slices for each of some patients, P0, P1, ..."""
+    for number in range(series):
+        folder = root / ("healthy", "ill")[number % 2] / f"scan{number}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for file in dicom_series(folder).iterdir():
+            slice_ = pydicom.dcmread(file)
+            slice_.PatientID, slice_.SeriesInstanceUID = f"P{number}", f"1.2.3.{number}"
+            slice_.save_as(file)
+    return root
+
+
+def test_a_dicom_series_is_one_image_of_its_patient(tmp_path: Path) -> None:
+    written = init(scans(tmp_path))
+    found = {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)}
+    assert found == {("healthy/scan0", 0, "P0"), ("ill/scan1", 1, "P1"), ("healthy/scan2", 0, "P2"), ("ill/scan3", 1, "P3")}
+    assert not written.warnings
+
+
+def test_dicom_files_that_make_no_image_are_one_line(tmp_path: Path) -> None:
+    scans(tmp_path / "a")
+    picture(tmp_path / "a" / "ill" / "scan1" / "photo.png")
+    assert "0.dcm is one of 4 slices of a series that lie with other files; give each series a folder" in refused(tmp_path / "a")
+    scans(tmp_path / "b")
+    (tmp_path / "b" / "ill" / "scan1" / "0.dcm").write_text("no header")
+    assert "cannot be read as an image" in refused(tmp_path / "b")
 
 
 def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:

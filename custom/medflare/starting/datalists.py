@@ -1,5 +1,6 @@
 """From a downloaded folder to the datalists of one site or several: recognised, checked, split by patient, written."""
 
+import filecmp
 import os
 import re
 import shutil
@@ -121,6 +122,8 @@ def init(root: Path, wishes: Wishes = Wishes()) -> Written:
     apart = wishes.sites is not None or bool(wishes.columns.site)
     if apart and wishes.out is None:
         raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
+    if wishes.out is not None and wishes.out.resolve().is_relative_to(root.resolve()):
+        raise DataError(f"{wishes.out} lies in {root}, where its files would be taken for images; take another --out")
     held = holdings(root)
     found = recognise(held, kind=wishes.kind, table=wishes.table, columns=wishes.columns)
     usable, bad = _usable(found, held)
@@ -219,13 +222,16 @@ def _write(folder: Path, items: Sequence[Item], found: Found, held: Holdings, wi
 
 
 def _bring(source: Path, target: Path, copy: bool) -> None:
-    """A second name of the same file, or a copy; of a folder, of every file in it."""
+    """A second name of the same file, or a copy; of a folder, of every file in it. Nothing that lies there is replaced."""
     if source.is_dir():
         for inner in sorted(source.iterdir()):
             _bring(inner, target / inner.name, copy)
         return
+    if target.exists():
+        if not (target.samefile(source) or filecmp.cmp(source, target, shallow=False)):
+            raise DataError(f"{target} exists and is another file than {source}; take an empty --out")
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
     try:
         if copy:
             shutil.copyfile(source, target)

@@ -68,7 +68,11 @@ def look(root: Path, said: Said) -> Seen:
         if other.get("labels") != header.get("labels"):
             raise ConfigError(f"{folder / FILE} and {first / FILE} name different labels; make them agree")
     label = _first_label(first, header)
-    kind = "segmentation" if isinstance(label, str) or (isinstance(label, list) and isinstance(label[0], str)) else "classification"
+    kind = (
+        "segmentation"
+        if isinstance(label, str) or (isinstance(label, list) and all(isinstance(part, str) for part in label))
+        else "classification"
+    )
     entries = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _LOOKED_AT)]
     masks = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _MASKS)]
     learnt = _structures(masks, header, said, label) if kind == "segmentation" else _classes(masks, header, said, label)
@@ -108,7 +112,7 @@ def _spread(entries: Sequence[Entry], most: int) -> list[Entry]:
 def _classes(entries: Sequence[Entry], header: Mapping[str, Any], said: Said, label: Any) -> Iterator[Choice]:
     """Classes by the names that the datalist gives, else by their numbers."""
     several = isinstance(label, list)
-    found = len(label) if several else 1 + max(entry.label for entry in entries if isinstance(entry.label, int))
+    found = len(label) if several else 1 + max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
     named = {str(number): str(name) for number, name in header.get("labels", {}).items()}
     labels = said.labels or tuple(named.get(str(number), f"class_{number}") for number in range(max(found, len(named))))
     if len(labels) < found:

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Final
 
@@ -129,7 +130,7 @@ def _rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         dialect: type[csv.Dialect] = csv.Sniffer().sniff(text[:4096], delimiters=",;\t")
     except csv.Error:
         dialect = csv.excel
-    reader = csv.DictReader(text.splitlines(), dialect=dialect, restval="")
+    reader = csv.DictReader(StringIO(text, newline=""), dialect=dialect, restval="")
     return [name for name in reader.fieldnames or [] if name], list(reader)
 
 

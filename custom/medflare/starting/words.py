@@ -84,12 +84,13 @@ def split_folder(name: str) -> str:
         name: of the folder.
 
     Examples:
-        >>> split_folder("train"), split_folder("Test Set"), split_folder("test positive")
-        ('training', 'test', '')
+        >>> split_folder("train"), split_folder("Test Set"), split_folder("test positive"), split_folder("TR")
+        ('training', 'test', '', '')
     """
     said = words(name)
     found = {_SPLITS[word] for word in said if word in _SPLITS}
-    return found.pop() if len(found) == 1 and all(word in _SPLITS or word in _FILLING for word in said) else ""
+    short = said in (["tr"], ["ts"])  # rather the name of a class
+    return found.pop() if len(found) == 1 and not short and all(word in _SPLITS or word in _FILLING for word in said) else ""
 
 
 def stem(path: Path) -> str:
