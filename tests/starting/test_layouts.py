@@ -79,6 +79,20 @@ def test_volumes_of_nnunet_with_channels_in_files_of_their_own(tmp_path: Path) -
     }
 
 
+def test_volumes_with_a_file_for_each_named_channel(tmp_path: Path) -> None:
+    volume = np.ones((4, 5, 6), np.uint8)
+    for case in range(4):
+        folder = tmp_path / "BraTS" / f"BraTS_{case:03}"
+        folder.mkdir(parents=True)
+        for part in ("flair", "t1", "seg"):
+            if (case, part) != (3, "t1"):
+                write(folder / f"BraTS_{case:03}_{part}.nii.gz", volume)
+    written = init(tmp_path)
+    assert written.found.channels == {"0": "flair", "1": "t1"}
+    names = {tuple(name and Path(name).name for name in entry["image"]) for entry in listed(tmp_path)}
+    assert names == {(f"BraTS_00{n}_flair.nii.gz", None if n == 3 else f"BraTS_00{n}_t1.nii.gz") for n in range(4)}
+
+
 def scans(root: Path, series: int = 4) -> Path:
     """A folder per class with a DICOM series of 4 slices for each of some patients, P0, P1, ..."""
     for number in range(series):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from medflare.core.errors import DataError
+from medflare.data.files.readers import NIFTI, suffix
 from medflare.starting.finding import Holdings, Item
 from medflare.starting.tables import GUESSED, Columns, read_table, sorted_labels, suits
 from medflare.starting.words import FileName, read_name, split_folder
@@ -96,22 +97,18 @@ def _of_table(path: Path, held: Holdings, columns: Columns, kind: str) -> Found:
 def _pairs(held: Holdings, names: Mapping[Path, FileName]) -> Found:
     """Every mask with its image; the channels of an image may lie in files of their own."""
     masks = _keyed(held, {path: name for path, name in names.items() if name.mask})
-    images: dict[Key, dict[int, Path]] = {}
-    several = False
+    images: dict[Key, dict[str, Path]] = {}
     for path, name in names.items():
         if name.mask:
             continue
-        key, channel = name.key, 0
-        if _place(key, masks) is None and name.channel is not None and _place(name.channel[0], masks) is not None:
-            key, channel = name.channel
-            several = several or channel > 0
+        key, channel = _image_of(path, name, masks)
         others = images.setdefault(key, {})
         if channel in others:
             raise DataError(f"{held.named(path)} and {held.named(others[channel])} go by one name; rename one, or list them in a table")
         others[channel] = path
-    header = _header(held)
-    width = 1 + max((max(files) for files in images.values()), default=0)
-    items, left, without = [], set(masks), []
+    items: list[Item] = []
+    left, without = set(masks), []
+    channels = sorted({channel for key, files in images.items() if _place(key, masks) for channel in files})
     for key, files in images.items():
         place = _place(key, masks)
         first = next(iter(files.values()))
@@ -120,16 +117,28 @@ def _pairs(held: Holdings, names: Mapping[Path, FileName]) -> Found:
             continue
         left.discard(place)
         mask = masks[place]
-        items.append(Item(tuple(files.get(channel) for channel in range(width)), mask, split=names[first].split or names[mask].split))
+        items.append(Item(tuple(map(files.get, channels)), mask, split=names[first].split or names[mask].split))
     if not items:
         raise DataError(f"{held.root}: {len(masks)} masks and none belongs to an image by its name; I know {_SHAPES}")
+    if len(channels) > 1 and "" in channels:
+        raise DataError(f"{held.root}: some images have a file for each channel ({channels[1]}) and some do not; list them in a table")
     unlabelled = [path for path in without if names[path].split == "test" and not any(item.split == "test" for item in items)]
     missing = [f"{held.named(path)}: no mask" for path in without if path not in unlabelled]
     missing += [f"{held.named(masks[key])}: a mask without an image" for key in sorted(left)]
-    by = f"images and masks by name{f', {width} channels in files of their own' if several else ''}"
-    labels = _header_labels(header)
-    found = Found("segmentation", tuple(items), labels, _header_channels(header), by, missing=tuple(missing))
-    return replace(found, notes=(f"{len(unlabelled)} test images without masks are not used",)) if unlabelled else found
+    own = f", a file for each channel ({', '.join(channels)})" if len(channels) > 1 else ""
+    notes = (f"{len(unlabelled)} test images without masks are not used",) if unlabelled else ()
+    header = _header(held)
+    named = _header_channels(header) or {str(number): name for number, name in enumerate(channels) if not name.isdecimal() and name}
+    return Found("segmentation", tuple(items), _header_labels(header), named, f"images and masks by name{own}", notes, tuple(missing))
+
+
+def _image_of(path: Path, name: FileName, masks: Mapping[Key, Path]) -> tuple[Key, str]:
+    """The image that a file belongs to, and the channel that it holds; "" where it holds all. Pictures have channels by number alone."""
+    if _place(name.key, masks) is None and name.channel is not None:
+        key, channel = name.channel
+        if _place(key, masks) is not None and (channel.isdecimal() or suffix(path) in NIFTI):
+            return key, channel
+    return name.key, ""
 
 
 def _keyed(held: Holdings, masks: Mapping[Path, FileName]) -> dict[Key, Path]:

@@ -77,12 +77,14 @@ def look(root: Path, said: Said) -> Seen:
     masks = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _MASKS)]
     learnt = _structures(masks, header, said, label) if kind == "segmentation" else _classes(masks, header, said, label)
     channels, dims = _images(entries, header, said)
+    lacking = sum(None in entry.channels for entry in masks)
     name = said.name or re.sub(r"\W+", "_", str(header.get("name") or root.resolve().name)).strip("_").lower() or "task"
     choices = (
         Choice("kind", kind, "labels are mask files" if kind == "segmentation" else "labels are numbers of classes"),
         *learnt,
         channels,
         dims,
+        *([Choice("missing_channels", "zeros", f"{lacking} images lack a channel")] if lacking else []),
     )
     settings = {"name": name} | {choice.setting: choice.value for choice in choices}
     return Seen(settings, choices, all(suffix(entry.image) in PICTURES for entry in entries))

@@ -23,12 +23,13 @@ _SPLITS: Final = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "ts"), "test"),
 }
+_SHORT: Final = frozenset(("tr", "ts"))
 _FILLING: Final = frozenset(("set", "sets", "data", "folder", "split", *_IMAGE))
 _WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 _MASK_WORDS: Final = "|".join(sorted(_MASK, key=len, reverse=True))
 _MASK_NAME: Final = re.compile(rf"^(?:{_MASK_WORDS})[ _.-]+(?P<after>.+)$|^(?P<before>.+?)[ _.-]+(?:{_MASK_WORDS})$", re.IGNORECASE)
 _IMAGE_NAME: Final = re.compile(r"^(?:image|img)[ _.-]+(?P<after>.+)$|^(?P<before>.+?)[ _.-]+(?:image|img)$", re.IGNORECASE)
-_CHANNEL: Final = re.compile(r"^(.+)_(\d{4})$")
+_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")
 
 
 class FileName(NamedTuple):
@@ -45,10 +46,10 @@ class FileName(NamedTuple):
     split: str
 
     @property
-    def channel(self) -> tuple[tuple[str, ...], int] | None:
-        """The key without nnU-Net's suffix of a channel (`_0001`), and the channel; None where there is no such suffix."""
+    def channel(self) -> tuple[tuple[str, ...], str] | None:
+        """The key without the suffix of a channel (`_0001` as nnU-Net has it, or `_flair`), and the channel; None without such a suffix."""
         match = _CHANNEL.match(self.key[-1])
-        return ((*self.key[:-1], match[1]), int(match[2])) if match else None
+        return ((*self.key[:-1], match[1]), match[2]) if match else None
 
 
 def words(name: str) -> list[str]:
@@ -89,8 +90,8 @@ def split_folder(name: str) -> str:
     """
     said = words(name)
     found = {_SPLITS[word] for word in said if word in _SPLITS}
-    short = said in (["tr"], ["ts"])  # rather the name of a class
-    return found.pop() if len(found) == 1 and not short and all(word in _SPLITS or word in _FILLING for word in said) else ""
+    known = all(word in _SPLITS or word in _FILLING for word in said) and not _SHORT & set(said)  # "TR" is rather a class
+    return found.pop() if len(found) == 1 and known else ""
 
 
 def stem(path: Path) -> str:
@@ -110,7 +111,7 @@ def read_name(path: Path) -> FileName:
 
     Examples:
         >>> read_name(Path("imagesTr/a_0001.nii.gz")).channel, read_name(Path("labelsTr/a.nii.gz")).key
-        ((('', 'a'), 1), ('', 'a'))
+        ((('', 'a'), '0001'), ('', 'a'))
         >>> read_name(Path("IMG_01_mask.png")), read_name(Path("IMG_01.png")).key
         (FileName(key=('01',), mask=True, split=''), ('01',))
     """
@@ -118,12 +119,17 @@ def read_name(path: Path) -> FileName:
     for folder in path.parent.parts:
         said = words(folder)
         mask = mask or bool(_MASK & set(said))
-        split = next((_SPLITS[word] for word in said if word in _SPLITS), split)
+        split = next((_SPLITS[word] for place, word in enumerate(said) if word in _SPLITS and _speaks(said, place)), split)
         key.append(" ".join(word for word in said if word not in _MASK | _IMAGE | {"ground"} and word not in _SPLITS))
     name = stem(path)
     named_mask = _MASK_NAME.match(name)
     core = _without(named_mask, name)
     return FileName((*key, _without(_IMAGE_NAME.match(core), core).lower()), mask or named_mask is not None, split)
+
+
+def _speaks(said: list[str], place: int) -> bool:
+    """Whether a word may name a split: "Tr" and "Ts" behind "images" or "labels" alone, not those of BraTS."""
+    return said[place] not in _SHORT or (place > 0 and said[place - 1] in _MASK | _IMAGE)
 
 
 def _without(match: "re.Match[str] | None", name: str) -> str:
