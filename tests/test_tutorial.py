@@ -26,7 +26,7 @@ def commands(language: str) -> list[list[str]]:
 
 def archive(path: Path, folder: Path) -> None:
     """What the page says the archive holds."""
-    classes(folder, patients=30, names=("healthy", "pneumonia"))
+    classes(folder, patients=24, names=("healthy", "pneumonia"))
     with zipfile.ZipFile(path, "w") as file:
         for picture in sorted(folder.rglob("*.png")):
             file.write(picture, picture.relative_to(folder))
