@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def test_three_patients_are_enough_and_two_are_not() -> None:
     assert counted(draw_splits(people(3), "A", SHARES, 0)) == {"training": 1, "validation": 1, "test": 1}
     with pytest.raises(DataError, match="cannot be split"):
         draw_splits(people(2), "A", SHARES, 0)
+
+
+def test_a_site_that_never_trains_keeps_its_test_images() -> None:
+    items = [replace(item, split="test") for item in people(5)]
+    assert draw_splits(items, "A", SHARES, 0) == items
 
 
 def test_draws_follow_seed_and_site() -> None:

@@ -127,6 +127,8 @@ def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], s
     """
     named = [replace(item, split=item.split or "training") for item in items]
     _refuse_crossing(named)
+    if all(item.split == "test" for item in named):
+        return named  # of a site that never trains
     missing = [split for split in ("test", "validation") if not any(item.split == split for item in named)]
     rest = sum(shares[split] for split in ("training", *missing))
     for split in missing:

@@ -68,11 +68,7 @@ def look(root: Path, said: Said) -> Seen:
         if other.get("labels") != header.get("labels"):
             raise ConfigError(f"{folder / FILE} and {first / FILE} name different labels; make them agree")
     label = _first_label(first, header)
-    kind = (
-        "segmentation"
-        if isinstance(label, str) or (isinstance(label, list) and all(isinstance(part, str) for part in label))
-        else "classification"
-    )
+    kind = "segmentation" if all(isinstance(part, str) for part in (label if isinstance(label, list) else [label])) else "classification"
     entries = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _LOOKED_AT)]
     masks = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _MASKS)]
     learnt = _structures(masks, header, said, label) if kind == "segmentation" else _classes(masks, header, said, label)
