@@ -75,7 +75,7 @@ class Written:
     def render(self) -> str:
         """What was recognised and a table of what was made."""
         total = sum(map(len, self.sites.values()))
-        lines = [f"{total} images, {self.found.kind}, by {self.found.by}", "", *self._table(), ""]
+        lines = [f"{total} images, {self.found.kind} ({self.found.by})", "", *self._table(), ""]
         lines += [f"note: {note}" for note in self.found.notes]
         lines += [f"left out: {line}" for line in self.left_out[:_SHOWN]]
         lines += [f"left out: ... and {len(self.left_out) - _SHOWN} more"] if len(self.left_out) > _SHOWN else []
