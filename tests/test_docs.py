@@ -1,6 +1,7 @@
 """What the documents promise exists: settings in the ablation tables, files that pages link to, commands that the README shows, the
 code that CONTRIBUTING has one write, the versions and numbers that pages name."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import medflare
 from medflare.cli import main
 from medflare.methods.catalogue import get_method, method_names
 from medflare.networks.catalogue import NETWORKS, build_network
-from medflare.tasks.config import load_task
+from medflare.tasks.config import TaskConfig, load_task
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "tests" / "reference"
@@ -109,6 +110,12 @@ def test_add_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     ((spec, width),) = eval(f"[{row}]")
     features, logits = build_network(spec, 3, 5).features_and_output(torch.zeros(2, 3, 32, 32))
     assert features.shape == (2, width) and logits.shape == (2, 5)
+
+
+def test_every_setting_of_a_task_has_its_row() -> None:
+    table = read("docs", "data.md").split("\n## Settings of a task\n")[1].split("\n## ")[0]
+    named = re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `")))
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(TaskConfig))
 
 
 def test_add_a_task(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ LAYERS = (
     ("studies", "flare"),
     ("federation",),
     ("methods", "evaluation"),
-    ("inference", "privacy"),
+    ("inference", "privacy", "starting"),
     ("data",),
     ("networks",),
     ("tasks",),

@@ -20,3 +20,8 @@ def __getattr__(name: str) -> Any:
 
         return run_local
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What there is, `run_local` too before its first use."""
+    return sorted({*globals(), *__all__})

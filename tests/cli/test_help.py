@@ -11,7 +11,8 @@ import pytest
 from medflare.cli.command import command_line
 from medflare.federation.settings import RunSettings
 
-COMMANDS = ("run", "resume", "job", "study", "results", "methods", "data check", "data fingerprint", "plan", "predict", "export")
+OWN_DATA = ("data init", "task init", "data check", "data fingerprint")
+COMMANDS = (*OWN_DATA, "run", "resume", "job", "study", "results", "methods", "plan", "predict", "export")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:

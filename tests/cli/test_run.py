@@ -65,6 +65,7 @@ def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
     options = ["--sites", "A,B,X", "--outside", "X,Y", "--rounds", "3", "--seed", "5", "--min-sites", "1", "--sites-per-round", "2"]
     settings = ["--set", "server.selection=last", "--set", "task.batch_size=4"]
     where = ["--data-root", str(tmp_path), "--out", str(tmp_path / "out"), "--engine", "local", "--workers", "2"]
+    (tmp_path / "datalist.json").touch()  # serves sites of every name
     assert main(["run", "fedavg", "--server-half", "grace", *options, *settings, *where]) == 0
     (((method, task, sites), named, root),) = engine.calls
     assert (method, task.name, task.batch_size, sites) == ("fedavg", "phantom", 4, ["A", "B"])
@@ -92,6 +93,7 @@ def test_workers_are_the_plain_loops(engine: Engine, capsys: pytest.CaptureFixtu
 
 def test_flares_simulator_gets_everything(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medflare.flare.recipes.MedflareRecipe", Recipe)
+    (tmp_path / "datalist.json").touch()
     options = ["--sites", "2", "--outside", "X", "--step-timeout", "9", "--silence", "30", "--threads", "1", "--set", "selection=last"]
     assert main(["run", "fedavg", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 0
     assert Recipe.made.pop("task").name == "phantom"
@@ -112,6 +114,21 @@ def test_wrong_commands_say_so_in_one_line(engine: Engine, tmp_path: Path, capsy
     assert "--job ID" in refused(capsys, "resume", str(tmp_path), "--out", "x")
     assert "local/medflare.json" in refused(capsys, "resume", str(tmp_path), "--job", "7", "--data-root", "x")
     assert not engine.calls
+
+
+@pytest.mark.parametrize("engine_name", ["local", "flare"])
+def test_a_site_without_data_is_named_with_the_nearest(
+    engine_name: str, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for site in ("clinic-1", "clinic-2"):
+        (tmp_path / site).mkdir()
+        (tmp_path / site / "datalist.json").touch()
+    where = ("--data-root", str(tmp_path), "--engine", engine_name)
+    said = refused(capsys, "run", "fedavg", "--sites", "clinic-1,clinic2", *where)
+    assert "unknown site 'clinic2'; did you mean clinic-2" in said
+    study = refused(capsys, "study", "fedavg", "--sites", "clinic-1,clinic2", "--data-root", str(tmp_path), "--out", str(tmp_path / "o"))
+    assert "unknown site 'clinic2'; did you mean clinic-2" in study
+    assert not engine.calls and not (tmp_path / "o").exists()
 
 
 def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path) -> None:
@@ -138,6 +155,7 @@ def test_a_study_gets_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("medflare.studies.grid.run_study", study)
     (tmp_path / "table.md").write_text("the table")
     options = ["--sites", "2", "--rounds", "3", "--seeds", "4,5", "--leave-one-out", "--processes", "2", "--set", "task.batch_size=4"]
+    (tmp_path / "datalist.json").touch()
     assert main(["study", "fedavg", "single-site", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 1, "a run failed"
     ((candidates, setting, seeds, out), named, root) = study.calls[0]
     assert [candidate.label for candidate in candidates] == ["fedavg", "single-site"]

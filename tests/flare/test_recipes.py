@@ -1,6 +1,8 @@
 """Recipes: what they take, and the job that comes of it. That they run is told by e2e/test_recipes.py."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,22 @@ def test_any_method_by_its_name(tmp_path: Path) -> None:
         MedflareRecipe(method="mon")
     with pytest.raises(ConfigError, match="no hyper-parameter 'lamb'"):
         FedSMRecipe(lamb=0.3)
+
+
+@pytest.mark.parametrize("pressed", [True, False])
+def test_an_interrupted_simulation_is_no_failed_one(pressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE takes Ctrl-C for itself and speaks of return code -9, as of a simulator that the system killed."""
+
+    def execute(self: MedflareRecipe, env: object) -> None:
+        try:
+            if pressed:
+                os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+        raise RuntimeError("Simulation failed with return code -9")
+
+    monkeypatch.setattr(MedflareRecipe, "execute", execute)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt if pressed else RuntimeError):
+        FedAvgRecipe(rounds=1).simulate(["A"], tmp_path)
+    assert signal.getsignal(signal.SIGINT) is before

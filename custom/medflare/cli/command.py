@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from medflare.cli import data, jobs, methods, models, results, run, studies
+from medflare.cli import data, jobs, methods, models, results, run, starting, studies
 from medflare.core.errors import MedflareError
 
 
@@ -40,9 +40,10 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="medflare",
         description="Federated medical imaging: personal models for the hospitals that train, a good one for those that never did.",
-        epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores)",
+        epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores). With images of your "
+        "own: medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for group in (run, jobs, studies, results, methods, data, models):
+    for group in (run, jobs, studies, results, methods, data, starting, models):
         group.add_commands(commands)
     return parser

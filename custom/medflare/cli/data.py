@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from medflare.cli.options import Commands, add_command
+from medflare.cli.starting import add_init
 
 _ROOT = "folder with datalist.json, or with one such folder per site"
 _TASK = "preset name or a JSON file, see app_configs/"
@@ -25,6 +26,7 @@ def add_commands(commands: Commands) -> None:
     check.add_argument("root", type=Path, help=_ROOT)
     check.add_argument("--task", required=True, help=_TASK)
     check.add_argument("--out", type=Path, help="folder for thumbnails (default: none are written)")
+    add_init(actions)
     _add_fingerprint(actions)
     _add_plan(commands)
 

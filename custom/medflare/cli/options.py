@@ -240,6 +240,22 @@ def site_names(text: str) -> list[str]:
     return names
 
 
+def refuse_strangers(sites: Iterable[str], task: "TaskConfig") -> None:
+    """Nothing where every site finds its data; to be called while `data_root` is entered.
+
+    Args:
+        sites: names.
+        task: what the data are for.
+
+    Raises:
+        DataError: a site without data, with the nearest names that have some.
+    """
+    from medflare.data.loading import resolve_data_root
+
+    for site in sites:
+        resolve_data_root(site, task)
+
+
 def data_root(folder: Path | None) -> AbstractContextManager[None]:
     """While it is entered, sites look for their data in `folder`; None: as before."""
     from medflare.data.loading import ENVIRONMENT

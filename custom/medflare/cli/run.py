@@ -12,6 +12,7 @@ from medflare.cli.options import (
     chosen_method,
     data_root,
     hyper_and_task,
+    refuse_strangers,
     run_arguments,
     site_names,
     weights_place,
@@ -77,6 +78,8 @@ def _run(options: argparse.Namespace) -> int:
     sites = list(dict.fromkeys([*site_names(options.sites), *settings["outside"]]))
     weights = options.weights or options.model
     folder = options.out / f"{method.name if options.rounds else EVALUATE}-{task.name}-seed{options.seed}"
+    with data_root(options.data_root):
+        refuse_strangers(sites, task)
     if options.engine == "local":
         if given := [name for name in _OF_FLARE if getattr(options, name) is not None]:
             raise ConfigError(f"--{given[0].replace('_', '-')} is for FLARE's simulator; leave it out with --engine local")

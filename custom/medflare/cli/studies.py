@@ -11,6 +11,7 @@ from medflare.cli.options import (
     add_task_options,
     data_root,
     names_in,
+    refuse_strangers,
     set_values,
     site_names,
     task_with,
@@ -58,6 +59,7 @@ def _study(options: argparse.Namespace) -> int:
     setting = Setting(task_with(options.task, set_values(options.set)), tuple(site_names(options.sites)), options.rounds)
     seeds = _seeds(options.seeds)
     with data_root(options.data_root):
+        refuse_strangers(setting.sites, setting.task)
         groups = run_study(
             candidates, setting, seeds, options.out, leave_one_out=options.leave_one_out, processes=options.processes, say=print
         )

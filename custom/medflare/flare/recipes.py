@@ -6,8 +6,12 @@ from nvflare.recipe import SimEnv
 FedSMRecipe(task="phantom", rounds=10, lam=0.3).execute(SimEnv(num_clients=4))
 """
 
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 from nvflare.recipe import SimEnv
@@ -67,8 +71,38 @@ class MedflareRecipe(Recipe):
             sites: names.
             workspace: the simulator's folder.
             threads: sites that work at the same time; None: all.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
         """
-        self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
+        with _interruptible():
+            self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the block as it ends any other: FLARE takes it for a simulation that failed with return code -9.
+
+    That code alone would not tell: it is also that of a simulator which the system killed.
+    """
+    pressed: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    if threading.current_thread() is not threading.main_thread():  # nobody presses keys there, and Python refuses handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except RuntimeError:
+        if pressed:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 RECIPES = named_classes(MedflareRecipe, "recipe", __name__)  # method -> recipe

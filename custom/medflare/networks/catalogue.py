@@ -162,4 +162,3 @@ def initial_network(
     if start is not None and spec is None and outputs is None:
         network.load_state_dict(dict(start))
     return network
-

@@ -62,7 +62,6 @@ def _oblique(folder: Path) -> Path:
     return _bad(folder, matrix=turn @ affine())
 
 
-
 @pytest.mark.parametrize(
     ("pixdim", "words"), [(0.0, "spacing 0 x 1 x 3 mm, each must be above 0"), (-2.0, "spacing -2 x 1 x 3 mm, each must be above 0")]
 )

@@ -48,15 +48,17 @@ class Plan:
     Attributes:
         settings: as a task's JSON file has them; `load_task` takes them.
         choices: those that the fingerprints decided, in the order of the decisions.
+        source: whose rules they follow; "" where every reason stands alone.
     """
 
     settings: dict[str, Any]
     choices: tuple[Choice, ...]
+    source: str = _SOURCE
 
     def render(self) -> str:
         """Two lines for every choice, and whose rules they follow."""
         lines = [f"{choice.setting}: {json.dumps(choice.value)}\n    {choice.reason}" for choice in self.choices]
-        return "\n".join([*lines, _SOURCE])
+        return "\n".join([*lines, *filter(None, [self.source])])
 
 
 def plan(
@@ -79,7 +81,7 @@ def plan(
         raise ConfigError(f"memory must be above 0 GiB, got {memory:g}")
     learnt = _learnt(found)
     geometry = _geometry(found, learnt["spatial_dims"], voxels)
-    fixed = [*geometry.choices, _intensity(found, modality), _augment(geometry), *_TRAINING]
+    fixed = [*geometry.choices, intensity(found, modality), _augment(geometry), *_TRAINING]
     settings = learnt | {"name": name or f"{learnt['name']}_planned", "batch_size": rules.LEAST_BATCH}
     settings |= {choice.setting: choice.value for choice in fixed}
     sized = _sized(found, settings, geometry, memory)
@@ -242,8 +244,16 @@ def _dynunet(levels: rules.Topology) -> dict[str, Any]:
 # -- intensities and training ----------------------------------------------------------------------------------------------
 
 
-def _intensity(found: Sequence[Fingerprint], modality: Modality) -> Choice:
-    """The intensity transform."""
+def intensity(found: Sequence[Fingerprint], modality: Modality) -> Choice:
+    """The intensity transform.
+
+    Args:
+        found: fingerprints of all sites.
+        modality: see `plan`.
+
+    Raises:
+        ConfigError: CT without foreground, or with several channels.
+    """
     if modality == "ct":
         return _of_ct(found)
     if modality == "photo":

@@ -26,9 +26,7 @@ class AdaptationHyper(SiteHyper):
 class LocalModelHyper(AdaptationHyper, FedAvgSiteHyper):
     """What every half has whose site uses its local model."""
 
-    batch_norm: Literal["average", "local"] = param(
-        "average", "local keeps BatchNorm's entries at the site, as FedBN", source="Table 1"
-    )
+    batch_norm: Literal["average", "local"] = param("average", "local keeps BatchNorm's entries at the site, as FedBN", source="Table 1")
     probe: bool = param(False, "report the A-distance between global and local features every round", source="Fig. 2")
 
 
