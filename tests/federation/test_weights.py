@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import medflare
+from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
 from medflare.federation.local.loop import SITES, STATE, resume_local
@@ -59,8 +60,8 @@ def test_a_given_model_is_evaluated_by_every_site(tmp_path: Path, delivered: tup
 
 
 def test_no_rounds_and_nothing_to_evaluate() -> None:
-    results = medflare.run_local("fedavg", tiny_phantom(), 2, rounds=0, seed=0)
-    assert results["status"] == "FAILED" and "rounds is 0, which trains nothing, and task" in results["reason"]
+    with pytest.raises(ConfigError, match="rounds is 0, which trains nothing, and task"):
+        medflare.run_local("fedavg", tiny_phantom(), 2, rounds=0, seed=0)
 
 
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
-from medflare.federation.settings import run_settings
+from medflare.federation.settings import check_rounds, run_settings
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -91,8 +91,10 @@ def run_local(
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
     few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share, "suspects": suspects}
     steering = {"rounds": rounds, "seed": seed, "outside": apart, **few}
+    settings = run_settings(steering)
+    check_rounds(settings.rounds, config)
     folder, about = None if out is None else Path(out), {"engine": "local"}
-    run = Run(chosen, config, hyper, run_settings(steering), inside, folder=folder, about=about, say=say)
+    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say)
     run.weights = None if weights is None else Path(weights)
 
     def opened(name: str, role: str) -> Site:
