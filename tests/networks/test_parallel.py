@@ -66,7 +66,7 @@ def test_weights_that_somebody_else_put_in_are_split_too() -> None:
 
     def gradients(network: FeatureNetwork) -> tuple[Tensor, ...]:
         def loss(weights: Mapping[str, Tensor]) -> Tensor:
-            return functional_call(network, dict(weights), (IMAGES,)).square().mean()  # type: ignore[no-any-return]
+            return functional_call(network, dict(weights), (IMAGES,)).square().mean()
 
         weights = dict(network.named_parameters())
         return torch.autograd.grad(loss(meta_trained(weights, loss, 0.1, second_order=True)), list(weights.values()))

@@ -27,7 +27,7 @@ def as_placed(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]
         if len(devices) > 1 and len(images) >= len(devices):
             network.devices = ()
             try:
-                return split(network, devices, compute.__name__, images)  # type: ignore[no-any-return]
+                return split(network, devices, compute.__name__, images)
             finally:
                 network.devices = devices
         if network.precision is None:

@@ -93,7 +93,7 @@ def test_a_compiled_network_is_the_same_network(spec: dict[str, Any], monkeypatc
 
     def backend(graph: Any, _inputs: Any) -> Callable[..., Any]:
         compiled.append(graph)
-        return graph.forward  # type: ignore[no-any-return]
+        return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, fast = network(spec), network(spec, compiled=True)
@@ -118,7 +118,7 @@ def test_a_batch_goes_to_a_gpu_through_pinned_memory() -> None:
 
     def calls(device: str, lies: str = "cpu") -> list[Any]:
         tensor: Any = Recorded(lies)
-        return Computing(torch.device(device)).moved(tensor).calls  # type: ignore[attr-defined, no-any-return]
+        return Computing(torch.device(device)).moved(tensor).calls  # type: ignore[attr-defined]
 
     assert calls("cuda") == ["pinned", ("cuda", True)]
     assert calls("cuda", lies="cuda") == [("cuda", False)]

@@ -44,7 +44,7 @@ class Steps:
         """
         self._batches, self._images = self._batches + 1, self._images + images
         share = loss if self._every == 1 else loss * (images / self._full)
-        (share if self._scaler is None else self._scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+        (share if self._scaler is None else self._scaler.scale(share)).backward()
         if self._batches == self._every:
             self.finish()
 
