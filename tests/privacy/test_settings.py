@@ -18,6 +18,7 @@ from medflare.core.errors import ConfigError, PrivacyError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
+from medflare.data.sites.computing import Computing
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.local.exchange import LocalExchange
@@ -263,6 +264,21 @@ def test_a_run_goes_on_without_a_site_whose_budget_is_spent(tmp_path: Path) -> N
 def test_patients_are_drawn_by_dp_sgd_alone() -> None:
     with pytest.raises(ConfigError, match=r"^dp_noise: DP-SGD draws every patient with the same probability; set task\.sampling=shuffle$"):
         privacy.check_private(small_task(network=INSTANCE_UNET, sampling="balanced"))
+
+
+@pytest.mark.parametrize(("changes", "what"), [({"precision": "bf16"}, "precision 'bf16'"), ({"accumulate": 2}, "accumulate")])
+def test_gradients_are_clipped_in_fp32_a_step_a_draw(changes: dict[str, Any], what: str) -> None:
+    """A norm that was rounded might exceed the clipping norm, for which the noise is measured."""
+    with pytest.raises(ConfigError, match=f"^dp_noise: gradients are clipped in fp32, a step for every draw .*; leave out task {what}$"):
+        get_method("fedavg").check(PRIVATE, small_task(network=INSTANCE_UNET, **changes))
+
+
+@pytest.mark.parametrize(("computing", "what"), [({"further": (torch.device("cpu"),)}, "several devices"), ({"compiled": True}, "compile")])
+def test_hooks_need_a_plain_network(computing: dict[str, Any], what: str) -> None:
+    site = squares.site("A", small_task(network=INSTANCE_UNET))
+    site.computing = Computing(site.device, **computing)
+    with pytest.raises(ConfigError, match=f"^site A: dp_noise takes each image's gradient from a plain network; leave {what} out of local"):
+        privacy.check_private_site(site, privacy.PrivacyHyper(dp_noise=1.0))
 
 
 @pytest.mark.parametrize(("name", "works"), [("UNet", True), ("SegResNet", False)])

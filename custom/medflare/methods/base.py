@@ -172,6 +172,7 @@ class SiteHalf(ABC, Generic[S]):
         server_hyper: the class of hyper-parameters without which a server half cannot serve this one: what it reads of them, or relies on.
         phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
         freezes: whether the half can leave parts of the network at rest, see `TaskConfig.freeze`; a subclass says so anew.
+        plain_steps: whether all its steps are those of `parts.steps`, which know `TaskConfig.accumulate` and fp16; a subclass says so anew.
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
         memory: states and facts that survive until the next task; empty where every round starts from the incoming message alone.
         account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.
@@ -181,6 +182,7 @@ class SiteHalf(ABC, Generic[S]):
     server_hyper: ClassVar[type] = ServerHyper
     phases: ClassVar[tuple[Phase, ...]] = ()
     freezes: ClassVar[bool] = False
+    plain_steps: ClassVar[bool] = False
     unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
 
     def __init__(self, site: Site, plan: Plan[S, Any]):

@@ -93,6 +93,8 @@ class Method:
             )
         if task.freeze["parts"]:
             self._check_freeze(task, network)
+        if not vars(self.site_class).get("plain_steps"):
+            refuse_other_steps(task, f"method {self.name!r} takes steps of its own")
         self.site_class.check(task, site, server)
 
     def _check_freeze(self, task: "TaskConfig", network: "nn.Module") -> None:
@@ -167,6 +169,22 @@ class Method:
     def make_server(self, context: "ServerContext") -> "ServerHalf[Any]":
         """The server half of one federation."""
         return self.server_class(context)
+
+
+def refuse_other_steps(task: "TaskConfig", reason: str) -> None:
+    """Nothing where a step follows one batch and no loss is scaled, as every training loop can.
+
+    Args:
+        task: says how steps are taken.
+        reason: why no others can be, the beginning of the message.
+
+    Raises:
+        ConfigError: the task asks for others.
+    """
+    if task.precision == "fp16":
+        raise ConfigError(f"{reason}, which the scaled losses of fp16 do not reach; set task.precision 'bf16' or 'fp32'")
+    if task.accumulate > 1:
+        raise ConfigError(f"{reason}, one for every batch; leave out task.accumulate, or make task.batch_size larger")
 
 
 def paired(of_site: Method, of_server: Method) -> Method:

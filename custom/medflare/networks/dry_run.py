@@ -17,6 +17,7 @@ from medflare.tasks.config import TaskConfig
 _DIVISORS = (2, 4, 8, 16, 32, 64)
 _COPIES = 4  # of every weight: itself, its gradient and Adam's two moments
 _BYTES = 4  # of a float32
+_HALF = 2  # of a bfloat16 or float16
 
 
 def check_network(task: TaskConfig) -> FeatureNetwork:
@@ -79,7 +80,7 @@ def least_bytes(task: TaskConfig, batch: int) -> int:
 
     def note(layer: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor) and not any(True for _ in layer.children()):
-            outputs.append(output.numel() * _BYTES)
+            outputs.append(output.numel() * (_BYTES if task.precision == "fp32" else _HALF))
 
     network = meta_network(task).eval()
     for layer in network.modules():

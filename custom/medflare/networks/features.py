@@ -1,12 +1,42 @@
 """What every network of this room is: a body that computes features and a head that turns them into logits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from medflare.networks.parallel import split
 from medflare.tasks.config import TaskConfig
+
+T = TypeVar("T")
+
+
+def as_placed(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]:
+    """A network's method that computes on the network's `devices` and in its `precision`; losses and methods see one device and float32.
+
+    Args:
+        compute: (network, images) -> a tensor, or several.
+    """
+
+    @wraps(compute)
+    def run(network: Any, images: Tensor) -> T:
+        devices = network.devices
+        if len(devices) > 1 and len(images) >= len(devices):
+            network.devices = ()
+            try:
+                return split(network, devices, compute.__name__, images)
+            finally:
+                network.devices = devices
+        if network.precision is None:
+            return compute(network, images)
+        with torch.autocast(images.device.type, network.precision):
+            found: Any = compute(network, images)
+        return found.float() if isinstance(found, Tensor) else tuple(tensor.float() for tensor in found)  # type: ignore[return-value]
+
+    return run
 
 
 class FeatureNetwork(nn.Module):
@@ -17,7 +47,18 @@ class FeatureNetwork(nn.Module):
 
     Attributes:
         settings: the arguments of `catalogue.build_network` that build its like; empty where it was built otherwise.
+        precision: what it computes in by autocast (its weights stay float32); None: as its weights are.
+        devices: over which batches are split, the first of them its own; fewer than two: they are not.
     """
+
+    precision: torch.dtype | None = None
+    devices: tuple[torch.device, ...] = ()
+
+    def __init_subclass__(cls, **options: Any):
+        """A network that is one in its own way computes as it is placed too."""
+        super().__init_subclass__(**options)
+        for name in {"forward", "features_and_output"} & vars(cls).keys():
+            setattr(cls, name, as_placed(vars(cls)[name]))
 
     def __init__(self, body: nn.Module, head: nn.Module):
         super().__init__()
@@ -56,6 +97,7 @@ class FeatureNetwork(nn.Module):
             for weight in moved:
                 weight.requires_grad_(True)
 
+    @as_placed
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(features, logits) of images (N, C, H, W).
 

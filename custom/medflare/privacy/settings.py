@@ -20,6 +20,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
+from medflare.data.sites.local import PLACE
 from medflare.data.sites.site import Site
 from medflare.networks.catalogue import meta_network
 from medflare.networks.structure import WholeNetwork, example
@@ -47,7 +48,7 @@ def check_private(task: TaskConfig) -> None:
     """Before anything starts: what a patient changes must pass through that patient's own gradient.
 
     Raises:
-        ConfigError: a layer or the loss mixes the images of a batch; names it and the remedy.
+        ConfigError: a layer or the loss mixes the images of a batch, or steps are taken as DP-SGD does not; names it and the remedy.
     """
     for name, layer in meta_network(task).named_modules():
         if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
@@ -55,6 +56,9 @@ def check_private(task: TaskConfig) -> None:
                 f"dp_noise: layer {name} ({type(layer).__name__}) of network {task.network['name']} mixes the images of a batch, so "
                 "none has a gradient of its own; set task.network.norm=instance (unet), or take a network without it (small_cnn, vgg11)"
             )
+    if task.precision != "fp32" or task.accumulate > 1:
+        setting = f"precision {task.precision!r}" if task.precision != "fp32" else "accumulate"
+        raise ConfigError(f"dp_noise: gradients are clipped in fp32, a step for every draw of patients; leave out task {setting}")
     if task.sampling["name"] != "shuffle":
         raise ConfigError("dp_noise: DP-SGD draws every patient with the same probability; set task.sampling=shuffle")
     if reason := pools_images(task):
@@ -65,8 +69,12 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
     """What only the site can tell.
 
     Raises:
-        ConfigError: Opacus is missing or cannot handle the network, or δ is so large that giving away one patient would be allowed.
+        ConfigError: the site computes in ways that Opacus does not follow, Opacus is missing or cannot handle the network, or δ is so large
+            that giving away one patient would be allowed.
     """
+    if site.computing.further or site.computing.compiled:
+        setting = "several devices" if site.computing.further else "compile"
+        raise ConfigError(f"site {site.name}: dp_noise takes each image's gradient from a plain network; leave {setting} out of {PLACE}")
     dp_sgd, network = _dp_sgd(site), site.network()
     if isinstance(network, WholeNetwork):  # ours are known to work
         dp_sgd.check_gradients(network, example(site.task.image_channels, site.task.size, site.device))

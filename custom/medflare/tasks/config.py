@@ -183,6 +183,9 @@ class TaskConfig:
         freeze: {"parts": ["body"], "rounds": ...}: what of the network rests for the first so many rounds, and is not sent meanwhile.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
+        precision: what networks compute in while a site trains and scores: "fp32", "bf16" or "fp16" (with loss scaling); weights, losses
+            and steps are fp32 always.
+        accumulate: batches whose mean gradient a step follows.
         metric: validation metric that selects models; higher is better.
         intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once.
         augment: MONAI random transforms, applied to training batches in this order.
@@ -226,6 +229,8 @@ class TaskConfig:
     clip: Clip = field(default_factory=lambda: dataclasses.asdict(_Clip()))
     sampling: Sampling = field(default_factory=lambda: dataclasses.asdict(_Sampling()))
     freeze: Freeze = field(default_factory=lambda: dataclasses.asdict(_Freeze()))
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    accumulate: Count = 1
     slices: Slices = field(default_factory=lambda: dataclasses.asdict(_Slices()))
     label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
     unlisted_labels: Literal["error", "drop"] = "error"

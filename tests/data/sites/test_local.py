@@ -11,7 +11,7 @@ from medflare.data.sites.local import LocalSettings, OutboundLimits, PrivacyLimi
 
 def test_nothing_is_decided_by_an_empty_file() -> None:
     settings = local_settings({})
-    assert settings == LocalSettings(None, True, "", "cpu", OutboundLimits(None, None), None)
+    assert settings == LocalSettings(None, True, False, False, "", "cpu", OutboundLimits(None, None), None)
 
 
 def test_everything_decided() -> None:
@@ -54,7 +54,7 @@ def test_the_ledger_may_be_the_engines_choice() -> None:
     ("content", "message"),
     [
         ({"batchsize": 4}, "unknown setting 'batchsize'; did you mean batch_size"),
-        ({"root": "/data"}, "unknown setting 'root'; did you mean data_root? known: batch_size, cache, data_root, device"),
+        ({"root": "/data"}, "unknown setting 'root'; did you mean data_root? known: batch_size, cache, channels_last, compile"),
         ({"batch_size": 1}, "batch_size must be 2 or more, since batch normalisation cannot train on a single image, got 1"),
         ({"batch_size": "4"}, "batch_size must be a whole number, got '4'"),
         ({"batch_size": True}, "batch_size must be a whole number, got True"),
@@ -62,7 +62,11 @@ def test_the_ledger_may_be_the_engines_choice() -> None:
         ({"cache": None}, "cache must be text or true or false, got None"),
         ({"data_root": 3}, "data_root must be text, got 3"),
         ({"data_root": None}, "data_root must be text, got None"),
-        ({"device": None}, "device must be text, got None"),
+        ({"device": None}, "device must be text or a list, got None"),
+        ({"device": []}, "device must be text, or a list of different devices, got []"),
+        ({"device": ["cuda:0", "cuda:0"]}, "device must be text, or a list of different devices, got ['cuda:0', 'cuda:0']"),
+        ({"channels_last": 1}, "channels_last must be true or false, got 1"),
+        ({"compile": "yes"}, "compile must be true or false, got 'yes'"),
         ({"outbound": None}, "outbound must not be null"),
         ({"outbound": ["model"]}, "outbound must be an object, got ['model']"),
         ({"outbound": {"entry": ["model"]}}, "outbound: unknown setting 'entry'; did you mean entries? known: bytes, entries"),

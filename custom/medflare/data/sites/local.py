@@ -18,6 +18,12 @@ def _trains(size: int) -> int:
     return size
 
 
+def _devices(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(value, tuple) and len(set(value)) < max(len(value), 1):
+        raise ValueError("text, or a list of different devices")
+    return value
+
+
 @dataclass(frozen=True, config=STRICT)
 class OutboundLimits:
     """What may leave the site, beyond what every method declares.
@@ -52,8 +58,10 @@ class LocalSettings:
     Attributes:
         batch_size: most images that go through a network at once; None as the task says.
         cache: folder for decoded images; true for the job's own, false for none.
+        channels_last: whether networks keep their channels last in memory, which suits the convolutions of most GPUs.
+        compile: whether torch compiles networks when they are first used; needs a C++ compiler.
         data_root: folder of the data; "" where it is found otherwise, see `data.loading.resolve_data_root`.
-        device: where networks run, as torch spells it.
+        device: where networks run, as torch spells it; a list of GPUs shares every batch among them.
         outbound: limits of what leaves the site.
         privacy: limit of what training gives away; None for no limit.
         weights: at the server: the file that a task's network starts from, or the folder of such files; "" for the environment's
@@ -62,8 +70,10 @@ class LocalSettings:
 
     batch_size: Annotated[int, AfterValidator(_trains)] | None = None
     cache: str | bool = True
+    channels_last: bool = False
+    compile: bool = False
     data_root: str = ""
-    device: str = "cpu"
+    device: Annotated[str | tuple[str, ...], AfterValidator(_devices)] = "cpu"
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
     weights: str = ""

@@ -1,5 +1,6 @@
 """A site opened: its own settings applied, its data found, read and checked."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.data.loading import load_site_data, resolve_data_root
+from medflare.data.sites.computing import Computing, check_precision
 from medflare.data.sites.local import PLACE, LocalSettings, local_settings
 from medflare.data.sites.site import Site
 from medflare.networks.dry_run import check_memory
@@ -38,21 +40,45 @@ def open_site(
         cache: folder for decoded images unless the site's own "cache" says otherwise.
 
     Raises:
-        ConfigError: a setting of local/medflare.json that is unknown or unusable, or volumes too large for the site's memory.
+        ConfigError: a setting of local/medflare.json that is unknown or unusable, a precision that the device lacks, or volumes too large
+            for the site's memory.
         DataError: the data cannot be used as they are.
     """
     own = local if isinstance(local, LocalSettings) else local_settings(local or {})
-    own_device = usable_device(own.device)
+    own_devices = usable_devices(own)
+    used, *further = own_devices if device is None else (torch.device(device),)
+    for one in (used, *further):
+        check_precision(task.precision, one, f"site {name}")
     chosen = cache if own.cache is True else own.cache
     root = resolve_data_root(name, task, own.data_root, data_root)
     data = load_site_data(name, task, root, role=role, cache=Path(chosen).expanduser() if chosen else None)
-    site = Site(name, task, data, seed, device or own_device)
+    site = Site(name, task, data, seed, used)
+    site.computing = Computing(used, task.precision, tuple(further), own.channels_last, own.compile)
     site.batch_limit = own.batch_size
     if role == "inside" and task.spatial_dims == 3:
-        check_memory(task, site.batch_size, site.device, f"site {name}")
+        check_memory(task, math.ceil(site.batch_size / (1 + len(further))), site.device, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
     return site
+
+
+def usable_devices(own: LocalSettings) -> tuple[torch.device, ...]:
+    """The device, or all devices, that a site's own settings name.
+
+    Args:
+        own: the settings.
+
+    Raises:
+        ConfigError: see `usable_device`; several that are no GPUs, or with `compile`.
+    """
+    devices = tuple(map(usable_device, (own.device,) if isinstance(own.device, str) else own.device))
+    if len(devices) == 1:
+        return devices
+    if others := [str(device) for device in devices if device.type != "cuda" or device.index is None]:
+        raise ConfigError(f"{PLACE}: device: batches are shared among GPUs such as 'cuda:0', {others[0]!r} is none; name it alone")
+    if own.compile:
+        raise ConfigError(f"{PLACE}: compile is for one device, device names {len(devices)}; leave out compile")
+    return devices
 
 
 def usable_device(name: str) -> torch.device:
@@ -67,4 +93,6 @@ def usable_device(name: str) -> torch.device:
         raise ConfigError(f"{PLACE}: unknown device {name!r}; use cpu, cuda or cuda:0") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"{PLACE}: device {name!r} is not available here; use cpu or install a driver")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"{PLACE}: there is no device {name!r}, this machine has {torch.cuda.device_count()} GPUs, counted from cuda:0")
     return device

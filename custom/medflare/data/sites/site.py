@@ -12,6 +12,7 @@ from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.sites import fitting, scoring
 from medflare.data.sites.batches import in_random_order
+from medflare.data.sites.computing import Computing
 from medflare.data.sites.sampling import drawing_weights
 from medflare.data.splits import Batch, SiteData, class_counts
 from medflare.data.transforms import Augmentation
@@ -37,17 +38,16 @@ class Site:
         abort: asked before every batch; where it answers True, whatever takes batches raises `Aborted`.
         rate_factor: what the task's schedule makes of the learning rate in the round at hand; set before every step.
         start: what the task's network starts from; None: a random draw.
+        computing: how networks and batches come to the device, and what they compute in there.
         batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
         fitting: how images come to the network's size.
         notes: what is worth knowing about the data, one line each (absent classes, images left out).
     """
 
     def __init__(self, name: str, task: TaskConfig, data: SiteData, seed: int = 0, device: torch.device | str = "cpu"):
-        self.name = name
-        self.task = task
-        self.data = data
-        self.seed = seed
+        self.name, self.task, self.data, self.seed = name, task, data, seed
         self.device = torch.device(device)
+        self.computing = Computing(self.device, task.precision)
         self.abort: Callable[[], bool] = lambda: False
         self.rate_factor = 1.0
         self.start: StateDict | None = None
@@ -87,7 +87,7 @@ class Site:
             spec: the network; None: the task's.
             outputs: output channels; None: the task's.
         """
-        return initial_network(self.task, self.seed, purpose, spec, outputs, self.start).to(self.device)
+        return self.computing.placed(initial_network(self.task, self.seed, purpose, spec, outputs, self.start))
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
         """The task's optimiser at the round's rate, clipping as the task says; `override` replaces or adds arguments, as lr=1e-4."""
@@ -130,7 +130,7 @@ class Site:
     def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
         if self.abort():
             raise Aborted(f"site {self.name}: stopped on request")
-        return Batch(images.to(self.device), targets.to(self.device), index)
+        return Batch(self.computing.moved(images), self.computing.moved(targets), index)
 
     def augmented(self, batch: Batch, random: np.random.RandomState) -> Batch:
         """A batch of at least one image after the task's random transforms, with draws from `random`."""

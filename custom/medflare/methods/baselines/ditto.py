@@ -49,6 +49,7 @@ class DittoSite(FedAvgSite[DittoHyper]):
     """FedAvg's site half and a personal model, of the best round by the site's own validation."""
 
     Hyper: ClassVar[type] = DittoHyper
+    plain_steps: ClassVar[bool] = True
     unprotected = "the personal model learns from the same images without noise, and its validation metric leaves the site"
     personal = Kept("personal")  # v_k, None before the first training
 

@@ -21,7 +21,7 @@ from medflare.methods.grace.hyper import GraceServerHyper, LocalModelHyper
 from medflare.methods.grace.local_model import LocalModelSite
 from medflare.methods.grace.server import GraceServer
 from medflare.methods.grace.two_step import Penalty
-from medflare.methods.method import Method
+from medflare.methods.method import Method, refuse_other_steps
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper, is_private
 from medflare.tasks.config import TaskConfig
@@ -82,17 +82,20 @@ class MoonSite(LocalModelSite[MoonSiteHyper]):
     """Adds the contrastive loss to local training from the second round on, when there is a previous model."""
 
     Hyper: ClassVar[type] = MoonSiteHyper
+    plain_steps: ClassVar[bool] = True
 
     previous = Kept("previous")
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: MoonSiteHyper, server_hyper: Any) -> None:
-        """Refuse differential privacy beside what would go around it.
+        """Refuse differential privacy beside what would go around it, and other steps than those of `two_step`.
 
         Raises:
-            ConfigError: `dp_noise` with `two_step` or `probe`.
+            ConfigError: one of both.
         """
         super().check(task, hyper, server_hyper)
+        if hyper.two_step:
+            refuse_other_steps(task, "two_step takes a step within every step")
         if is_private(hyper) and (hyper.two_step or hyper.probe):
             reason = "meta-train follows a gradient without noise" if hyper.two_step else "the A-distance is measured on training images"
             raise ConfigError(f"dp_noise: {reason}; set two_step=false probe=false")

@@ -73,6 +73,7 @@ class FedAvgSite(SiteHalf[F]):
     Hyper: ClassVar[type] = FedAvgHyper
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, TRAIN_PART, VALIDATE)
     freezes: ClassVar[bool] = True
+    plain_steps: ClassVar[bool] = True
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)

@@ -15,7 +15,7 @@ from medflare.data.splits import Batch
 from medflare.methods.base import Plan, ServerContext, SiteHalf
 from medflare.methods.fedsm.formulas import adam_step
 from medflare.methods.fedsm.hyper import FedSMSiteHyper
-from medflare.methods.parts.training import epochs
+from medflare.methods.parts.training import epochs, weighted_sum
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # VGG-11: the paper's
@@ -155,15 +155,16 @@ def train_selector(
         value = accumulate_gradient(model, site, (*keys, 0), loss)
         optimizer.step()
         return value
-    total = 0.0
+    values, shares = list[Tensor](), list[float]()
     model.train()
     for batches in epochs(site, *keys):
         for batch_loss, share in _losses(model, site, batches, loss):
             optimizer.zero_grad(set_to_none=True)
             batch_loss.backward()
             optimizer.step()
-            total += batch_loss.item() * share
-    return total / site.task.local_epochs
+            values.append(batch_loss.detach())
+            shares.append(share)
+    return weighted_sum(values, shares) / site.task.local_epochs
 
 
 def accumulate_gradient(model: nn.Module, site: Site, keys: tuple[Key, ...], loss: SelectorLoss) -> float:
@@ -175,14 +176,15 @@ def accumulate_gradient(model: nn.Module, site: Site, keys: tuple[Key, ...], los
         keys: what sets this pass apart, see `Site.batches`.
         loss: (selector logits, batch) -> mean loss of the batch.
     """
-    total = 0.0
+    values, shares = list[Tensor](), list[float]()
     model.train()
     model.zero_grad(set_to_none=True)
     with seeded(site.seed, site.name, *keys, "dropout"):
         for value, share in _losses(model, site, site.batches("train", *keys), loss):
             (value * share).backward()
-            total += value.item() * share
-    return total
+            values.append(value.detach())
+            shares.append(share)
+    return weighted_sum(values, shares)
 
 
 def _losses(model: nn.Module, site: Site, batches: Iterator[Batch], loss: SelectorLoss) -> Iterator[tuple[Tensor, float]]:

@@ -24,6 +24,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     """FedAvg's site with a local adapted model P_k, chosen over the rounds by the site's own validation."""
 
     Hyper: ClassVar[type] = IOPHyper
+    plain_steps: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
     adapted = Kept("adapted")  # P_k
     local_step = Kept("local_step")  # reading "explicit": a step that waits for its round's global model

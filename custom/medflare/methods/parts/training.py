@@ -1,7 +1,7 @@
 """Local training: the loops that every method's site half shares, and the optimizer's memory."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
+from medflare.methods.parts.steps import Steps, pack_scaling, unpack_scaling
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
 _OPTIMIZER = "optimizer/"  # entries of a half's memory
@@ -30,7 +31,13 @@ def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
 
 
 def run_epochs(
-    site: Site, round: int, purpose: str, step: Callable[[Batch], Mapping[str, Tensor]], *, count: int | None = None
+    site: Site,
+    round: int,
+    purpose: str,
+    step: Callable[[Batch], Mapping[str, Tensor]],
+    *,
+    count: int | None = None,
+    after: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Local epochs, `step` on every batch; returns the mean over all images of each loss it returned.
 
@@ -40,15 +47,37 @@ def run_epochs(
         purpose: see `epochs`.
         step: trains on a batch and returns its losses by name.
         count: see `epochs`.
+        after: called at the end of every epoch.
     """
-    totals: dict[str, float] = {}
-    seen = 0
+    losses: dict[str, list[Tensor]] = {}
+    sizes: list[int] = []
     for batches in epochs(site, round, purpose, count=count):
         for batch in batches:
             for name, loss in step(batch).items():
-                totals[name] = totals.get(name, 0.0) + loss.item() * len(batch.images)
-            seen += len(batch.images)
-    return {name: total / seen for name, total in totals.items()}
+                losses.setdefault(name, []).append(loss.detach())
+            sizes.append(len(batch.images))
+        after()
+    return {name: weighted_sum(values, sizes) / sum(sizes) for name, values in losses.items()}
+
+
+def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
+    """Losses of batches times their weights. Here alone they are read: each read waits for all that a GPU still computes.
+
+    Args:
+        losses: of each batch, detached scalars on one device.
+        weights: for example images of each batch.
+
+    Returns:
+        The sum in their order, in double precision; 0 of none.
+
+    Examples:
+        >>> weighted_sum([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        6.0
+    """
+    total = 0.0
+    for loss, weight in zip(torch.stack(list(losses)).tolist() if losses else [], weights, strict=True):
+        total += loss * weight
+    return total
 
 
 def train_epochs(
@@ -75,18 +104,15 @@ def train_epochs(
         count: how many epochs; None: the task's number.
     """
     model.train()
+    steps = Steps(optimizer, site, correct)
 
     def step(batch: Batch) -> dict[str, Tensor]:
         images, targets, _ = batch
-        optimizer.zero_grad(set_to_none=True)
         value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
-        value.backward()
-        if correct is not None:
-            correct()
-        optimizer.step()
+        steps.follow(value, len(images))
         return {"loss": value}
 
-    return run_epochs(site, round, purpose, step, count=count).get("loss", math.nan)
+    return run_epochs(site, round, purpose, step, count=count, after=steps.finish).get("loss", math.nan)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -95,8 +121,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
-    """The optimizer's per-parameter tensors (Adam's moments and step, momentum buffers) as a flat state, parameters by their place."""
-    packed: StateDict = {}
+    """The optimizer's per-parameter tensors (Adam's moments and step, momentum buffers) as a flat state, parameters by their place.
+
+    With the scale of the losses, where one belongs to the optimizer.
+    """
+    packed = pack_scaling(optimizer)
     for place, slots in optimizer.state_dict()["state"].items():
         for slot, value in slots.items():
             if value is not None:
@@ -112,7 +141,7 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> Non
         packed: what `pack_optimizer` gave.
     """
     slots: dict[int, dict[str, Tensor]] = {}
-    for key, value in packed.items():
+    for key, value in unpack_scaling(optimizer, packed).items():
         place, slot = key.split(".", 1)
         slots.setdefault(int(place), {})[slot] = value.clone()
     optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})

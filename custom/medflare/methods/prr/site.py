@@ -61,6 +61,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
     """Deputy-Enhanced Transfer under the CPA loss. With DET off there is one model: the incoming one with the site's own normalisation."""
 
     Hyper: ClassVar[type] = PRRSiteHyper
+    plain_steps: ClassVar[bool] = True
     server_hyper: ClassVar[type] = PRRServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", answers=(DEPUTY, PROTOTYPES), reports=(*MEASURED, STAGES), **_RECEIVED),

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
-from medflare.methods.parts.training import epochs, trainable
+from medflare.methods.parts.steps import Steps
+from medflare.methods.parts.training import epochs, trainable, weighted_sum
 from medflare.methods.prr.formulas import EXCHANGE, RECOVER, SUBLIMATE, distillation_loss, next_stage
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_logits
@@ -56,19 +57,19 @@ class Transfer:
         both = nn.ModuleList([self.personal] if self._alone else [self.personal, self.deputy])
         halvings = round // self.hyper.halve_every if self.hyper.halve_every else 0
         optimizer = self.site.optimizer(trainable(both), lr=self.site.task.optimizer["lr"] * 0.5**halvings)
-        total, seen = 0.0, 0
+        steps, own, sizes = Steps(optimizer, self.site), list[Tensor](), list[int]()
         for batches in epochs(self.site, round, "model"):
             gathered = self._begin_epoch(validation)
             both.train()
             for images, targets, _ in batches:
                 losses = self._losses(images, targets, gathered)
-                optimizer.zero_grad(set_to_none=True)
-                torch.stack(losses).sum().backward()
-                optimizer.step()
-                total, seen = total + losses[0].item() * len(images), seen + len(images)
+                steps.follow(torch.stack(losses).sum(), len(images))
+                own.append(losses[0].detach())
+                sizes.append(len(images))
+            steps.finish()
             if gathered is not None:
                 self.prototypes = copy_state(gathered.state())
-        return total / seen
+        return weighted_sum(own, sizes) / sum(sizes)
 
     @property
     def _alone(self) -> bool:

@@ -1,0 +1,177 @@
+"""How a site computes: precision, order of memory, compilation, and the way of a batch to a GPU."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.states import copy_state
+from medflare.core.store import StateStore
+from medflare.data.sites.computing import Computing, check_precision
+from medflare.data.sites.local import local_settings
+from medflare.data.sites.opening import open_site, usable_devices
+from medflare.networks.catalogue import initial_network
+from medflare.networks.dry_run import least_bytes
+from medflare.networks.features import FeatureNetwork
+from small import INSTANCE_UNET, small_task
+
+CPU = torch.device("cpu")
+NETWORKS: tuple[dict[str, Any], ...] = (
+    {"name": "unet", "channels": [4, 8], "norm": "batch"},
+    {"name": "UNet", "channels": [4, 8], "strides": [2]},
+)
+
+
+def network(spec: dict[str, Any] = INSTANCE_UNET, **settings: Any) -> FeatureNetwork:
+    return Computing(CPU, **settings).placed(initial_network(small_task(network=spec), 0))
+
+
+def images() -> Tensor:
+    return torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("spec", NETWORKS, ids=lambda spec: str(spec["name"]))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_inside_alone(spec: dict[str, Any], precision: str) -> None:
+    """Layers compute in it; logits, features, weights and gradients are float32, and near to what fp32 gives."""
+    exact, rounded = network(spec), network(spec, precision=precision)
+    inside: list[torch.dtype] = []
+    rounded.head.register_forward_hook(lambda _layer, _given, found: inside.append(found.dtype))
+    for ask in (lambda model: (model(images()),), lambda model: model.features_and_output(images())):
+        for expected, found in zip(ask(exact), ask(rounded), strict=True):
+            assert found.dtype == torch.float32 and not torch.equal(found, expected)
+            torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    assert inside == [torch.bfloat16 if precision == "bf16" else torch.float16] * 2
+    rounded(images()).mean().backward()
+    assert {weight.grad.dtype for weight in rounded.parameters() if weight.grad is not None} == {torch.float32}
+    assert {tensor.dtype for tensor in rounded.state_dict().values()} <= {torch.float32, torch.int64}
+
+
+def test_in_fp32_nothing_happens() -> None:
+    """Not even a cast: reference numbers in double precision stay what they are."""
+    assert network().double()(images().double()).dtype == torch.float64
+
+
+def test_a_network_of_its_own_kind_has_a_precision_too() -> None:
+    class Own(FeatureNetwork):
+        def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
+            features = self.body(images)
+            assert features.dtype == torch.bfloat16
+            return features, self.head(features)
+
+    own = Computing(CPU, "bf16").placed(Own(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 1, 1)))
+    assert own(images()).dtype == own.features_and_output(images())[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_channels_last_changes_the_order_of_memory_alone(dims: int, tmp_path: Path) -> None:
+    task = small_task(size=[8] * dims, spatial_dims=dims, network=NETWORKS[0])
+    plain, ordered = initial_network(task, 0).eval(), Computing(CPU, channels_last=True).placed(initial_network(task, 0)).eval()
+    order = torch.channels_last if dims == 2 else torch.channels_last_3d
+    pictures = torch.rand(2, 1, *[8] * dims)
+    features, logits = ordered.features_and_output(pictures)
+    assert features.is_contiguous(memory_format=order) and not features.is_contiguous()
+    torch.testing.assert_close(logits, plain(pictures))
+    ordered.load_state_dict(plain.state_dict())
+    assert ordered.features_and_output(pictures)[0].is_contiguous(memory_format=order)  # a round's weights do not undo it
+    state = copy_state(ordered.state_dict())
+    assert all(torch.equal(tensor, plain.state_dict()[name]) and tensor.is_contiguous() for name, tensor in state.items())
+    StateStore(tmp_path).save("half", Message({"moments": {name: tensor.clone() for name, tensor in ordered.state_dict().items()}}))
+    stored = StateStore(tmp_path).load("half")
+    assert stored is not None and torch.equal(stored.states["moments"]["head.weight"], plain.state_dict()["head.weight"])
+
+
+@pytest.mark.parametrize("spec", NETWORKS, ids=lambda spec: str(spec["name"]))
+def test_a_compiled_network_is_the_same_network(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, fast = network(spec), network(spec, compiled=True)
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    for expected, found in zip(plain.features_and_output(images()), fast.features_and_output(images()), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert compiled
+
+
+def test_a_batch_goes_to_a_gpu_through_pinned_memory() -> None:
+    class Recorded:
+        def __init__(self, device: str):
+            self.device, self.calls = torch.device(device), list[Any]()
+
+        def pin_memory(self) -> "Recorded":
+            self.calls.append("pinned")
+            return self
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> "Recorded":
+            self.calls.append((device.type, non_blocking))
+            return self
+
+    def calls(device: str, lies: str = "cpu") -> list[Any]:
+        tensor: Any = Recorded(lies)
+        return Computing(torch.device(device)).moved(tensor).calls  # type: ignore[attr-defined]
+
+    assert calls("cuda") == ["pinned", ("cuda", True)]
+    assert calls("cuda", lies="cuda") == [("cuda", False)]
+    assert calls("cpu") == [("cpu", False)]
+
+
+def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    remedy = r"^site A: device 'cuda:0' \(Tesla T4\) has no bf16, which the task asks for; set precision 'fp16' or 'fp32'$"
+    with pytest.raises(ConfigError, match=remedy):
+        check_precision("bf16", torch.device("cuda:0"), "site A")
+    check_precision("fp16", torch.device("cuda:0"), "site A")
+    check_precision("bf16", CPU, "site A")
+
+
+def test_half_precision_needs_half_of_the_memory_for_what_layers_give() -> None:
+    full, half = (small_task(precision=precision) for precision in ("fp32", "bf16"))
+    of_weights = 4 * 4 * sum(weight.numel() for weight in initial_network(full, 0).parameters())
+    assert least_bytes(half, 4) - of_weights == (least_bytes(full, 4) - of_weights) / 2 > 0
+
+
+def test_a_site_computes_as_task_and_its_own_settings_say(make_site: Callable[..., Path], make_task: Callable[..., Any]) -> None:
+    site = open_site("A", make_task(precision="bf16"), data_root=make_site(), local={"channels_last": True, "compile": True})
+    assert site.computing == Computing(CPU, "bf16", channels_last=True, compiled=True)
+    assert site.network().precision == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("local", "message"),
+    [
+        ({"device": ["cuda:0", "cuda:2"]}, "there is no device 'cuda:2', this machine has 2 GPUs, counted from cuda:0"),
+        ({"device": ["cuda:0", "cpu"]}, "device: batches are shared among GPUs such as 'cuda:0', 'cpu' is none; name it alone"),
+        ({"device": ["cuda:0", "cuda"]}, "device: batches are shared among GPUs such as 'cuda:0', 'cuda' is none; name it alone"),
+        ({"device": ["cuda:0", "cuda:1"], "compile": True}, "compile is for one device, device names 2; leave out compile"),
+    ],
+)
+def test_devices_that_are_not_there(local: dict[str, Any], message: str, two_gpus: None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        usable_devices(local_settings(local))
+    assert str(caught.value) == f"local/medflare.json: {message}"
+
+
+def test_devices_that_are_there(two_gpus: None) -> None:
+    def named(device: Any) -> list[str]:
+        return [str(one) for one in usable_devices(local_settings({"device": device}))]
+
+    assert named(["cuda:1", "cuda:0"]) == ["cuda:1", "cuda:0"]
+    assert named("cuda:1") == named(["cuda:1"]) == ["cuda:1"]
+    assert named("cpu") == ["cpu"]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
