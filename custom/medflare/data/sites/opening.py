@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from medflare.core.errors import ConfigError
+from medflare.data.cache.folder import placed
 from medflare.data.loading import load_site_data, resolve_data_root
 from medflare.data.sites.local import PLACE, LocalSettings, local_settings
 from medflare.data.sites.site import Site
@@ -35,7 +36,7 @@ def open_site(
         data_root: overrides every other way of naming the data.
         local: the site's own settings, or the content of its local/medflare.json.
         device: where models run; None means the site's own "device".
-        cache: folder for decoded images unless the site's own "cache" says otherwise.
+        cache: folder for decoded images, unless the site's own "cache" or MEDFLARE_CACHE says otherwise.
 
     Raises:
         ConfigError: a setting of local/medflare.json that is unknown or unusable, or volumes too large for the site's memory.
@@ -43,9 +44,8 @@ def open_site(
     """
     own = local if isinstance(local, LocalSettings) else local_settings(local or {})
     own_device = usable_device(own.device)
-    chosen = cache if own.cache is True else own.cache
     root = resolve_data_root(name, task, own.data_root, data_root)
-    data = load_site_data(name, task, root, role=role, cache=Path(chosen).expanduser() if chosen else None)
+    data = load_site_data(name, task, root, role=role, cache=placed(own.cache, cache))
     site = Site(name, task, data, seed, device or own_device)
     site.batch_limit = own.batch_size
     if role == "inside" and task.spatial_dims == 3:
