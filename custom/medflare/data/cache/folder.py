@@ -132,7 +132,7 @@ class Room:
         """
         self._left -= count
         for entry in _entries(self._folder) if self._left < 0 else ():
-            self._left += _removed(entry)
+            self._left += _removed(entry) or 0
             if self._left >= 0:
                 break
         if self._left < 0:
@@ -148,7 +148,7 @@ def clean(folder: Path, older_than: timedelta) -> Cleaned:
     """
     entries = _entries(folder)
     old = [entry for entry in entries if time.time() - _last_use(entry) > older_than.total_seconds()]
-    freed = [size for entry in old if (size := _removed(entry))]
+    freed = [size for entry in old if (size := _removed(entry)) is not None]
     return Cleaned(len(freed), sum(freed), len(entries) - len(freed))
 
 
@@ -181,17 +181,17 @@ def _size(entry: Path) -> int:
     return total
 
 
-def _removed(entry: Path) -> int:
-    """The bytes that an entry took; 0 where it is in use and stays."""
+def _removed(entry: Path) -> int | None:
+    """The bytes that an entry took; None where it is in use and stays."""
     try:
         file = (entry / _LOCK).open("ab")  # what was never finished may lack one
     except OSError:
-        return 0
+        return None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return 0
+            return None
         size = _size(entry)
         discard(entry)
         _log.info("data cache: %s removed, %d MB", entry, size // 10**6)
