@@ -115,8 +115,9 @@ class OneByOne(_InMemory):
         Args:
             rows: long (B,).
         """
-        chosen = rows.tolist()
-        return torch.stack([self.images[row] for row in chosen]), torch.stack([self.targets[row] for row in chosen])
+        chosen = rows.tolist() or [0]  # of none, the size is that of the first
+        images, targets = torch.stack([self.images[row] for row in chosen]), torch.stack([self.targets[row] for row in chosen])
+        return images[: len(rows)], targets[: len(rows)]
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,9 @@ class OnDisk:
         Args:
             rows: long (B,).
         """
-        if not len(rows):  # their size is that of the first
-            images, targets = self.take(torch.zeros(1, dtype=torch.long))
-            return images[:0], targets[:0]
-        chosen = [self.rows[row] for row in rows.tolist()]
-        return self.shards.images(chosen), self.shards.targets(chosen) if self.labels is None else self.labels[rows]
+        chosen = [self.rows[row] for row in rows.tolist() or [0]]  # of none, the size is that of the first
+        targets = self.shards.targets(chosen) if self.labels is None else self.labels[rows]
+        return self.shards.images(chosen)[: len(rows)], targets[: len(rows)]
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def test_a_run_ends_in_the_same_models(method: str, tmp_path: Path) -> None:
 
 def test_small_sites_come_into_memory(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     folder, bytes_of_an_image = make_site(), 16 * 16 * (4 + 8)
-    for images, resident in ((10, True), (9.9, False)):
+    for images, resident in ((10.1, True), (9.9, False)):
         cache = CacheSettings(str(tmp_path / "cache"), memory_gb=images * bytes_of_an_image / 10**9)
         assert isinstance(load_site_data("A", make_task(), folder, cache=cache).train, Split if resident else OnDisk)
 

@@ -75,16 +75,18 @@ def _through(cache: CacheSettings, key: str, site: str, task: TaskConfig, source
     try:
         with new_entry(entry) as partial:
             _write(partial, written, failed, task, Room(cache))
+        if (found := _read(entry, cache, task, verify=False)) is not None:
+            return found
+        reason = "the entry is gone"
     except OSError as error:
-        if written.nbytes > cache.memory_gb * GB:
-            raise DataError(
-                f"site {site}: its decoded images take more than memory_gb = {cache.memory_gb:g}, and the cache {cache.folder} cannot take "
-                f"them ({error.strerror or error}); give it room (cache in local/medflare.json), or raise memory_gb"
-            ) from error
-        _log.warning("data cache %s cannot be written (%s); the next process decodes the images again", cache.folder, error)
-        return decode(task, source, entries)
-    found = _read(entry, cache, task, verify=False)
-    return decode(task, source, entries) if found is None else found
+        reason = error.strerror or str(error)
+    if written.nbytes > cache.memory_gb * GB:
+        raise DataError(
+            f"site {site}: its decoded images take more than memory_gb = {cache.memory_gb:g}, and the cache {cache.folder} cannot take "
+            f"them ({reason}); give it room (cache in local/medflare.json), or raise memory_gb"
+        )
+    _log.warning("data cache %s cannot be written (%s); the next process decodes the images again", cache.folder, reason)
+    return decode(task, source, entries)
 
 
 class _Counted:
