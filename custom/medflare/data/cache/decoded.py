@@ -140,7 +140,10 @@ def _read(entry: Path, cache: CacheSettings, task: TaskConfig, *, verify: bool) 
         shards = _shards(entry, message, held)
         if verify:
             shards.verify()
-        return _decoded(shards, message, task, resident=message.facts["nbytes"] <= cache.memory_gb * GB)
+        if message.facts["nbytes"] > cache.memory_gb * GB:
+            return _decoded(shards, message, task, resident=False)
+        with held:
+            return _decoded(shards, message, task, resident=True)
     except (StateError, OSError) as error:
         _log.warning("data cache is made anew: %s", error)
         held.close()
