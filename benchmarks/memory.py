@@ -26,7 +26,7 @@ from PIL import Image
 HERE = Path(__file__).resolve().parent
 SIDE, GB, SITE = 128, 10**9, "site-1"
 BYTES = SIDE * SIDE * (3 * 4 + 8)  # of an image and its mask in memory
-BATCHES = 40  # of 16 images, in every measurement
+BATCHES = 20  # of 16 images, in every measurement
 TASK: dict[str, Any] = {
     "name": "memory",
     "kind": "segmentation",
@@ -141,7 +141,9 @@ def main() -> None:
         scratch, count = Path(name), int(options.gb * GB / BYTES)
         make_site(scratch / "small", 30)
         make_site(scratch / "large", count)
-        alone = json.loads(answer(started("--one", "limited", name, "--limit", str(options.limit))))
+        process = started("--one", "limited", name, "--limit", str(options.limit))
+        alone = json.loads(answer(process))
+        process.communicate()
         print(f"{count} images, {options.gb:g} GB: a round in {alone['seconds']:.0f} s, {alone['gb']:.2f} GB above the imports at most")
         kinds = {kind: started("--one", kind, str(scratch / "large")) for kind in ("memory", "disk")}
         for process in kinds.values():
