@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-root", type=Path, help="site: folder with datalist.json; without it only tasks with embedded images run")
     parser.add_argument("--device", default="cpu", help="site: where models run: cpu, cuda, cuda:1 (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, help="site: most images at once, for a small GPU (default: as the task says)")
-    parser.add_argument("--cache", type=Path, help="site: folder for decoded images (default: the job's own folder)")
+    parser.add_argument("--cache", type=Path, help="site: folder for decoded images (default: medflare-cache beside local/)")
     parser.add_argument("--storage", type=Path, help="server: folder for submitted jobs and results (default: KIT/storage)")
     parser.add_argument(
         "--bring-code",

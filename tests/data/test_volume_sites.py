@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.cache import _memory
+from medflare.data.cache.decoded import _memory
+from medflare.data.cache.folder import CacheSettings
 from medflare.data.checking.check import check_site
 from medflare.data.loading import load_site_data
 from medflare.data.sites.opening import open_site
@@ -24,9 +25,9 @@ Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
 @pytest.mark.parametrize("fit", ["resize", "patch"])
 def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, fit: str) -> None:
     task, folder = cube_task(fit=fit), make_volumes(tmp_path / "A")
-    first = load_site_data("A", task, folder, cache=tmp_path / "cache")
+    first = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
     _memory.clear()
-    again = load_site_data("A", task, folder, cache=tmp_path / "cache")
+    again = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
     for data in (first, again):
         assert [len(data.train), len(data.validation), len(data.test)] == [3, 2, 2]
         size = (8, 8, 8) if fit == "resize" else SHAPE

@@ -98,6 +98,8 @@ def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: Tas
     assert 0 <= delivered.facts["metrics"]["deployed"]["dice"] <= 1
     kept = load_model(place / "run" / "medflare" / "personal")
     assert (kept.card["site"], kept.card["role"], kept.card["method"]) == ("CS", "personal", "fedavg")
+    assert len(list((place / "medflare-cache").iterdir())) == 1, "decoded images are kept for all jobs of the site"
+    assert not list((place / "run").rglob("*cache*"))
 
 
 def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, task: TaskConfig) -> None:

@@ -22,6 +22,7 @@ from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.metrics import score
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
@@ -52,7 +53,9 @@ def test_a_sites_test_images_give_the_numbers_of_the_run(
     found = probabilities(stored, data_root / "B/test", tmp_path)
     assert torch.equal(found, expected), "bitwise: same images, order and batches"
     results = json.loads((trained("fedsm") / "results.json").read_text())
-    assert site.score_outputs(found, "test").values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
+    data = site.data.test
+    measured = score(found, data.targets, data.patients, segmentation, ["dice"], data.spacings)
+    assert measured.values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
 
 
 def test_the_same_for_classification(trained: Callable[..., Path], data_root: Path, tmp_path: Path, classification: TaskConfig) -> None:

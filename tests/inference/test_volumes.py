@@ -24,6 +24,7 @@ from medflare.inference.predict import fit, predict, prediction_model, predictio
 from medflare.methods.catalogue import build_deployed
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.metrics import score
 from small import SEGMENTATION as SLICES
 from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 
@@ -55,7 +56,9 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, si
     place = open_site(site, task, data_root=root)
     expected = place.predict(build_deployed(task, stored.message), "test")
     assert all(torch.equal(first, second) for first, second in zip(found, expected, strict=True))
-    assert place.score_outputs(found, "test").values["dice"] == results["sites"][site]["metrics"]["deployed"]["dice"]
+    data = place.data.test
+    measured = score(found, data.targets, data.patients, task, ["dice"], data.spacings)
+    assert measured.values["dice"] == results["sites"][site]["metrics"]["deployed"]["dice"]
 
 
 class Bright(nn.Module):

@@ -1,7 +1,8 @@
 """From files, or generated pictures, to tensors of the network's size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,26 +21,46 @@ from medflare.tasks.metrics import Images, Spacing
 class Decoded:
     """All images of a site in datalist order, before they are divided into splits."""
 
-    images: Images  # float32 (N, C, H, W), or one (C, ...) each
-    targets: Images  # see `data.splits.Split` and `data.splits.OneByOne`
+    images: Images  # float32 (N, C, H, W), or one (C, ...) each; `cache.shards.Shards` where they stay on disk
+    targets: Images  # see `data.splits.Split` and `data.splits.OneByOne`; where images stay on disk labels alone, masks lie beside them
     entries: list[int]  # row -> index of its entry (a volume that is cut into slices gives many rows)
     names: list[str]  # row -> name
     spacings: list[Spacing | None]  # row -> millimetres between the voxels of a volume; none at all for pictures
     failed: dict[int, str]  # index of an entry that cannot be used -> why
 
 
+class DecodedRow(NamedTuple):
+    """A row of `Decoded`: float32 (C, ...) with its target."""
+
+    image: Tensor
+    target: Tensor
+    entry: int
+    name: str
+    spacing: Spacing | None
+
+
 def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
-    """Every picture, and every kept slice of every volume, read, checked and resized.
+    """Every picture, and every kept slice of every volume, read, checked and resized, in memory.
 
     Args:
         task: decides kind, size, channels and slices.
         source: gives pictures and masks.
         entries: of the datalist.
     """
-    preprocessing = Preprocessing(task)
-    images, targets, rows, names = [], [], [], []
-    spacings: list[Spacing | None] = []
     failed: dict[int, str] = {}
+    return gathered(decoded_rows(task, source, entries, failed), task, failed)
+
+
+def decoded_rows(task: TaskConfig, source: Source, entries: list[Entry], failed: dict[int, str]) -> Iterator[DecodedRow]:
+    """The rows of `decode` one after the other, no more than one file's at a time.
+
+    Args:
+        task: see `decode`.
+        source: see `decode`.
+        entries: see `decode`.
+        failed: takes the number of every entry that cannot be used, and why.
+    """
+    preprocessing = Preprocessing(task)
     for number, entry in enumerate(entries):
         try:
             image = source.image(entry)
@@ -50,18 +71,30 @@ def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
             failed[number] = str(error)
             continue
         for name, picture, label in pictures_of(task, entry.name, image, target):
-            images.append(preprocessing.image(picture))
-            targets.append(_for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task))
-            rows.append(number)
-            names.append(name)
-            if task.spatial_dims == 3:
-                spacings.append(resized_spacing(source.spacing(entry), picture.shape[1:], images[-1].shape[1:]))
+            ready = preprocessing.image(picture)
+            wanted = _for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task)
+            spacing = resized_spacing(source.spacing(entry), picture.shape[1:], ready.shape[1:]) if task.spatial_dims == 3 else None
+            yield DecodedRow(ready, wanted, number, name, spacing)
+
+
+def gathered(rows: Iterable[DecodedRow], task: TaskConfig, failed: dict[int, str]) -> Decoded:
+    """Rows in memory, stacked where the task's images have one size.
+
+    Args:
+        rows: of `decoded_rows`.
+        task: says so.
+        failed: see `Decoded`; complete when the rows have come to their end.
+    """
+    kept = list(rows)
+    images, targets = [row.image for row in kept], [row.target for row in kept]
+    numbers, names = [row.entry for row in kept], [row.name for row in kept]
+    spacings = [row.spacing for row in kept] if task.spatial_dims == 3 else []
     if task.spatial_dims == 3 or task.fit == "patch":
-        return Decoded(images, targets, rows, names, spacings, failed)
+        return Decoded(images, targets, numbers, names, spacings, failed)
     if not images:
         empty = torch.zeros(0, task.image_channels, *task.size)
-        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), rows, names, spacings, failed)
-    return Decoded(torch.stack(images), torch.stack(targets), rows, names, spacings, failed)
+        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), numbers, names, spacings, failed)
+    return Decoded(torch.stack(images), torch.stack(targets), numbers, names, spacings, failed)
 
 
 def resized_spacing(spacing: Spacing | None, before: Sequence[int], after: Sequence[int]) -> Spacing | None:

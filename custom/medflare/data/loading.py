@@ -9,12 +9,14 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
-from medflare.data.cache import decoded_once
+from medflare.data.cache.decoded import decoded_once
+from medflare.data.cache.folder import CacheSettings
+from medflare.data.cache.shards import Shards
 from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits
 from medflare.data.decoding import Decoded
 from medflare.data.sources import FileSource, PhantomSource, Source
-from medflare.data.splits import OneByOne, Samples, SiteData, Split, class_counts
-from medflare.data.targets import encode_label
+from medflare.data.splits import OnDisk, OneByOne, Samples, SiteData, Split
+from medflare.data.targets import class_counts, encode_label
 from medflare.tasks.config import TaskConfig
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
@@ -63,18 +65,18 @@ def _site_folder(root: Path, site: str, origin: str) -> Path:
     raise DataError(f"site {site}: data root {root} ({origin}) holds no {FILE} and no folder {site}; correct the path or add the data")
 
 
-def load_site_data(site: str, task: TaskConfig, root: Path | None, *, role: str = "inside", cache: Path | None = None) -> SiteData:
+def load_site_data(site: str, task: TaskConfig, root: Path | None, *, role: str = "inside", cache: CacheSettings | None = None) -> SiteData:
     """A site's data, ready for the network.
 
     Decoding happens once per process, and with `cache` once per site: later processes read the decoded tensors from that
-    folder unless a file, the datalist or the task's data settings changed.
+    folder unless a file, the datalist or the task's data settings changed. What is too large for the memory stays there.
 
     Args:
         site: its name.
         task: what is learnt.
         root: from `resolve_data_root`; None generates the embedded federation.
         role: "inside" needs images in every split, "outside" only in the test split.
-        cache: folder for decoded tensors, or None.
+        cache: with its folder, see `cache.folder.placed`; None keeps decoded tensors in this process alone.
 
     Raises:
         DataError: anything wrong with the data; the message names the file or value and the remedy.
@@ -117,10 +119,14 @@ def _split(decoded: Decoded, entries: list[Entry], name: str) -> Samples:
     rows = [row for row, number in enumerate(decoded.entries) if entries[number].split == name]
     patients = tuple(entries[decoded.entries[row]].patient for row in rows)
     names = tuple(decoded.names[row] for row in rows)
+    spacings = tuple(decoded.spacings[row] for row in rows if decoded.spacings)
+    if isinstance(decoded.images, Shards):
+        labels = decoded.targets[rows] if isinstance(decoded.targets, Tensor) else None
+        return OnDisk(decoded.images, tuple(rows), labels, patients, names, spacings)
     if isinstance(decoded.images, Tensor) and isinstance(decoded.targets, Tensor):
         return Split(decoded.images[rows], decoded.targets[rows], patients, names)
     images, targets = (tuple(part[row] for row in rows) for part in (decoded.images, decoded.targets))
-    return OneByOne(images, targets, patients, names, tuple(decoded.spacings[row] for row in rows if decoded.spacings))
+    return OneByOne(images, targets, patients, names, spacings)
 
 
 def refuse_too_many(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:

@@ -1,13 +1,17 @@
 """A site's data: training, validation and test split, and batches of them."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from medflare.tasks.config import TaskConfig
+from medflare.data.cache.shards import Shards
+from medflare.data.targets import Targets
 from medflare.tasks.metrics import Images, Spacing
 
 
@@ -15,8 +19,12 @@ class Samples(Protocol):
     """The images of a split with their targets and patients, wherever they are kept. Nobody outside this room asks for more."""
 
     @property
+    def in_memory(self) -> bool:
+        """Whether images are at hand at once; others are worth reading ahead, see `sites.ahead`."""
+
+    @property
     def targets(self) -> Images:
-        """Targets of all images, by row."""
+        """Targets of all images, by row: a tensor, or a sequence that may read each of them when it is asked for."""
 
     @property
     def patients(self) -> tuple[str, ...]:
@@ -42,6 +50,7 @@ class Samples(Protocol):
 class _InMemory:
     """What every split in memory can do."""
 
+    in_memory: ClassVar[bool] = True
     images: Any
     names: tuple[str, ...]
 
@@ -106,8 +115,113 @@ class OneByOne(_InMemory):
         Args:
             rows: long (B,).
         """
-        chosen = rows.tolist()
-        return torch.stack([self.images[row] for row in chosen]), torch.stack([self.targets[row] for row in chosen])
+        chosen = rows.tolist() or [0]  # of none, the size is that of the first
+        images, targets = torch.stack([self.images[row] for row in chosen]), torch.stack([self.targets[row] for row in chosen])
+        return images[: len(rows)], targets[: len(rows)]
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """One split on disk, of images of one size or of sizes of their own, which are read when they are asked for.
+
+    Attributes:
+        shards: images and targets of the whole site.
+        rows: of the split, in `shards`.
+        labels: of the split's images, as `Split.targets`; None for masks, which are on disk as well.
+        patients, names, spacings: see `Samples`.
+    """
+
+    in_memory: ClassVar[bool] = False
+    shards: Shards
+    rows: tuple[int, ...]
+    labels: Tensor | None
+    patients: tuple[str, ...]
+    names: tuple[str, ...]
+    spacings: tuple[Spacing | None, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def targets(self) -> Images:
+        """Labels as a tensor (N, ...), masks as a sequence that reads them one by one."""
+        if self.labels is not None:
+            return self.labels
+        return Targets(len(self), lambda row: self.shards.targets([self.rows[row]])[0], self.shards.counts[list(self.rows)])
+
+    def image(self, row: int) -> Tensor:
+        """One image, float32 (C, ...).
+
+        Args:
+            row: in the split.
+        """
+        return self.shards.images([self.rows[row]])[0]
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and targets of some rows that have one size.
+
+        Args:
+            rows: long (B,).
+        """
+        chosen = [self.rows[row] for row in rows.tolist() or [0]]  # of none, the size is that of the first
+        targets = self.shards.targets(chosen) if self.labels is None else self.labels[rows]
+        return self.shards.images(chosen)[: len(rows)], targets[: len(rows)]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several splits as one, each where it is.
+
+    Attributes:
+        parts: the splits.
+        patients, names, spacings: see `Samples`.
+    """
+
+    parts: tuple[Samples, ...]
+    patients: tuple[str, ...]
+    names: tuple[str, ...]
+    spacings: tuple[Spacing | None, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all of them are."""
+        return all(part.in_memory for part in self.parts)
+
+    @cached_property
+    def targets(self) -> Images:
+        """A sequence that reads them one by one."""
+        return Targets(len(self), lambda row: self._found(row)[0].targets[self._found(row)[1]])
+
+    def image(self, row: int) -> Tensor:
+        """One image, float32 (C, ...).
+
+        Args:
+            row: in all of them together.
+        """
+        part, own = self._found(row)
+        return part.image(own)
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and targets of some rows that have one size.
+
+        Args:
+            rows: long (B,).
+        """
+        chosen = rows.tolist() or [0]  # of none, the size is that of the first
+        images, targets = torch.stack([self.image(row) for row in chosen]), torch.stack([self.targets[row] for row in chosen])
+        return images[: len(rows)], targets[: len(rows)]
+
+    def _found(self, row: int) -> tuple[Samples, int]:
+        """The part of a row, and its row there."""
+        number = bisect_right(self._ends, row)
+        return self.parts[number], row - (self._ends[number - 1] if number else 0)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(len(part) for part in self.parts))
 
 
 def joined(parts: Sequence[Samples], names: Sequence[str]) -> Samples:
@@ -124,8 +238,7 @@ def joined(parts: Sequence[Samples], names: Sequence[str]) -> Samples:
     if len(stacked) == len(parts):
         images, targets = (torch.cat([getattr(part, field) for part in stacked]) for field in ("images", "targets"))
         return Split(images, targets, patients, files, spacings)
-    all_images = tuple(part.image(row) for part in parts for row in range(len(part)))
-    return OneByOne(all_images, tuple(target for part in parts for target in part.targets), patients, files, spacings)
+    return Joined(tuple(parts), patients, files, spacings)
 
 
 def middle_slice(image: Tensor) -> Tensor:
@@ -172,18 +285,3 @@ class SiteData:
         if name not in names:
             raise KeyError(f"no split {name!r}; there are train, validation and test")
         return names[name]
-
-
-def class_counts(targets: Images, task: TaskConfig) -> Tensor:
-    """Images (classification) or pixels (segmentation) of every class, int64 (len(task.classes),); multilabel: positives.
-
-    Args:
-        targets: as in `Samples`.
-        task: gives classes and target.
-    """
-    if not isinstance(targets, Tensor):
-        counts = [class_counts(target[None], task) for target in targets]
-        return torch.stack(counts).sum(dim=0) if counts else torch.zeros(len(task.classes), dtype=torch.int64)
-    if task.target == "multilabel":
-        return targets.transpose(0, 1).flatten(1).sum(dim=1).to(torch.int64)
-    return torch.bincount(targets.flatten(), minlength=len(task.classes))

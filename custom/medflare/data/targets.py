@@ -1,11 +1,15 @@
-"""Stored labels as training targets: which stored value means which label, and a clear refusal of any other value."""
+"""Stored labels as training targets: which stored value means which label, and a clear refusal of any other value; targets counted."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import Images
 
 
 def encode_mask(masks: np.ndarray, task: TaskConfig, place: str) -> np.ndarray:
@@ -75,6 +79,42 @@ def stored_values(task: TaskConfig) -> list[list[int]]:
     if task.label_values:
         return [task.label_values[label] for label in task.labels]
     return [[1]] if task.target == "binary" else [[index] for index in range(len(task.labels))]
+
+
+class Targets(Sequence[Tensor]):
+    """Targets that are read when they are asked for.
+
+    Args:
+        size: how many.
+        read: row -> target.
+        counts: int64 (size, classes), see `class_counts`; None where nobody has counted yet.
+    """
+
+    def __init__(self, size: int, read: Callable[[int], Tensor], counts: Tensor | None = None):
+        self._size, self._read, self.counts = size, read, counts
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, row: Any) -> Any:
+        return self._read(range(self._size)[row])
+
+
+def class_counts(targets: Images, task: TaskConfig) -> Tensor:
+    """Images (classification) or pixels (segmentation) of every class, int64 (len(task.classes),); multilabel: positives.
+
+    Args:
+        targets: as in `splits.Samples`.
+        task: gives classes and target.
+    """
+    if isinstance(targets, Targets) and targets.counts is not None:
+        return targets.counts.sum(dim=0)
+    if not isinstance(targets, Tensor):
+        counts = [class_counts(target[None], task) for target in targets]
+        return torch.stack(counts).sum(dim=0) if counts else torch.zeros(len(task.classes), dtype=torch.int64)
+    if task.target == "multilabel":
+        return targets.transpose(0, 1).flatten(1).sum(dim=1).to(torch.int64)
+    return torch.bincount(targets.flatten(), minlength=len(task.classes))
 
 
 def _refuse_unlisted(masks: np.ndarray, allowed: list[int], task: TaskConfig, place: str) -> None:

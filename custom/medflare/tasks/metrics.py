@@ -73,14 +73,34 @@ def score(
         metrics: names, of `TaskConfig.metrics`.
         spacings: of every volume, millimetres between its voxels, None where unknown; none at all for pictures.
     """
+    return score_portions(_portions(probabilities, targets, spacings), patients, task, metrics)
+
+
+def score_portions(portions: Iterable[Portion], patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]) -> Scores:
+    """The named metrics, of probabilities and targets that come portion by portion; of masks, nothing but counts and distances is kept.
+
+    Args:
+        portions: (probabilities (B, ...), targets (B, ...), spacing) in the order of the images; one image each where there is a spacing.
+        patients: patient of every image.
+        task: what they are for.
+        metrics: names, of `TaskConfig.metrics`.
+    """
     if not len(patients):
         return Scores(dict.fromkeys(metrics), dict.fromkeys(metrics, "the split holds no image"))
-    if not all(torch.isfinite(part).all() for part in probabilities):
+    measured: list[dict[str, Tensor]] = []
+    finite = True
+    for probabilities, targets, spacing in portions:  # to the end, whatever they hold: a model may note what it was asked
+        finite = finite and bool(torch.isfinite(probabilities).all())
+        if finite and task.kind == "segmentation":
+            measured.append(_overlaps_and_distances(probabilities.cpu(), targets, spacing, task, metrics))
+        elif finite:
+            measured.append({"probabilities": probabilities.double().cpu(), "targets": targets.cpu()})
+    if not finite:
         return Scores(dict.fromkeys(metrics), dict.fromkeys(metrics, "the model's output holds NaN or infinite values"))
+    found = {name: torch.cat([part[name] for part in measured]) for name in measured[0]}
     if task.kind == "segmentation":
-        return _score_segmentation(_portions(probabilities, targets, spacings), patients, task, metrics)
-    stacked = [part if isinstance(part, Tensor) else torch.stack(list(part)) for part in (probabilities, targets)]
-    return _score_classification(stacked[0].double().cpu(), stacked[1].cpu(), task, metrics)
+        return _score_segmentation(found, patients, metrics)
+    return _score_classification(found["probabilities"], found["targets"], task, metrics)
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
@@ -252,23 +272,26 @@ def _portions(probabilities: Images, targets: Images, spacings: Sequence[Spacing
         yield p[None], target[None], spacing
 
 
-def _score_segmentation(portions: Iterable[Portion], patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]) -> Scores:
+def _overlaps_and_distances(
+    probabilities: Tensor, targets: Tensor, spacing: Spacing | None, task: TaskConfig, metrics: Sequence[str]
+) -> dict[str, Tensor]:
+    """What the metrics of masks are made of, for every image and class."""
+    predicted, truth = foreground(probabilities, task), structures(targets, task)
+    surfaces = [metric for metric in metrics if METRICS[metric].costly] if installed("scipy") else []
+    distances = {metric: _surface(metric, predicted, truth, spacing, task) for metric in surfaces}
+    return {_OVERLAP: overlap_counts(predicted, truth), **distances}
+
+
+def _score_segmentation(measured: dict[str, Tensor], patients: Sequence[str], metrics: Sequence[str]) -> Scores:
     names = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
     groups = torch.tensor([names[patient] for patient in patients])
-    surfaces = [metric for metric in metrics if METRICS[metric].costly] if installed("scipy") else []
-    counts, measured = [], {metric: list[Tensor]() for metric in surfaces}
-    for probabilities, targets, spacing in portions:
-        predicted, truth = foreground(probabilities.cpu(), task), structures(targets, task)
-        counts.append(overlap_counts(predicted, truth))
-        for metric in surfaces:
-            measured[metric].append(_surface(metric, predicted, truth, spacing, task))
-    dice, iou = pooled_overlap(torch.cat(counts), groups, len(names))
+    dice, iou = pooled_overlap(measured.pop(_OVERLAP), groups, len(names))
     scores = Scores({}, left_out=int(dice.isnan().sum()))
     for metric, values in (("dice", dice), ("iou", iou)):
         if metric in metrics:
             scores.set(metric, patient_mean(values), "no image has a foreground pixel, true or predicted (0/0)")
     for metric, parts in measured.items():
-        values = by_patient(torch.cat(parts), groups, len(names))
+        values = by_patient(parts, groups, len(names))
         if metric != "surface_dice":
             scores.hd95_left_out = int(values.isnan().sum())
         scores.set(metric, patient_mean(values), _UNDEFINED[metric])
@@ -288,6 +311,7 @@ def _surface(metric: str, predicted: Tensor, truth: Tensor, spacing: Spacing | N
     return surface_dice(predicted, truth, spacing, task.surface_tolerance)
 
 
+_OVERLAP: Final = "overlap"  # beside the metrics of surfaces
 _NOT_TOGETHER: Final = "no image has true and predicted foreground together"
 _UNDEFINED: Final = {
     "hd95": _NOT_TOGETHER,

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import ConfigError
+from medflare.data.cache.folder import CacheSettings
 from medflare.data.sites.local import LocalSettings, OutboundLimits, PrivacyLimit, local_settings
 
 
 def test_nothing_is_decided_by_an_empty_file() -> None:
     settings = local_settings({})
-    assert settings == LocalSettings(None, True, False, False, "", "cpu", OutboundLimits(None, None), None)
+    assert settings == LocalSettings(None, CacheSettings(), False, False, "", "cpu", OutboundLimits(None, None), None)
 
 
 def test_everything_decided() -> None:
@@ -25,9 +26,16 @@ def test_everything_decided() -> None:
             "privacy": {"epsilon": 8, "delta": 1e-5, "ledger": "/kept"},
         }
     )
-    assert (settings.batch_size, settings.cache, settings.data_root, settings.device) == (4, "~/cache", "/data", "cuda:0")
+    assert (settings.batch_size, settings.cache, settings.data_root, settings.device) == (4, CacheSettings("~/cache"), "/data", "cuda:0")
     assert settings.outbound == OutboundLimits(("model",), 50_000_000)
     assert settings.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
+
+
+def test_ways_to_say_where_decoded_images_are_kept() -> None:
+    assert local_settings({}).cache == local_settings({"cache": True}).cache == CacheSettings("", 100.0, 4.0)
+    assert local_settings({"cache": False}).cache is None
+    assert local_settings({"cache": "/kept"}).cache == local_settings({"cache": {"folder": "/kept"}}).cache == CacheSettings("/kept")
+    assert local_settings({"cache": {"limit_gb": 1, "memory_gb": 0}}).cache == CacheSettings("", 1.0, 0.0)
 
 
 def test_nothing_may_leave_is_not_everything_may() -> None:
@@ -58,8 +66,12 @@ def test_the_ledger_may_be_the_engines_choice() -> None:
         ({"batch_size": 1}, "batch_size must be 2 or more, since batch normalisation cannot train on a single image, got 1"),
         ({"batch_size": "4"}, "batch_size must be a whole number, got '4'"),
         ({"batch_size": True}, "batch_size must be a whole number, got True"),
-        ({"cache": 1}, "cache must be text or true or false, got 1"),
-        ({"cache": None}, "cache must be text or true or false, got None"),
+        ({"cache": 1}, "cache must be true, false, a folder, or an object with folder, limit_gb and memory_gb, got 1"),
+        ({"cache": None}, "cache must be true, false, a folder, or an object with folder, limit_gb and memory_gb, got None"),
+        ({"cache": {"limit": 1}}, "cache: unknown setting 'limit'; did you mean limit_gb? known: folder, limit_gb, memory_gb"),
+        ({"cache": {"limit_gb": 0}}, "cache.limit_gb must be above 0, got 0"),
+        ({"cache": {"memory_gb": -1}}, "cache.memory_gb must be at least 0, got -1"),
+        ({"cache": {"folder": 3}}, "cache.folder must be text, got 3"),
         ({"data_root": 3}, "data_root must be text, got 3"),
         ({"data_root": None}, "data_root must be text, got None"),
         ({"device": None}, "device must be text or a list, got None"),

@@ -35,6 +35,11 @@ def test_a_site_learns(make_site: SiteOf, make_task: TaskOf) -> None:
     assert dice is not None and dice > 0.8
 
 
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEDFLARE_CACHE", raising=False)
+
+
 def test_opening(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     folder, cache = make_site(), tmp_path / "cache"

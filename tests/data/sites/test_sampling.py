@@ -60,3 +60,8 @@ def test_an_image_of_several_labels_has_the_share_of_each() -> None:
 def test_bad_sampling(sampling: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         small_task(sampling=sampling)
+
+
+def test_labels_of_volumes_that_have_sizes_of_their_own() -> None:
+    task = small_task("classification", sampling="balanced")
+    assert torch.equal(torch.as_tensor(drawing_weights(task, tuple(LABELS))), torch.as_tensor(drawing_weights(task, LABELS)))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from medflare.data.sites.scoring import evaluating, predict, score_outputs, scoring_batch
+from medflare.data.sites.scoring import evaluating, predict, scoring_batch
 from medflare.data.splits import Batch
 from medflare.tasks.config import TaskConfig
-from pictures import numbered_site, numbered_split
+from pictures import numbered_site
 
 TaskOf = Callable[..., TaskConfig]
 
@@ -32,11 +32,13 @@ def test_no_gradients() -> None:
 
 
 def test_metrics_that_are_asked_for(make_task: TaskOf) -> None:
-    task = make_task()
-    split = numbered_split(4, task)
-    outputs = split.targets[:, None].float()
-    assert score_outputs(outputs, split, task, None).values == {"dice": 1.0, "iou": 1.0}
-    assert score_outputs(outputs, split, task, ["hd95"]).values == {"hd95": 0.0}
+    site = numbered_site(make_task())
+
+    def perfect(images: torch.Tensor) -> torch.Tensor:
+        return (torch.arange(256).view(1, 1, 16, 16) < images[:, :, :1, :1]).float()
+
+    assert site.score(perfect).values == {"dice": 1.0, "iou": 1.0}
+    assert site.score(perfect, metrics=["hd95"]).values == {"hd95": 0.0}
 
 
 def test_evaluation_mode_ends_where_scoring_fails() -> None:

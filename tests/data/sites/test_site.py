@@ -14,6 +14,7 @@ from medflare.data.sites.scoring import scoring_batch
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import score
 from pictures import numbered_site
 
 TaskOf = Callable[..., TaskConfig]
@@ -101,7 +102,8 @@ def test_score_and_predict(make_task: TaskOf) -> None:
     assert set(site.score(perfect, "test").values) == {"dice", "iou", "hd95"}
     assert set(site.score(perfect, metrics=["hd95"]).values) == {"hd95"}
     assert site.predict(perfect, "validation").shape == (70, 1, 16, 16)
-    assert site.score_outputs(site.predict(perfect, "test"), "test").values == site.score(perfect, "test").values
+    at_once = score(site.predict(perfect, "test"), site.data.test.targets, site.data.test.patients, site.task, site.task.metrics)
+    assert at_once == site.score(perfect, "test")
 
 
 def test_optimizers(make_task: TaskOf) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_generator, seeded
+from medflare.data.cache.folder import CacheSettings, placed
 from medflare.data.checking.contact_sheet import write_contact_sheet
 from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
@@ -15,8 +16,8 @@ from medflare.data.datalist import Entry, site_folders
 from medflare.data.decoding import target_of
 from medflare.data.loading import load_site_data
 from medflare.data.sources import FileSource
-from medflare.data.splits import SiteData, class_counts
-from medflare.data.targets import encode_label
+from medflare.data.splits import SiteData
+from medflare.data.targets import class_counts, encode_label
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_memory, check_network
@@ -97,7 +98,7 @@ def _check_folder(name: str, folder: Path, task: TaskConfig) -> tuple[SiteReport
         return report, None
     report.left_out, report.problems = report.problems, []
     try:
-        data = load_site_data(name, task, folder)
+        data = load_site_data(name, task, folder, cache=placed(CacheSettings()))
     except DataError as error:
         report.problems.append(str(error))
         return report, None

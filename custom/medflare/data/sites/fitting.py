@@ -6,12 +6,13 @@ the checks of exports go through here, so that a model sees the same windows eve
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from medflare.data.sites.ahead import read_ahead
 from medflare.data.sites.batches import in_order
 from medflare.data.splits import Samples
 from medflare.data.transforms import plain_tensors
@@ -27,11 +28,17 @@ class Fitting(Protocol):
 
     per_image: int  # samples that an image gives in an epoch
 
-    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState) -> Taken:
-        """One sample for every row, long (B,), with draws from `random`."""
+    def read(self, data: Samples, rows: Tensor) -> Any:
+        """The images of some rows, long (B,), from where they are kept; draws nothing, so that another thread may do it ahead."""
+
+    def samples(self, found: Any, random: np.random.RandomState) -> Taken:
+        """One sample of each image that was read, with draws from `random`."""
 
     def in_order(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
         """Everything of a split in fixed order: rows, and samples, `size` at a time."""
+
+    def whole(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
+        """All images as a finished model is given them, see `windowed`."""
 
 
 class Whole:
@@ -39,15 +46,23 @@ class Whole:
 
     per_image = 1
 
-    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState) -> Taken:
+    def read(self, data: Samples, rows: Tensor) -> Taken:
         """The images of some rows.
 
         Args:
             data: the split.
             rows: long (B,).
-            random: not read.
         """
         return data.take(rows)
+
+    def samples(self, found: Taken, random: np.random.RandomState) -> Taken:
+        """What was read.
+
+        Args:
+            found: see `read`.
+            random: not read.
+        """
+        return found
 
     def in_order(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
         """All images.
@@ -56,8 +71,9 @@ class Whole:
             data: the split.
             size: of a batch.
         """
-        for rows in in_order(len(data), size):
-            yield rows, data.take(rows)
+        return read_ahead(data, in_order(len(data), size), data.take)
+
+    whole = in_order
 
 
 class Patches:
@@ -66,23 +82,33 @@ class Patches:
     def __init__(self, task: TaskConfig):
         self.size, self.per_image = task.size, task.patches_per_image
 
-    def take(self, data: Samples, rows: Tensor, random: np.random.RandomState) -> Taken:
-        """A patch of every row, around a voxel of the foreground as often as around one of the background.
+    def read(self, data: Samples, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Image and target of every row, and those of the first image at the end: of no rows, they tell what an empty batch is of.
 
         Args:
             data: the split.
-            rows: long (B,); of none, an empty batch, as DP-SGD may draw it.
+            rows: long (B,); none, as DP-SGD may draw it.
+        """
+        chosen = rows.tolist()
+        known = {row: (data.image(row), data.targets[row]) for row in dict.fromkeys(chosen or [0])}  # each once, however often drawn
+        return [known[row] for row in chosen] + [known[next(iter(known))]]
+
+    def samples(self, found: list[tuple[Tensor, Tensor]], random: np.random.RandomState) -> Taken:
+        """A patch of every image, around a voxel of the foreground as often as around one of the background.
+
+        Args:
+            found: see `read`.
             random: source of the draws.
         """
         from monai.transforms.croppad.dictionary import RandCropByPosNegLabeld
 
-        like, label = data.image(0), data.targets[0]
+        *pairs, (like, label) = found
         crop = RandCropByPosNegLabeld(["image", "target"], label_key="foreground", spatial_size=self.size).set_random_state(state=random)
         images, targets = [like.new_zeros(0, len(like), *self.size)], [label.new_zeros(0, *label.shape[: -len(self.size)], *self.size)]
         with plain_tensors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Num foregrounds")  # an image of background alone gives patches of background
-            for row in rows.tolist():
-                (sample,) = crop(self._padded(data, row))
+            for image, target in pairs:
+                (sample,) = crop(self._padded(image, target))
                 images.append(sample["image"][None])
                 targets.append(sample["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
         return torch.cat(images), torch.cat(targets)
@@ -95,18 +121,26 @@ class Patches:
             size: of a batch.
         """
         waiting: list[tuple[int, Tensor, Tensor]] = []
-        for row in range(len(data)):
-            image, target = data.image(row), data.targets[row]
+        for one, (images, targets) in self.whole(data, size):
+            (row,), image, target = one.tolist(), images[0], targets[0]
             windows = windows_of(image, self.size)
             cut = windows_of(target.reshape(-1, *image.shape[1:]).float(), self.size).to(target.dtype)
             waiting += zip([row] * len(windows), windows, cut.reshape(len(cut), *target.shape[: -len(self.size)], *self.size), strict=True)
             while len(waiting) >= size or (waiting and row == len(data) - 1):
-                rows, images, targets = zip(*waiting[:size], strict=True)
+                rows, pictures, masks = zip(*waiting[:size], strict=True)
                 del waiting[:size]
-                yield torch.tensor(rows), (torch.stack(images), torch.stack(targets))
+                yield torch.tensor(rows), (torch.stack(pictures), torch.stack(masks))
 
-    def _padded(self, data: Samples, row: int) -> dict[str, Tensor]:
-        image, target = data.image(row), data.targets[row]
+    def whole(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
+        """Row (1,), and image (1, C, ...) and target (1, ...), of every image, one by one.
+
+        Args:
+            data: the split.
+            size: not read.
+        """
+        return read_ahead(data, in_order(len(data), 1), data.take)
+
+    def _padded(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
         target = target.reshape(-1, *image.shape[1:]).float()
         padded = {"image": padded_to(image, self.size), "target": padded_to(target, self.size)}
         return {**padded, "foreground": padded["target"].amax(dim=0, keepdim=True)}
@@ -115,17 +149,6 @@ class Patches:
 def of_task(task: TaskConfig) -> Fitting:
     """How the task's images come to the network's size."""
     return Patches(task) if task.fit == "patch" else Whole()
-
-
-def whole_images(data: Samples) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Row (1,), image (1, C, ...) and target (1, ...) of every image, one by one.
-
-    Args:
-        data: the split.
-    """
-    for row in range(len(data)):
-        rows = torch.tensor([row])
-        yield (rows, *data.take(rows))
 
 
 def padded_to(image: Tensor, size: tuple[int, ...]) -> Tensor:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested
+from medflare.data.cache.folder import CacheSettings
 
 PLACE: Final = "local/medflare.json"
 
@@ -22,6 +23,17 @@ def _devices(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
     if isinstance(value, tuple) and len(set(value)) < max(len(value), 1):
         raise ValueError("text, or a list of different devices")
     return value
+
+
+def _spelt_out(cache: Any) -> Any:
+    """true for the settings as they are, a text for the folder, false for no cache, which null must not be taken for."""
+    if isinstance(cache, bool):
+        return CacheSettings() if cache else None
+    if isinstance(cache, str):
+        return CacheSettings(folder=cache)
+    if not isinstance(cache, Mapping | CacheSettings):
+        raise ValueError("true, false, a folder, or an object with folder, limit_gb and memory_gb")
+    return cache
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -57,7 +69,7 @@ class LocalSettings:
 
     Attributes:
         batch_size: most images that go through a network at once; None as the task says.
-        cache: folder for decoded images; true for the job's own, false for none.
+        cache: where decoded images are kept; true for the engine's folder, a text for another one, false for none.
         channels_last: whether networks keep their channels last in memory, which suits the convolutions of most GPUs.
         compile: whether torch compiles networks when they are first used; needs a C++ compiler.
         data_root: folder of the data; "" where it is found otherwise, see `data.loading.resolve_data_root`.
@@ -69,7 +81,7 @@ class LocalSettings:
     """
 
     batch_size: Annotated[int, AfterValidator(_trains)] | None = None
-    cache: str | bool = True
+    cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = CacheSettings()
     channels_last: bool = False
     compile: bool = False
     data_root: str = ""

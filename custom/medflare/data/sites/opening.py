@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from medflare.core.errors import ConfigError
+from medflare.data.cache.folder import placed
 from medflare.data.loading import load_site_data, resolve_data_root
 from medflare.data.sites.computing import Computing, check_precision
 from medflare.data.sites.local import PLACE, LocalSettings, local_settings
@@ -37,7 +38,7 @@ def open_site(
         data_root: overrides every other way of naming the data.
         local: the site's own settings, or the content of its local/medflare.json.
         device: where models run; None means the site's own "device".
-        cache: folder for decoded images unless the site's own "cache" says otherwise.
+        cache: folder for decoded images, unless the site's own "cache" or MEDFLARE_CACHE says otherwise.
 
     Raises:
         ConfigError: a setting of local/medflare.json that is unknown or unusable, a precision that the device lacks, or volumes too large
@@ -49,9 +50,8 @@ def open_site(
     used, *further = own_devices if device is None else (torch.device(device),)
     for one in (used, *further):
         check_precision(task.precision, one, f"site {name}")
-    chosen = cache if own.cache is True else own.cache
     root = resolve_data_root(name, task, own.data_root, data_root)
-    data = load_site_data(name, task, root, role=role, cache=Path(chosen).expanduser() if chosen else None)
+    data = load_site_data(name, task, root, role=role, cache=placed(own.cache, cache))
     site = Site(name, task, data, seed, used)
     site.computing = Computing(used, task.precision, tuple(further), own.channels_last, own.compile)
     site.batch_limit = own.batch_size

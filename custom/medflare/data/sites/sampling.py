@@ -54,6 +54,7 @@ def _members(task: TaskConfig, targets: Images) -> Tensor:
     if task.kind == "segmentation":
         found = torch.tensor([bool(target.any()) for target in targets], dtype=torch.bool)
         return torch.stack([~found, found], dim=1)
+    targets = targets if isinstance(targets, Tensor) else torch.stack(list(targets))  # of images that have sizes of their own
     if task.target == "multilabel":
         labels = targets.reshape(len(targets), -1) > 0
         return torch.cat([~labels.any(dim=1, keepdim=True), labels], dim=1)

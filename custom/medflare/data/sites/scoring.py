@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from medflare.data.sites.fitting import Predictor, windowed
 from medflare.data.splits import Batch, Samples
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import Images, Scores, score
-from medflare.tasks.metrics_table import selection_metrics
+from medflare.tasks.metrics import Portion, Scores, score_portions
 
 _SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
 
@@ -53,17 +52,30 @@ def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfi
         return [whole(image)[0].float().cpu() for image in images]
 
 
-def score_outputs(probabilities: Images, data: Samples, task: TaskConfig, metrics: Sequence[str] | None) -> Scores:
-    """Metrics of probabilities that stand in a split's order.
+def score(predictor: Predictor, batches: Iterable[Batch], data: Samples, task: TaskConfig, metrics: Sequence[str], windows: int) -> Scores:
+    """Metrics of a model, measured while it answers: no more than a batch of images and probabilities is in memory.
 
     Args:
-        probabilities: for example from `predict` or `predict_each`.
+        predictor: of what the network is fed with; a module is put in evaluation mode meanwhile.
+        batches: all images of the split, in its order; one whole image each where a window slides over them.
         data: the split.
         task: says what its targets mean.
-        metrics: which of `task.metrics`; None for those by which models are selected.
+        metrics: names, of `TaskConfig.metrics`.
+        windows: most windows at once.
     """
-    chosen = selection_metrics(task.kind) if metrics is None else metrics
-    return score(probabilities, data.targets, data.patients, task, chosen, data.spacings)
+    whole = windowed(predictor, task, windows)
+
+    def portions() -> Iterator[Portion]:
+        for images, targets, rows in batches:
+            probabilities, truth = whole(images).float().cpu(), targets.cpu()
+            if not data.spacings:
+                yield probabilities, truth, None
+                continue
+            for one, target, row in zip(probabilities.split(1), truth.split(1), rows.tolist(), strict=True):
+                yield one, target, data.spacings[row]
+
+    with torch.no_grad(), evaluating(predictor):
+        return score_portions(portions(), data.patients, task, metrics)
 
 
 @contextmanager

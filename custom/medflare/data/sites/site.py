@@ -11,16 +11,19 @@ from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.sites import fitting, scoring
+from medflare.data.sites.ahead import read_ahead
 from medflare.data.sites.batches import in_random_order
 from medflare.data.sites.computing import Computing
 from medflare.data.sites.sampling import drawing_weights
-from medflare.data.splits import Batch, SiteData, class_counts
+from medflare.data.splits import Batch, SiteData
+from medflare.data.targets import class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.tasks.metrics import Images, Scores
+from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
 
 
@@ -114,8 +117,11 @@ class Site:
         size, drawing = self._bearable(batch_size or self.task.batch_size), self._drawing.get(split)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
         count = self.n[split] * self.fitting.per_image
-        for order in in_random_order(count, size, drop_last, self.seed, self.name, *keys, "order", weights=drawing):
-            batch = self.take(split, order % self.n[split], random)
+        orders = in_random_order(count, size, drop_last, self.seed, self.name, *keys, "order", weights=drawing)
+        data = self.data.split(split)
+        portions = (order % len(data) for order in orders)
+        for index, found in read_ahead(data, portions, lambda rows: self.fitting.read(data, rows)):
+            batch = self._batch(index, *self.fitting.samples(found, random))
             yield self.augmented(batch, random) if augment else batch
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
@@ -125,7 +131,7 @@ class Site:
 
     def take(self, split: str, index: Tensor, random: np.random.RandomState) -> Batch:
         """The images of a split in the rows `index`, long (B,), on the site's device; with `fit` "patch", a patch of each from `random`."""
-        return self._batch(index, *self.fitting.take(self.data.split(split), index, random))
+        return self._batch(index, *self.fitting.samples(self.fitting.read(self.data.split(split), index), random))
 
     def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
         if self.abort():
@@ -148,28 +154,20 @@ class Site:
     def predict(self, predictor: scoring.Predictor, split: str) -> Images:
         """Probabilities of a whole split in its order, on the CPU: (N, outputs, ...) or, with `fit` "patch", (outputs, ...) each."""
         if self.task.fit == "patch":
-            whole = (self._batch(*taken).images for taken in fitting.whole_images(self.data.split(split)))
-            return scoring.predict_each(predictor, whole, self.task, self.scoring_batch)
-        return scoring.predict(predictor, self.ordered(split, self.scoring_batch), self.task.outputs)
+            return scoring.predict_each(predictor, (batch.images for batch in self._whole(split)), self.task, self.scoring_batch)
+        return scoring.predict(predictor, self._whole(split), self.task.outputs)
 
     def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of a model on a split.
+        """Metrics of a model on a split, measured batch by batch.
 
         Args:
             predictor: images (N, C, H, W) to probabilities; a module is put in evaluation mode meanwhile.
             split: "train", "validation" or "test".
-            metrics: see `score_outputs`.
-        """
-        return self.score_outputs(self.predict(predictor, split), split, metrics)
-
-    def score_outputs(self, probabilities: Images, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of probabilities that stand in a split's order.
-
-        Args:
-            probabilities: for example from `predict`.
-            split: "train", "validation" or "test".
             metrics: which of `task.metrics`; None means all of them on the test split, elsewhere those by which models are selected.
         """
-        if metrics is None and split == "test":
-            metrics = self.task.metrics
-        return scoring.score_outputs(probabilities, self.data.split(split), self.task, metrics)
+        chosen = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind))
+        return scoring.score(predictor, self._whole(split), self.data.split(split), self.task, chosen, self.scoring_batch)
+
+    def _whole(self, split: str) -> Iterator[Batch]:
+        """A split as a finished model is given it."""
+        return (self._batch(rows, *taken) for rows, taken in self.fitting.whole(self.data.split(split), self.scoring_batch))

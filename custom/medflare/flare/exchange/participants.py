@@ -30,6 +30,7 @@ LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see data.sites.loca
 TASK_FILE = "task.json"  # in the job's config folder
 FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
 LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
+CACHE = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
 SITE_TASK = "medflare.site_task"  # in FLARE's context while a task and the filters of its result run
 DATA_ROOT = "MEDFLARE_DATA_ROOT"  # as `data.loading` reads it
 DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator gives each site's process its own
@@ -102,7 +103,7 @@ class ParticipantSpec:
             method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
-            site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=folder / "cache")
+            site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=Path(self.local_file).parents[1] / CACHE)
             site.abort = aborted
             for note in site.notes:
                 _log.info("%s: %s", self.name, note)

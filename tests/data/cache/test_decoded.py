@@ -8,8 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from medflare.data import cache
-from medflare.data.cache import decoded_once
+from medflare.data.cache import decoded
+from medflare.data.cache.decoded import decoded_once
+from medflare.data.cache.folder import CacheSettings
 from medflare.data.loading import load_site_data
 from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
@@ -31,25 +32,25 @@ def test_decoded_once(make_site: SiteOf, make_task: TaskOf) -> None:
 def test_once_per_process(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
     load_site_data("A", make_task(), folder)
-    with patch.object(cache, "decode", side_effect=AssertionError("decoded twice")):
+    with patch.object(decoded, "decode", side_effect=AssertionError("decoded twice")):
         load_site_data("A", make_task(batch_size=2, resplit=4), folder)  # neither setting concerns a single image
-    with pytest.raises(AssertionError), patch.object(cache, "decode", side_effect=AssertionError):
+    with pytest.raises(AssertionError), patch.object(decoded, "decode", side_effect=AssertionError):
         load_site_data("A", make_task(size=[8, 8]), folder)
 
 
 def test_memory_is_bounded(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_KEPT_SITES", 2)
+    monkeypatch.setattr(decoded, "_KEPT_SITES", 2)
     folder = make_site()
     for side in (8, 12, 16, 20):
         load_site_data("A", make_task(size=[side, side]), folder)
-    assert len(cache._memory) == 2
+    assert len(decoded._memory) == 2
 
 
 def test_cache_folder_serves_the_next_process(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    folder, kept = make_site(), tmp_path / "cache"
+    folder, kept = make_site(), CacheSettings(str(tmp_path / "cache"))
     first = load_site_data("A", make_task(), folder, cache=kept)
-    cache._memory.clear()  # what a new process starts with
-    with patch.object(cache, "decode", side_effect=AssertionError("decoded twice")):
+    decoded._memory.clear()  # what a new process starts with
+    with patch.object(decoded, "decoded_rows", side_effect=AssertionError("decoded twice")):
         again = load_site_data("A", make_task(), folder, cache=kept)
     for name in ("train", "validation", "test"):
         torch.testing.assert_close(stacked(again.split(name)).images, stacked(first.split(name)).images, rtol=0, atol=0)
@@ -58,19 +59,19 @@ def test_cache_folder_serves_the_next_process(make_site: SiteOf, make_task: Task
 
 
 def test_cache_notices_changes_and_damage(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
-    folder, kept = make_site(), tmp_path / "cache"
+    folder, kept = make_site(), CacheSettings(str(tmp_path / "cache"))
     before = load_site_data("A", make_task(), folder, cache=kept)
     (folder / "images/0.png").write_bytes((folder / "images/1.png").read_bytes())
     os.utime(folder / "images/0.png", ns=(1, 1))
-    cache._memory.clear()
+    decoded._memory.clear()
     after = load_site_data("A", make_task(), folder, cache=kept)
     assert not torch.equal(stacked(after.train).images[0], stacked(before.train).images[0])
     torch.testing.assert_close(stacked(after.train).images[0], stacked(before.train).images[1])
-    (file,) = kept.glob("*.safetensors")
+    file = max(Path(kept.folder).glob("*/00000.safetensors"), key=lambda path: path.stat().st_mtime_ns)
     content = bytearray(file.read_bytes())
     content[-20] ^= 255
     file.write_bytes(content)
-    cache._memory.clear()
+    decoded._memory.clear()
     healed = load_site_data("A", make_task(), folder, cache=kept)
     torch.testing.assert_close(healed.test.targets, after.test.targets)
     assert file.read_bytes() != bytes(content)
@@ -80,5 +81,5 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert len(load_site_data("A", make_task(), make_site(), cache=tmp_path / "cache").train) == 5
+    assert len(load_site_data("A", make_task(), make_site(), cache=CacheSettings(str(tmp_path / "cache"))).train) == 5
     assert "cannot be written" in caplog.text
