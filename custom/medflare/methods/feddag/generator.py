@@ -12,6 +12,7 @@ from medflare.data.splits import middle_slice
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}  # by spatial dimensions
 _NORMS = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 
+
 class _ResidualBlock(nn.Module):
     """x + norm(conv(relu(norm(conv(x))))), at constant size and width."""
 

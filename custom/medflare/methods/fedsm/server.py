@@ -9,10 +9,23 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
 from medflare.methods.base import ServerContext, Step, site_models
 from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedsm.formulas import soft_pull, tuned_gamma
+from medflare.methods.fedsm.formulas import GAMMAS, gamma_candidates, gamma_within_error, soft_pull, tuned_gamma
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
-from medflare.methods.fedsm.selector import ServerSelector, selector_spec
-from medflare.methods.fedsm.site import GLOBAL, META, PERSONAL, PERSONAL_OF, SELECTOR, UPDATE, FedSMSite, PersonalSite
+from medflare.methods.fedsm.ridge import STATISTICS
+from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
+from medflare.methods.fedsm.site import (
+    CANDIDATES,
+    CONFIDENCE,
+    GLOBAL,
+    META,
+    N_VALIDATION,
+    PERSONAL,
+    PERSONAL_OF,
+    SELECTOR,
+    UPDATE,
+    FedSMSite,
+    PersonalSite,
+)
 from medflare.methods.parts.selection import Best, mean_validation
 
 W = TypeVar("W", bound=SuperServerHyper)
@@ -59,6 +72,9 @@ class PersonalServer(FedAvgServer[W]):
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """FedAvg's aggregation and, after training, the personal models' next versions."""
+        adapted = self.personalization == "perfedavg"  # the reply brings the personal model that it measured
+        if adapted:
+            self.memory.states |= {PERSONAL_OF.of(site): reply.states[PERSONAL] for site, reply in replies.items()}
         personal = self.personal
         for site, reply in replies.items():
             self.best_personal[site].offer(reply.facts["validation"].get("personal"), step.round, personal[site])
@@ -77,13 +93,18 @@ class PersonalServer(FedAvgServer[W]):
             self.memory.states[META] = blend(known, mean, self.hyper.pfedme_beta) if self.personalization == "pfedme" else mean
 
     def aggregate_selector(self, replies: Mapping[str, Message]) -> None:
-        """The selector's next version, with the weights of the global model.
+        """The selector's next version; its classes are sites, which count alike unless it is weighted as the global model is.
 
         Args:
             replies: site -> reply with its selector, or with its gradient.
         """
         samples = {site: SiteModel({}, float(reply.facts["n_samples"])) for site, reply in replies.items()}
-        self.selector.aggregate(replies, self.aggregation.shares(samples))
+        self.selector.aggregate(replies, dict.fromkeys(replies, 1.0) if self.balanced else self.aggregation.shares(samples))
+
+    @property
+    def balanced(self) -> bool:
+        """Whether all sites count alike for the selector."""
+        return self.hyper.selector_weighting == "balanced"
 
     def configure_delivery(self, site: str) -> Message:
         """The whole super model: every site may meet images that another site's model knows better."""
@@ -118,7 +139,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         self.best_selector = Best(self.memory, SELECTOR)
-        self.memory.facts["gamma"] = 0.0 if self.hyper.gamma == "tune" else float(self.hyper.gamma)
+        self.memory.facts["gamma"] = 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma)
 
     @property
     def gamma(self) -> float:
@@ -131,13 +152,20 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         for step in super().steps():
             further = self.hyper.selector_updates - 1 if step.phase == "train" else 0
             steps += [step, *(Step("train_selector", step.round, part=part + 1) for part in range(further))]
-        tune = [Step("tune", self.context.rounds, everyone=True)] if self.hyper.gamma == "tune" else []
-        return [*steps, *tune]
+        last = [
+            *["describe"] * is_ridge(self.context.plan),
+            *{"tune": ["confide", "tune"], "grid": ["tune"]}.get(str(self.hyper.gamma), []),
+        ]
+        return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in last)]
 
     def configure(self, step: Step, site: str) -> Message:
-        """As the base says, with the selector; to tune γ, the whole super model."""
+        """As the base says, with the selector; to tune γ, first the selector and then the whole super model with the candidates."""
         if step.phase == "tune":
-            return self.configure_delivery(site)
+            message = self.configure_delivery(site)
+            message.facts[CANDIDATES] = list(GAMMAS) if self.hyper.gamma == "grid" else self.memory.facts["candidates"]
+            return message
+        if step.phase in ("describe", "confide"):
+            return Message({SELECTOR: self.delivered_selector} if step.phase == "confide" else {})
         if step.phase == "train_selector":
             return Message(dict(self.selector.sent), {UPDATE: step.part})
         message = super().configure(step, site)
@@ -145,14 +173,28 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """As the base says, with the selector's next version; after "tune" the best γ (`tuned_gamma`)."""
+        """As the base says, with the selector's next version; at the end the ridge selector, the candidates of γ, and γ."""
+        facts = {site: reply.facts for site, reply in replies.items()}
         if step.phase == "tune":
-            self.memory.facts["gamma"] = tuned_gamma({site: reply.facts for site, reply in replies.items()})
-            return
-        if step.phase != "train_selector":
-            self.best_selector.offer(mean_validation(replies, "selector"), step.round, self.selector.state)
-            super().aggregate(step, replies)
-        if step.phase != "validate":
+            self.memory.facts["gamma"] = tuned_gamma(facts) if self.hyper.gamma == "grid" else gamma_within_error(facts)
+        elif step.phase == "confide":
+            images = {site: found[N_VALIDATION] for site, found in facts.items()}
+            self.memory.facts["candidates"] = gamma_candidates({site: found[CONFIDENCE] for site, found in facts.items()}, images)
+        elif step.phase == "describe":
+            self.selector.solve({site: reply.states[STATISTICS] for site, reply in replies.items()}, self.hyper.ridge_penalty)
+        elif step.phase == "train_selector":
+            self.aggregate_selector(replies)
+        else:
+            self._aggregate_round(step, replies)
+
+    def _aggregate_round(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The base's part of a round or of the last look, and the selector beside it."""
+        ridge = is_ridge(self.context.plan)
+        if not ridge:
+            counted = {site: Message({}, {**reply.facts, "n_samples": 1}) for site, reply in replies.items()} if self.balanced else replies
+            self.best_selector.offer(mean_validation(counted, "selector"), step.round, self.selector.state)
+        super().aggregate(step, replies)
+        if step.phase != "validate" and not ridge:
             self.aggregate_selector(replies)
 
     @property
@@ -161,7 +203,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return (self.hyper.selection == "best" and self.best_selector.state) or self.selector.state
 
     def configure_delivery(self, site: str) -> Message:
-        """The whole super model with its γ."""
+        """The whole super model with its γ, and whose scores choose."""
         message = super().configure_delivery(site)
-        message.facts["gamma"] = self.gamma
+        message.facts |= {"gamma": self.gamma, "choose_by": self.hyper.choose_by}
         return message

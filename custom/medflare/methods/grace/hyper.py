@@ -27,9 +27,7 @@ class LocalModelHyper(AdaptationHyper, FedAvgSiteHyper):
     """What every half has whose site uses its local model."""
 
     reset_optimizer: bool = param(False, "start every round with a fresh optimizer; false keeps its moments at the site", source="code")
-    batch_norm: Literal["average", "local"] = param(
-        "average", "local keeps BatchNorm's entries at the site, as FedBN", source="Table 1"
-    )
+    batch_norm: Literal["average", "local"] = param("average", "local keeps BatchNorm's entries at the site, as FedBN", source="Table 1")
     probe: bool = param(False, "report the A-distance between global and local features every round", source="Fig. 2")
 
 
