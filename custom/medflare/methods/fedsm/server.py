@@ -152,11 +152,9 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         for step in super().steps():
             further = self.hyper.selector_updates - 1 if step.phase == "train" else 0
             steps += [step, *(Step("train_selector", step.round, part=part + 1) for part in range(further))]
-        last = [
-            *["describe"] * is_ridge(self.context.plan),
-            *{"tune": ["confide", "tune"], "grid": ["tune"]}.get(str(self.hyper.gamma), []),
-        ]
-        return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in last)]
+        solved = ["describe"] if is_ridge(self.context.plan) else []
+        tuned = {"tune": ["confide", "tune"], "grid": ["tune"]}.get(str(self.hyper.gamma), [])
+        return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in [*solved, *tuned])]
 
     def configure(self, step: Step, site: str) -> Message:
         """As the base says, with the selector; to tune γ, first the selector and then the whole super model with the candidates."""

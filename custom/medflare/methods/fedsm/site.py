@@ -47,14 +47,8 @@ CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on vali
 GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)))
 ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0)))
 N_VALIDATION = Fact("n_validation", "validation images", count())
-SUPER = (
-    Fact("gamma"),
-    Fact("choose_by"),
-    Fact("sites"),
-    Fact("selector"),
-    Fact("rounds"),
-    SELECTED_ROUND,
-)  # what a super model is told with
+# what a super model is told with
+SUPER = (Fact("gamma"), Fact("choose_by"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)
 
 
 class PersonalSite(FedAvgSite[H]):
