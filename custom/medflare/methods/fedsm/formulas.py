@@ -180,7 +180,8 @@ def gamma_within_error(facts: Mapping[str, Mapping[str, Any]]) -> float:
         >>> gamma_within_error({"A": {"gammas": gammas, "errors": errors, "n_validation": 10}})
         0.6
     """
-    metrics, errors = {}, {}
+    metrics: dict[float, float] = {}
+    errors: dict[float, float] = {}
     for text in dict.fromkeys(text for found in facts.values() for text in found["gammas"]):
         pairs = [(f["gammas"].get(text), f["errors"].get(text) or 0.0, f["n_validation"]) for _, f in sorted(facts.items())]
         known = [(metric, error, count) for metric, error, count in pairs if metric is not None and count > 0]

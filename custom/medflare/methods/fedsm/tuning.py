@@ -66,7 +66,7 @@ def _measured(site: Site, outputs: Images) -> tuple[float | None, float]:
 def _part(site: Site, outputs: Images, rows: list[int]) -> float | None:
     """The metric of some rows."""
     data, metric = site.data.validation, site.task.metric
-    patients, spacings = ([values[row] for row in rows] if values else [] for values in (data.patients, data.spacings))
+    patients, spacings = [data.patients[row] for row in rows], [data.spacings[row] for row in rows if data.spacings]
     return score(_rows(outputs, rows), _rows(data.targets, rows), patients, site.task, [metric], spacings).values[metric]
 
 
