@@ -135,12 +135,10 @@ class PersonalSite(FedAvgSite[H]):
             self.apfl_local, mixture, self.memory.facts["apfl_share"] = trained
             return {PERSONAL: mixture}
         if kind in SHARED_META:
-            if kind == "perfedavg":
-                start = self._adapted(round, incoming)
+            own = self._adapted(round, incoming) if ADAPTED.when(self.plan) else None
             meta = self.network("meta", incoming.states[META])
             train_meta(meta, personal, self.site, round, self.hyper)
-            own = start if kind == "perfedavg" else copy_state(personal.state_dict())
-            return {PERSONAL: own, META: copy_state(meta.state_dict())}
+            return {PERSONAL: copy_state(personal.state_dict()) if own is None else own, META: copy_state(meta.state_dict())}
         self._fit(personal, round, "personal")
         return {PERSONAL: copy_state(personal.state_dict())}
 
