@@ -74,7 +74,8 @@ def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: f
 
     Examples:
         >>> at = lambda value: {"mean": torch.tensor([value]).double(), "products": torch.tensor([[value**2]]).double()}
-        >>> ridge_solution({0: at(0.0), 1: at(2.0)}, classes=2, penalty=0.0)  # 1 - φ / 2 and φ / 2
+        >>> weight, bias = ridge_solution({0: at(0.0), 1: at(2.0)}, classes=2, penalty=0.0)
+        >>> weight.round(decimals=3), bias.round(decimals=3)  # 1 - φ / 2 and φ / 2
         (tensor([[-0.5000],
                 [ 0.5000]]), tensor([1., 0.]))
     """

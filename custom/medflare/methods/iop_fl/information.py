@@ -79,7 +79,7 @@ def entropy_of(shares: Tensor) -> Tensor:
         >>> entropy_of(torch.tensor([0.5, 0.5])), entropy_of(torch.tensor([1.0, 0.0]))
         (tensor(0.6931), tensor(0.))
     """
-    return -(shares * shares.clamp_min(torch.finfo(shares.dtype).tiny).log()).sum()
+    return (-shares * shares.clamp_min(torch.finfo(shares.dtype).tiny).log()).sum()
 
 
 def divergence(start: Tensor, p: Tensor) -> Tensor:
