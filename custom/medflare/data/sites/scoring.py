@@ -49,27 +49,27 @@ class PatientWise(Protocol):
         """Probabilities (N, outputs, ...) of all images of one patient, which come in batches."""
 
 
-def predict_patients(predictor: PatientWise, patients: Sequence[str], take: Callable[[Tensor], Tensor], batch: int) -> Tensor:
+def predict_patients(predictor: PatientWise, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int) -> Tensor:
     """Probabilities of a whole split in its order, one patient at a time.
 
     Args:
         predictor: a module is put in evaluation mode meanwhile.
-        patients: of every image.
-        take: rows, long (B,) -> their images.
+        data: the split, at least one image.
+        placed: (rows, images, targets) -> the batch on the site's device.
         batch: most images at once.
 
     Returns:
         float32 (images, outputs, ...), on the CPU.
     """
     rows: dict[str, list[int]] = {}
-    for row, patient in enumerate(patients):
+    for row, patient in enumerate(data.patients):
         rows.setdefault(patient, []).append(row)
     found: dict[int, Tensor] = {}
     with torch.no_grad(), evaluating(predictor):
         for own in rows.values():
-            parts = [take(part) for part in torch.tensor(own).split(batch)]
+            parts = [placed(part, *data.take(part)).images for part in torch.tensor(own).split(batch)]
             found |= dict(zip(own, predictor.together(parts).float().cpu(), strict=True))
-    return torch.stack([found[row] for row in range(len(patients))])
+    return torch.stack([found[row] for row in range(len(data))])
 
 
 def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfig, batch: int) -> list[Tensor]:

@@ -150,11 +150,8 @@ class Site:
         if self.task.fit == "patch":
             whole = (self._batch(*taken).images for taken in fitting.whole_images(self.data.split(split)))
             return scoring.predict_each(predictor, whole, self.task, self.scoring_batch)
-        data = self.data.split(split)
-        if isinstance(predictor, scoring.PatientWise) and predictor.of_patients and len(data):
-            return scoring.predict_patients(
-                predictor, data.patients, lambda rows: self._batch(rows, *data.take(rows)).images, self.scoring_batch
-            )
+        if isinstance(predictor, scoring.PatientWise) and predictor.of_patients and self.n[split]:
+            return scoring.predict_patients(predictor, self.data.split(split), self._batch, self.scoring_batch)
         return scoring.predict(predictor, self.ordered(split, self.scoring_batch), self.task.outputs)
 
     def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:

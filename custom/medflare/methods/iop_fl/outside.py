@@ -173,15 +173,13 @@ class RoutedModel(nn.Module):
 
     def notices(self) -> list[str]:
         """That the gate refused the state of the lowest loss, and what was kept in its place; nothing where it did not."""
-        if not self.adaptation:
-            return []
-        losses, refused, chosen = (self.adaptation[name] for name in ("losses", "refused", "chosen"))
+        losses, refused, chosen = (self.adaptation.get(name, []) for name in ("losses", "refused", "chosen"))
         better = [place for place, reason in enumerate(refused) if reason and losses[place] < losses[chosen]]
         if not better:
             return []
         kept = f"the state after epoch {chosen}" if chosen else "the start, whose coefficients are uniform or drawn,"
-        lowest = min(better, key=losses.__getitem__)
-        return [f"routing kept {kept} although the loss was lower after epoch {lowest}: {refused[lowest]}"]
+        lost = min(better, key=losses.__getitem__)
+        return [f"routing kept {kept} although the loss was lower after epoch {lost}: {refused[lost]}"]
 
 
 def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper, start: Tensor) -> Tensor:
