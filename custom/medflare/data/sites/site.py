@@ -43,10 +43,7 @@ class Site:
     """
 
     def __init__(self, name: str, task: TaskConfig, data: SiteData, seed: int = 0, device: torch.device | str = "cpu"):
-        self.name = name
-        self.task = task
-        self.data = data
-        self.seed = seed
+        self.name, self.task, self.data, self.seed = name, task, data, seed
         self.device = torch.device(device)
         self.abort: Callable[[], bool] = lambda: False
         self.rate_factor = 1.0
