@@ -67,7 +67,8 @@ def test_a_softmax_keeps_the_mixture_between_the_experts(router: Any) -> None:
     """Whatever the router says, weights that all experts share stay what they are; with sigmoids they need not."""
     torch.manual_seed(0)
     same, images = [states_of(Everything, 1)[0]] * 3, torch.rand(2, 3, 8, 8)
-    for coefficients, unchanged in (("softmax", True), ("sigmoid", False)):
+    kinds: tuple[tuple[Any, bool], ...] = (("softmax", True), ("sigmoid", False))
+    for coefficients, unchanged in kinds:
         routed = RoutedNetwork(Everything(), same, Routing(router=router, uniform=False, seed=2, coefficients=coefficients))
         with torch.no_grad():
             assert torch.allclose(routed(images), averaged(Everything, same)(images), atol=1e-5) == unchanged

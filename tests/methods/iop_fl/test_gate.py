@@ -37,7 +37,7 @@ def test_noise_is_measured_in_the_images_own_spread() -> None:
     images = torch.stack([torch.rand(1, 32, 32), 100 * torch.rand(1, 32, 32), torch.ones(1, 32, 32)])
     for unit, expected in (("spread", 0.5 * image_spread(images).flatten()), ("intensity", torch.full((3,), 0.5))):
         model, _ = routed(noise_unit=unit, route_epochs=0)
-        model._probabilities = lambda inputs: inputs  # type: ignore[method-assign]
+        model._probabilities = lambda images: images  # type: ignore[method-assign]
         noise = model._noisy_probabilities(images, torch.Generator().manual_seed(0)) - images
         torch.testing.assert_close(noise.flatten(1).std(dim=1), expected, rtol=0.1, atol=1e-6)
 
