@@ -233,11 +233,14 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
                 scores = patient_scores(scores, self.site.data.validation.patients)
             largest = scores.amax(dim=1).double().clamp(0, 1)
             deciles = largest.quantile(torch.tensor(DECILES, dtype=torch.float64)).tolist()
-        return Message({}, self.facts(validation={}) | {CONFIDENCE: deciles, N_VALIDATION: self.site.n["validation"]})
+        facts = self.facts(validation={})
+        facts |= {CONFIDENCE: deciles, N_VALIDATION: self.site.n["validation"]}
+        return Message({}, facts)
 
     def tune(self, round: int, incoming: Message) -> Message:
         """The whole super model's validation metric for every candidate γ, with its standard error."""
         model = super_model(self.site.task, incoming).to(self.site.device)
         metrics, errors = metric_by_gamma(model, self.site, incoming.facts[CANDIDATES])
-        more = {GAMMAS: metrics, ERRORS: errors, N_VALIDATION: self.site.n["validation"]}
-        return Message({}, self.facts(validation={}) | more)
+        facts = self.facts(validation={})
+        facts |= {GAMMAS: metrics, ERRORS: errors, N_VALIDATION: self.site.n["validation"]}
+        return Message({}, facts)
