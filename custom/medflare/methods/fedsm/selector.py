@@ -281,7 +281,7 @@ class ServerSelector:
         """
         sites = {self.plan.sites.index(site): state for site, state in statistics.items()}
         weight, bias = ridge_solution(sites, len(self.plan.sites), penalty)
-        self.memory.states["selector"] = dict(zip(self.state, (weight, bias), strict=True))
+        self.memory.states["selector"] = {name: weight if name.endswith("weight") else bias for name in self.state}
 
     def aggregate(self, replies: Mapping[str, Message], weights: Mapping[str, float]) -> None:
         """The selector (and its moments) averaged over the sites, or one step along the mean gradient.
