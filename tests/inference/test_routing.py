@@ -62,6 +62,18 @@ def test_uniform_router_equals_the_averaged_network(router: Any, per_layer: bool
         torch.testing.assert_close(coefficients, torch.full_like(coefficients, 1 / experts))
 
 
+@pytest.mark.parametrize("router", ["mlp", "free"])
+def test_a_softmax_keeps_the_mixture_between_the_experts(router: Any) -> None:
+    """Whatever the router says, weights that all experts share stay what they are; with sigmoids they need not."""
+    torch.manual_seed(0)
+    same, images = [states_of(Everything, 1)[0]] * 3, torch.rand(2, 3, 8, 8)
+    kinds: tuple[tuple[Any, bool], ...] = (("softmax", True), ("sigmoid", False))
+    for coefficients, unchanged in kinds:
+        routed = RoutedNetwork(Everything(), same, Routing(router=router, uniform=False, seed=2, coefficients=coefficients))
+        with torch.no_grad():
+            assert torch.allclose(routed(images), averaged(Everything, same)(images), atol=1e-5) == unchanged
+
+
 def test_samples_have_weights_of_their_own() -> None:
     """A batch gives what its images give one by one: no coefficient leaks from one sample to another."""
     torch.manual_seed(0)
@@ -90,7 +102,7 @@ def test_reference_numbers(golden: Golden, name: str, entry: str) -> None:
     numbers = {key: torch.as_tensor(value) for key, value in golden("iop").items()}
     layer = nn.Conv2d(3, 5, 3, padding=1) if name == "conv" else nn.ConvTranspose2d(3, 4, 2, stride=2)
     experts = [{part: numbers[f"route/expert{k}/{entry}.{part}"] for part in ("weight", "bias")} for k in range(5)]
-    routed: Any = RoutedNetwork(layer, experts, Routing(uniform=False))
+    routed: Any = RoutedNetwork(layer, experts, Routing(uniform=False, coefficients="sigmoid"))
     routed.network.router.load_state_dict({key: numbers[f"route/{name}/routing_fn/{key}"] for key in routed.network.router.state_dict()})
     images = numbers["route/x"]
     torch.testing.assert_close(routed.coefficients(images)[""], numbers[f"route/{name}/r"], rtol=1e-5, atol=1e-6)

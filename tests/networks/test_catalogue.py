@@ -20,6 +20,7 @@ SEGMENTERS = [
 ]
 CLASSIFIERS = [
     ({"name": "compact_selector"}, 64),
+    ({"name": "ridge_selector"}, 151),
     ({"name": "small_cnn"}, 64),
     ({"name": "small_cnn", "batch_norm": True}, 64),
     ({"name": "vgg16_slim"}, 64),

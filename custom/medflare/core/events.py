@@ -17,6 +17,7 @@ KINDS: Final = (
     "suspicious",  # an update or a vote was used though it is against all others: wrong, a lie, or patients unlike the others'
     "undefined",  # a metric has no value, for example AUC of a class that is absent
     "failed",  # a site's task, or the run, ended with an error
+    "reverted",  # a delivered model's own safeguard took back what the model had adapted to
     "left_out",  # an image that cannot be used and that the task allows to skip
     "joined",  # a site came in after the first round
     "left",  # a site went away before the last round

@@ -31,6 +31,14 @@ class SelfReporting(Protocol):
         """What there is to say, as JSON values."""
 
 
+@runtime_checkable
+class Noticing(Protocol):
+    """A deployed model that took back its own adaptation, and says so."""
+
+    def notices(self) -> list[str]:
+        """One line each; each becomes an event."""
+
+
 @dataclass(frozen=True)
 class SiteFolder:
     """A site's own folder in a run, for `Participant`'s `keep` and `show`: delivered models with their cards, and pictures.
@@ -87,6 +95,9 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
             seen[id(models[role])] = _measured(site, module, role, log)
             if isinstance(module, SelfReporting):
                 reports[role] = module.report()
+            if isinstance(module, Noticing):
+                for line in module.notices():
+                    log.add("reverted", f"{role}: {line}")
         metrics[role] = seen[id(models[role])]
         keep(role, models[role], metrics[role])
     return {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}

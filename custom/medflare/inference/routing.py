@@ -2,8 +2,9 @@
 
     W_o^l = sum_k r_k^l W_k^l,   r_k^l = sigmoid(theta_k^l(GAP(h^l)))
 
-with h^l the layer's own input, so every sample of a batch has weights of its own. The layers are found by type and run by
-their own `forward`, so any network of convolutions, transposed convolutions and linear layers can be routed. Whatever else a
+with h^l the layer's own input, so every sample of a batch has weights of its own. Sigmoids need not add up to anything, so a layer's
+weights may shrink to nothing; a softmax over the experts in their place keeps the mixture between them. The layers are found by type
+and run by their own `forward`, so any network of convolutions, transposed convolutions and linear layers can be routed. Whatever else a
 network has (normalisation, learnt activations, embeddings) is taken from the last expert, the global model.
 """
 
@@ -24,15 +25,16 @@ from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state, misfit
 
 Statistics = Literal["batch", "instance", "running"]
+Coefficients = Literal["softmax", "sigmoid"]
 
 # Exact types: a subclass may read its weight elsewhere than in `forward` (attention's output projection does).
 ROUTED_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 
 
 class MLPRouter(nn.Module):
-    """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts, sigmoid (Eq. 6).
+    """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts, softmax or sigmoid (Eq. 6).
 
-    With `uniform` the last layer starts at weight 0 and bias logit(1/experts): every coefficient is 1/experts whatever the
+    With `uniform` the last layer starts at weight 0 and the bias of `uniform_logit`: every coefficient is 1/experts whatever the
     input, and its gradient does not vanish. Otherwise it starts as any linear layer (the published code).
 
     Args:
@@ -40,19 +42,21 @@ class MLPRouter(nn.Module):
         experts: K + 1.
         uniform: how the last layer starts.
         dropout: probability, in training mode.
+        kind: "softmax", whose coefficients add up to one, or the printed "sigmoid".
     """
 
-    def __init__(self, channels: int, experts: int, *, uniform: bool = True, dropout: float = 0.2):
+    def __init__(self, channels: int, experts: int, *, uniform: bool = True, dropout: float = 0.2, kind: Coefficients = "softmax"):
         super().__init__()
+        self.kind = kind
         self.fc1 = nn.Linear(channels, 2 * channels)
         self.fc2 = nn.Linear(2 * channels, experts)
         self.dropout = nn.Dropout(dropout)
         if uniform:
             nn.init.zeros_(self.fc2.weight)
-            nn.init.constant_(self.fc2.bias, uniform_logit(experts))
+            nn.init.constant_(self.fc2.bias, uniform_logit(experts, kind))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1), not normalised.
+        """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1).
 
         Args:
             inputs: what the layer is fed with.
@@ -62,7 +66,7 @@ class MLPRouter(nn.Module):
             tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
         """
         pooled = inputs.flatten(2).mean(dim=2) if inputs.dim() > 2 else inputs
-        return torch.sigmoid(self.fc2(self.dropout(self.fc1(pooled))))
+        return coefficients_of(self.fc2(self.dropout(self.fc1(pooled))), self.kind)
 
 
 class FreeRouter(nn.Module):
@@ -71,11 +75,13 @@ class FreeRouter(nn.Module):
     Args:
         experts: K + 1.
         uniform: start with every coefficient at 1/(K+1), else at random.
+        kind: as of `MLPRouter`.
     """
 
-    def __init__(self, experts: int, *, uniform: bool = True):
+    def __init__(self, experts: int, *, uniform: bool = True, kind: Coefficients = "softmax"):
         super().__init__()
-        self.logits = nn.Parameter(torch.full((experts,), uniform_logit(experts)) if uniform else torch.randn(experts))
+        self.kind = kind
+        self.logits = nn.Parameter(torch.full((experts,), uniform_logit(experts, kind)) if uniform else torch.randn(experts))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs of any shape -> coefficients (1, experts).
@@ -87,7 +93,7 @@ class FreeRouter(nn.Module):
             >>> FreeRouter(2)(torch.zeros(5, 3)).detach()
             tensor([[0.5000, 0.5000]])
         """
-        return torch.sigmoid(self.logits)[None]
+        return coefficients_of(self.logits[None], self.kind)
 
 
 class _Given(nn.Module):
@@ -99,19 +105,33 @@ class _Given(nn.Module):
         return self.coefficients
 
 
-def uniform_logit(experts: int) -> float:
-    """logit(1/experts), where a sigmoid gives 1/experts.
+def coefficients_of(logits: Tensor, kind: Coefficients) -> Tensor:
+    """Coefficients of the experts from a router's logits (..., experts): their softmax, or sigmoids that need not add up to one (Eq. 6).
+
+    Args:
+        logits: experts last.
+        kind: "softmax" or "sigmoid".
+
+    Examples:
+        >>> coefficients_of(torch.zeros(1, 4), "softmax"), coefficients_of(torch.zeros(1, 4), "sigmoid")
+        (tensor([[0.2500, 0.2500, 0.2500, 0.2500]]), tensor([[0.5000, 0.5000, 0.5000, 0.5000]]))
+    """
+    return logits.softmax(dim=-1) if kind == "softmax" else logits.sigmoid()
+
+
+def uniform_logit(experts: int, kind: Coefficients) -> float:
+    """The logit of which, given to all experts, `coefficients_of` makes 1/experts: 0, or logit(1/experts) for sigmoids.
 
     Raises:
         ValueError: fewer than two experts.
 
     Examples:
-        >>> round(torch.sigmoid(torch.tensor(uniform_logit(4))).item(), 6)
-        0.25
+        >>> uniform_logit(4, "softmax"), round(torch.sigmoid(torch.tensor(uniform_logit(4, "sigmoid"))).item(), 6)
+        (0.0, 0.25)
     """
     if experts < 2:
         raise ValueError(f"routing needs at least two models, got {experts}")
-    return -math.log(experts - 1)
+    return 0.0 if kind == "softmax" else -math.log(experts - 1)
 
 
 class RoutedLayer(nn.Module):
@@ -196,6 +216,7 @@ class Routing:
         per_layer: a router for every layer, or one for all layers, fed with the image (Table III, "global").
         uniform: start with every coefficient 1/(K+1), else at random.
         dropout: of the mlp router, while it is in training mode.
+        coefficients: "softmax", which adds up to one, or the printed "sigmoid", which need not.
         statistics: of BatchNorm: of the test "batch", of each image ("instance"), or the global model's "running" ones.
         train_affine: let adaptation change the scale and shift of BatchNorm layers too (the published code).
         fixed_layers: layers whose coefficients stay as they start.
@@ -206,6 +227,7 @@ class Routing:
     per_layer: bool = True
     uniform: bool = True
     dropout: float = 0.2
+    coefficients: Coefficients = "softmax"
     statistics: Statistics = "batch"
     train_affine: bool = False
     fixed_layers: tuple[str, ...] = ()
@@ -214,8 +236,8 @@ class Routing:
     def new_router(self, channels: int, experts: int) -> nn.Module:
         """A router for a layer with so many input channels."""
         if self.router == "free":
-            return FreeRouter(experts, uniform=self.uniform)
-        return MLPRouter(channels, experts, uniform=self.uniform, dropout=self.dropout)
+            return FreeRouter(experts, uniform=self.uniform, kind=self.coefficients)
+        return MLPRouter(channels, experts, uniform=self.uniform, dropout=self.dropout, kind=self.coefficients)
 
 
 class RoutedNetwork(nn.Module):

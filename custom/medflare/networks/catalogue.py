@@ -26,6 +26,7 @@ NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
     "efficientnet_lite0": classifiers.efficientnet_lite0,
     "resnet18": classifiers.resnet18,
     "resnet50": classifiers.resnet50,
+    "ridge_selector": classifiers.ridge_selector,
     "small_cnn": classifiers.small_cnn,
     "unet": segmenters.unet,
     "vgg11": classifiers.vgg11,

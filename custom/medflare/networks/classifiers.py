@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from medflare.networks.features import FeatureNetwork
 
@@ -47,6 +48,53 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
     thumbnail = Pool["adaptiveavg", spatial_dims](side)
     body = nn.Sequential(thumbnail, nn.Flatten(), nn.Linear(in_channels * side**spatial_dims, hidden), nn.ReLU())
     return FeatureNetwork(body, nn.Linear(hidden, out_channels))
+
+
+class ImageStatistics(nn.Module):
+    """What sets cameras and scanners apart, without a weight: a thumbnail, intensity quantiles and edge strength of every channel.
+
+    Args:
+        side: of the thumbnail in pixels, along every dimension.
+        spatial_dims: 2 or 3.
+    """
+
+    SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+    def __init__(self, side: int, spatial_dims: int):
+        super().__init__()
+        from monai.networks.layers.factories import Pool
+
+        self.thumbnail, self.dims = Pool["adaptiveavg", spatial_dims](side), spatial_dims
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, ...) to features (N, F)."""
+        ranked = images.flatten(2).sort(dim=2).values
+        places = [round(share * (ranked.shape[2] - 1)) for share in self.SHARES]
+        edges = [(images.narrow(d, 1, images.shape[d] - 1) - images.narrow(d, 0, images.shape[d] - 1)).abs().flatten(2).mean(dim=2)
+                 for d in range(2, 2 + self.dims)]  # fmt: skip
+        return torch.cat([self.thumbnail(images).flatten(1), ranked[:, :, places].flatten(1), *edges], dim=1)
+
+
+class LogShares(nn.Module):
+    """Predictions that add up to one, some perhaps below zero, as logits: their softmax is the predictions, cut off near zero."""
+
+    def forward(self, predictions: Tensor) -> Tensor:
+        """Predictions (N, K) to logits (N, K)."""
+        return predictions.clamp_min(1e-4).log()
+
+
+def ridge_selector(in_channels: int, out_channels: int, side: int = 0, spatial_dims: int = 2) -> FeatureNetwork:
+    """A linear model selector on fixed features (`ImageStatistics`), for weights that are solved and not trained.
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        side: of the thumbnail; 0: 12 pixels, of volumes 6.
+        spatial_dims: 2 or 3.
+    """
+    side = side or (12 if spatial_dims == 2 else 6)
+    width = in_channels * (side**spatial_dims + len(ImageStatistics.SHARES) + spatial_dims)
+    return FeatureNetwork(ImageStatistics(side, spatial_dims), nn.Sequential(nn.Linear(width, out_channels), LogShares()))
 
 
 def small_cnn(

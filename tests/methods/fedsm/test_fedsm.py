@@ -7,15 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from medflare.methods.catalogue import build_deployed
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.states import copy_state, weighted_mean
+from medflare.methods.base import Step
+from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedsm.extra import FedSMExtraServer, FedSMExtraSite
 from medflare.methods.fedsm.formulas import GAMMAS, soft_pull
+from medflare.methods.fedsm.personalization import adapt, train_apfl
 from medflare.methods.fedsm.selector import selector_spec
 from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
 from methods import squares
-from methods.squares import SITES, equal
+from methods.squares import COUNTS, SITES, equal
 from small import stacked
 
 COMPACT: dict[str, Any] = {"selector": "compact_selector"}
@@ -29,6 +34,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"selector_steps": "minibatch", "sync_moments": False},
     {"selector_updates": 3},
     {"gamma": 0.5, "selection": "last"},
+    {"selector": "ridge"},
+    {"personalization": "apfl", "apfl_rate": 0.5},
     {"reset_optimizer": True},
 ]
 
@@ -80,9 +87,16 @@ def test_an_absent_sites_personal_model_waits_for_it() -> None:
 
 def test_gamma_is_tuned_at_the_end_or_given() -> None:
     tuned = federation()
-    assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "tune"]
-    assert tuned.log[-1].replies["A"].facts["gammas"].keys() == {f"{gamma:g}" for gamma in GAMMAS}
-    assert tuned.server.gamma in GAMMAS and tuned.server.configure_delivery("A").facts["gamma"] == tuned.server.gamma
+    assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "confide", "tune"]
+    assert tuned.log[-2].outgoing["A"].states.keys() == {"selector"}, "the whole super model is sent once"
+    candidates = tuned.log[-1].outgoing["A"].facts["candidates"]
+    facts = tuned.log[-1].replies["A"].facts
+    assert candidates[0] == 0.0 and candidates[-1] == 1.0 and len(candidates) > 3
+    assert facts["gammas"].keys() == facts["errors"].keys() == {f"{gamma:g}" for gamma in candidates}
+    assert tuned.server.gamma in candidates and tuned.server.configure_delivery("A").facts["gamma"] == tuned.server.gamma
+    grid = federation(gamma="grid")
+    assert [turn.step.phase for turn in grid.log] == ["train", "train", "validate", "tune"]
+    assert grid.log[-1].replies["A"].facts["gammas"].keys() == {f"{gamma:g}" for gamma in GAMMAS} and grid.server.gamma in GAMMAS
     given = federation(gamma=0.25)
     assert given.log[-1].step.phase == "validate" and given.server.configure_delivery("A").facts["gamma"] == 0.25
 
@@ -115,6 +129,121 @@ def test_a_site_that_is_not_sure_lets_the_global_model_answer() -> None:
     plain = build_deployed(squares.SEGMENTATION, halves["A"].deliver(server.configure_delivery("A"))["global"])
     images = stacked(squares.site().data.test).images
     torch.testing.assert_close(deployed(images), plain(images))
+
+
+# ---- the selector --------------------------------------------------------------------------------------------------------------
+
+
+def uneven(**options: Any) -> squares.Played:
+    """Site C has eight times the images of the others."""
+    sizes = {"A": (4, 4, 5), "B": (4, 4, 5), "C": (32, 4, 5)}
+    hyper: dict[str, Any] = {**COMPACT, "gamma": 0.5, **options}
+    halves = {name: squares.half(FedSMSite, name, counts=counts, **hyper) for name, counts in sizes.items()}
+    return squares.play(squares.server(FedSMServer, rounds=1, outside=(), halves=halves), halves)
+
+
+def test_sites_count_alike_for_the_selector_and_by_samples_for_the_global_model() -> None:
+    """Weighted by images, the largest site's name answers for everybody's images."""
+    models = []
+    for weighting, weights in (("balanced", dict.fromkeys(SITES, 1.0)), ("samples", {"A": 4.0, "B": 4.0, "C": 32.0})):
+        played = uneven(selector_weighting=weighting)
+        mean = weighted_mean({name: reply.states["selector_gradient"] for name, reply in played.log[0].replies.items()}, weights)
+        found = played.server.memory.states["selector_exp_avg"]  # after one step a tenth of the gradient
+        squares.assert_close({name: 10 * tensor for name, tensor in found.items()}, mean)
+        models.append(played.model)
+    assert equal(*models)
+
+
+@pytest.mark.parametrize(("weighting", "best"), [("balanced", 1), ("samples", 2)])
+def test_the_selectors_round_is_chosen_by_sites_alike(weighting: str, best: int) -> None:
+    played = uneven(selector_weighting=weighting)
+    played.server.memory.facts.pop("selector/best")  # of the federation's own round
+    for round, accuracies in ((1, (1.0, 1.0, 0.0)), (2, (0.0, 0.0, 1.0))):
+        replies = {
+            name: Message(reply.states, {**reply.facts, "validation": {"selector": accuracy}})
+            for (name, reply), accuracy in zip(played.log[0].replies.items(), accuracies, strict=True)
+        }
+        played.server.aggregate(Step("validate", round), replies)
+    assert played.server.best_selector.round == best
+
+
+def test_ridge_tells_sites_apart_after_one_exchange() -> None:
+    """The sites of the tests differ in brightness; nothing is trained, and nothing of the selector travels in a round."""
+    log, server, halves = federation(selector="ridge", rounds=1, sites=("A", "C"))
+    assert [turn.step.phase for turn in log] == ["train", "validate", "describe", "confide", "tune"]
+    assert not any("selector" in entry for entry in log[0].replies["A"].states) and "selector" not in log[0].outgoing["A"].states
+    assert log[2].replies["A"].states.keys() == {"selector_statistics"}
+    for place, name in enumerate(("A", "C")):
+        choices = halves[name].selector.scores(server.delivered_selector, "test").argmax(dim=1)
+        assert (choices == place).all()
+
+
+def test_a_site_that_described_nothing_is_never_chosen() -> None:
+    _, server, halves = federation(selector="ridge", rounds=1, gamma=0.5, absent=lambda step, name: (step.phase, name) == ("describe", "B"))
+    scores = halves["B"].selector.scores(server.delivered_selector, "test")
+    assert (scores[:, 1] < 0.01).all() and torch.isfinite(scores).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("fedsm", {"selector": "ridge", "selector_updates": 3}, "leave out selector_updates"),
+        ("fedsm_extra", {"selector": "ridge"}, "fedsm_extra: selector = ridge"),
+        ("fedsm", {"gamma": "often"}, "gamma"),
+    ],
+)
+def test_settings_that_do_not_go_together(method: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        get_method(method).check(options, squares.SEGMENTATION)
+
+
+def test_labels_of_the_best_model_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = FedSMExtraSite._labels
+
+    def counted(half: Any, networks: Any) -> list[int]:
+        asked.append(len(networks))
+        return original(half, networks)
+
+    monkeypatch.setattr(FedSMExtraSite, "_labels", counted)
+    played = squares.federation(FedSMExtraSite, FedSMExtraServer, rounds=1, selector_rounds=4, **COMPACT)
+    assert asked == [4] * 3, "K + 1 networks, once a site"
+    memory = played.halves["A"].memory
+    assert len(memory.facts["labels"]) == COUNTS[0] and not any(entry.startswith("frozen/") for entry in memory.states)
+
+
+# ---- personalizations ----------------------------------------------------------------------------------------------------------
+
+
+def test_per_fedavg_adapts_the_aggregated_model() -> None:
+    """The personal model is a few steps from the shared model that the server sent, and it is the one that was measured."""
+    log, server, halves = federation(personalization="perfedavg", gamma=0.5, selection="last", rounds=2)
+    last = log[-1]
+    assert last.step.phase == "validate"
+    for name, half in halves.items():
+        model = half.network("expected", last.outgoing[name].states["meta"])
+        adapt(model, half.site, last.step.round, half.hyper.adapt_lr, half.hyper.adapt_steps)
+        assert equal(server.personal[name], copy_state(model.state_dict()))
+        assert half.validation(model) == last.replies[name].facts["validation"]["personal"]
+
+
+def test_apfls_statistics_are_those_that_its_mixture_collected() -> None:
+    half = squares.half(FedSMSite, "A", personalization="apfl", **COMPACT)
+    start = squares.start()
+    shifted = {name: tensor + 5.0 if "running" in name else tensor for name, tensor in start.items()}
+    local, mixture, share = train_apfl(half.network("personal", start), copy_state(start), shifted, half.site, 0, 0.5)
+    statistics = [name for name in start if "running" in name]
+    assert statistics and share == 0.5
+    assert all(torch.equal(mixture[name], local[name]) for name in statistics)
+
+
+def test_apfls_share_learns() -> None:
+    """α moves along <v - w, gradient at the mixture>, and stays within 0 and 1."""
+    half = squares.half(FedSMSite, "A", personalization="apfl", **COMPACT)
+    start, other = squares.start(), copy_state(half.site.network("elsewhere").state_dict())
+    for rate, moved in ((0.0, False), (0.5, True), (1e9, True)):
+        share = train_apfl(half.network("personal", start), copy_state(start), other, half.site, 0, 0.5, rate)[2]
+        assert 0.0 <= share <= 1.0 and (share != 0.5) == moved
 
 
 def test_outside_there_is_no_personal_model() -> None:

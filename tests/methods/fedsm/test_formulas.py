@@ -7,7 +7,20 @@ import pytest
 import torch
 
 from medflare.core.states import weighted_mean
-from medflare.methods.fedsm.formulas import GAMMAS, choose_model, ensemble_output, extra_labels, soft_pull, tuned_gamma
+from medflare.methods.fedsm.formulas import (
+    GAMMAS,
+    apfl_mixture,
+    choose_model,
+    ensemble_output,
+    extra_labels,
+    gamma_candidates,
+    gamma_within_error,
+    jackknife_error,
+    patient_scores,
+    soft_pull,
+    tuned_gamma,
+)
+from medflare.methods.fedsm.ridge import ridge_solution
 
 Golden = Callable[[str], dict[str, np.ndarray]]
 SITES = ("c0", "c1", "c2")
@@ -114,3 +127,88 @@ class TestTunedGamma:
 
     def test_undefined_everywhere(self) -> None:
         assert tuned_gamma({"a": {"gammas": {f"{g:g}": None for g in GAMMAS}, "n_validation": 0}}) == 0.0
+
+
+class TestGammaWithinError:
+    @staticmethod
+    def facts(metrics: dict[str, float | None], error: float, count: int = 10) -> dict[str, object]:
+        return {"gammas": metrics, "errors": dict.fromkeys(metrics, error), "n_validation": count}
+
+    def test_ties_favour_the_global_model(self) -> None:
+        assert gamma_within_error({"a": self.facts({"0": 0.5, "0.4": 0.5, "1": 0.5}, 0.0)}) == 1.0
+
+    def test_personal_models_have_to_show_that_they_are_better(self) -> None:
+        metrics: dict[str, float | None] = {"0": 0.60, "0.5": 0.58, "1": 0.50}
+        assert [gamma_within_error({"a": self.facts(metrics, error)}) for error in (0.0, 0.05, 0.2)] == [0.0, 0.5, 1.0]
+
+    def test_errors_of_several_sites_are_pooled(self) -> None:
+        """Two equal sites halve the variance: 0.05 each is 0.035 together, too little for a difference of 0.04."""
+        facts = self.facts({"0": 0.60, "1": 0.56}, 0.05)
+        assert gamma_within_error({"a": facts}) == 1.0 and gamma_within_error({"a": facts, "b": facts}) == 0.0
+
+    def test_undefined_everywhere_is_the_global_model(self) -> None:
+        assert gamma_within_error({"a": self.facts({"0": None, "1": None}, 0.0, 0)}) == 1.0
+
+
+class TestCandidates:
+    def test_they_are_where_the_selector_is(self) -> None:
+        deciles = [0.3 + 0.01 * place for place in range(9)]
+        found = gamma_candidates({"a": deciles, "b": deciles}, {"a": 5, "b": 5})
+        assert found[0] == 0.0 and found[-1] == 1.0 and all(0.3 <= gamma <= 0.38 for gamma in found[1:-1])
+
+    def test_without_images_there_are_two(self) -> None:
+        assert gamma_candidates({"a": []}, {"a": 0}) == [0.0, 1.0]
+
+
+def test_jackknife_is_the_standard_error_of_a_mean() -> None:
+    values = torch.tensor([0.2, 0.5, 0.9, 0.4], dtype=torch.float64)
+    left_out = [float((values.sum() - value) / 3) for value in values]
+    assert jackknife_error(left_out) == pytest.approx(float(values.std() / 2))
+    assert jackknife_error([]) == 0.0
+
+
+def test_a_patients_images_share_their_scores() -> None:
+    scores = torch.tensor([[0.6, 0.4], [0.1, 0.9], [0.7, 0.3]])
+    assert patient_scores(scores, ["p", "p", "q"]).argmax(dim=1).tolist() == [1, 1, 0]
+    assert torch.equal(patient_scores(scores, ["p", "q", "r"]), scores) and patient_scores(scores[:0], []).shape == (0, 2)
+
+
+def test_apfl_keeps_what_the_mixture_collected() -> None:
+    four, nothing = ({name: torch.tensor(value) for name in ("w", "mean")} for value in (4.0, 0.0))
+    assert apfl_mixture(four, nothing, 0.5, ["mean"]) == {"w": torch.tensor(2.0), "mean": torch.tensor(4.0)}
+
+
+class TestRidge:
+    @staticmethod
+    def statistics(features: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"mean": features.mean(dim=0), "products": features.T @ features / len(features)}
+
+    def test_it_is_weighted_least_squares_on_one_hot_labels(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        classes = [torch.randn(count, 4, generator=generator, dtype=torch.float64) + k for k, count in enumerate((5, 50, 20))]
+        weight, bias = ridge_solution({k: self.statistics(features) for k, features in enumerate(classes)}, 3, 0.0)
+        rows = torch.cat([torch.cat([f, torch.ones(len(f), 1)], dim=1) / len(f) ** 0.5 for f in classes])
+        targets = torch.cat([torch.eye(3, dtype=torch.float64)[k].expand(len(f), 3) / len(f) ** 0.5 for k, f in enumerate(classes)])
+        expected = torch.linalg.lstsq(rows, targets).solution.T.float()
+        torch.testing.assert_close(torch.cat([weight, bias[:, None]], dim=1), expected, rtol=1e-4, atol=1e-5)
+
+    def test_predictions_add_up_to_one_and_scale_does_not_matter(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        classes = [torch.randn(9, 3, generator=generator, dtype=torch.float64) + k for k in range(2)]
+        scales = torch.ones(3, dtype=torch.float64), torch.tensor([1.0, 100.0, 0.01], dtype=torch.float64)
+        outputs = []
+        for scale in scales:
+            weight, bias = ridge_solution({k: self.statistics(f * scale) for k, f in enumerate(classes)}, 2, 0.1)
+            outputs.append((classes[1] * scale).float() @ weight.T + bias)
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(outputs[0].sum(dim=1), torch.ones(9))
+
+    def test_equal_sites_cannot_be_told_apart(self) -> None:
+        same = self.statistics(torch.randn(9, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+        weight, bias = ridge_solution({0: same, 1: same}, 2, 0.01)
+        torch.testing.assert_close(weight, torch.zeros(2, 3))
+        torch.testing.assert_close(bias, torch.full((2,), 0.5))
+
+    def test_constant_features_and_absent_classes_do_no_harm(self) -> None:
+        weight, bias = ridge_solution({0: self.statistics(torch.ones(4, 2, dtype=torch.float64))}, 2, 0.0)
+        assert torch.isfinite(weight).all() and bias.tolist() == [1.0, 0.0]

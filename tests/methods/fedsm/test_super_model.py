@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from medflare.data.sites.site import Site
+from medflare.data.splits import SiteData, Split
 from medflare.methods.fedsm.extra import ExtraSuperModel
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.networks.catalogue import initial_network
@@ -47,7 +49,23 @@ def test_who_answered_is_told_image_by_image() -> None:
     for image, answer, name in zip(images, output, model.answered, strict=True):
         torch.testing.assert_close(answer, model.networks[model.names.index(name)](image[None]).sigmoid()[0])
     model(images[:1])
-    assert model.answered == ["C"] and model.report() == {"global": 1, "A": 2, "B": 1, "C": 2}
+    assert model.answered == ["C"]
+    report = model.report()
+    assert {name: report[name] for name in model.names} == {"global": 1, "A": 2, "B": 1, "C": 2}
+    assert sum(report["selector"].values()) == 6 and report["selector"]["C"] == 2, "the selector's own answer, whatever γ"
+
+
+@torch.no_grad()
+def test_a_patients_images_are_answered_by_one_model() -> None:
+    """Single images of a patient that look like another site's are outvoted by the others."""
+    model, images = super_model_of(), images_of(2.0, 2.0, 1.2, 0.0)
+    data = Split(images, torch.zeros(4, 16, 16, dtype=torch.long), ("p", "p", "p", "q"), tuple("abcd"))
+    site = Site("O", squares.SEGMENTATION, SiteData(data, data, data), 0)
+    for choose_by, expected in (("image", ["C", "C", "B", "A"]), ("patient", ["C", "C", "C", "A"])):
+        model.choose_by = choose_by
+        found = site.predict(model, "test")
+        for image, answer, name in zip(images, found, expected, strict=True):
+            torch.testing.assert_close(answer, model.networks[model.names.index(name)](image[None]).sigmoid()[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])

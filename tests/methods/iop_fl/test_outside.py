@@ -30,6 +30,8 @@ from methods.squares import CLASSIFICATION, SEGMENTATION, SITES, WITHOUT_BATCH_N
 from small import stacked
 
 QUICK: dict[str, Any] = {"route_epochs": 3, "route_lr": 0.05, "radius": 2}
+UNGATED: dict[str, Any] = {"gate_information": 0.0, "gate_agreement": 0.0, "gate_share": 0.0}
+PRINTED: dict[str, Any] = {"objective": "paper", "coefficients": "sigmoid", "noise_unit": "intensity", "radius": 10, **UNGATED}
 
 
 def delivered(
@@ -56,16 +58,16 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
 
 
 def test_the_state_with_the_lowest_loss_is_kept() -> None:
-    half, models = delivered(counts=(0, 0, 8), route_epochs=5)
+    half, models = delivered(counts=(0, 0, 8), route_epochs=5, **UNGATED)
     report = models["deployed"].facts["adaptation"]
     losses, chosen = report["losses"], report["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
-    assert model.measure(stacked(half.site.data.test).images.tensor_split(2)) == pytest.approx(losses[chosen], rel=1e-5)
+    assert model.look(stacked(half.site.data.test).images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
 
 
 def test_the_last_state_on_request() -> None:
-    _, models = delivered(choose="last", route_lr=5.0)
+    _, models = delivered(choose="last", route_lr=5.0, **UNGATED)
     assert models["deployed"].facts["adaptation"]["chosen"] == 3
 
 
@@ -113,6 +115,10 @@ def test_stored_outside_model_predicts_the_same(tmp_path: Path) -> None:
 
 
 OPTIONS: list[dict[str, Any]] = [
+    {"coefficients": "sigmoid"},
+    {"noise_unit": "intensity"},
+    {"objective": "paper"},
+    {"anchor": 5.0},
     {"router": "free"},
     {"routing": "global"},
     {"routing": "global", "router": "free"},
@@ -141,14 +147,14 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def reference() -> Tensor:
-    half, models = delivered(choose="last")
+    half, models = delivered(choose="last", **UNGATED)
     with torch.no_grad():
         return build_deployed(SEGMENTATION, models["deployed"])(stacked(half.site.data.test).images)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 def test_every_option_matters(option: dict[str, Any], reference: Tensor) -> None:
-    half, models = delivered(choose="last", **option)
+    half, models = delivered(choose="last", **UNGATED, **option)
     model: Any = build_deployed(SEGMENTATION, models["deployed"])
     with torch.no_grad():
         p = model(stacked(half.site.data.test).images)
@@ -175,9 +181,9 @@ def test_oblong_images_can_be_turned() -> None:
 
 def test_classification_has_no_shape_term() -> None:
     p, noisy = torch.rand(4, 2).softmax(dim=1), torch.rand(4, 2).softmax(dim=1)
-    hyper = build_hyper(IOPHyper, {"beta": 0.5})
+    hyper = build_hyper(IOPHyper, {"beta": 0.5, "objective": "paper"})
     expected = iop_math.consistency_loss(p, noisy) + 0.5 * iop_math.entropy_loss(p)
-    torch.testing.assert_close(test_time_loss(p, noisy, CLASSIFICATION, hyper), expected)
+    torch.testing.assert_close(test_time_loss(p, noisy, CLASSIFICATION, hyper, start=p), expected)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +193,7 @@ def test_whole_objective_equals_the_reference(golden: Golden, objective: str, nu
     numbers = golden("iop")
     task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
     p, noisy = (torch.as_tensor(numbers[f"tta/{name}"]).double().softmax(dim=1) for name in ("logits", "logits_noisy"))
-    loss = test_time_loss(p, noisy, task, build_hyper(IOPHyper, {"objective": objective}))
+    loss = test_time_loss(p, noisy, task, build_hyper(IOPHyper, {"objective": objective, "radius": 10}), start=p)
     assert loss.item() == pytest.approx(float(numbers[number]), rel=1e-5)
 
 
@@ -195,16 +201,17 @@ def test_a_binary_output_counts_as_two_classes() -> None:
     """Sigmoid and softmax networks that predict the same pay the same loss."""
     p, noisy = torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8)
     softmax = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
-    for objective in ("paper", "official"):
+    for objective in ("information", "paper", "official"):
         hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
         one, other = (torch.cat([1 - q, q], dim=1) for q in (p, noisy))
-        torch.testing.assert_close(test_time_loss(p, noisy, SEGMENTATION, hyper), test_time_loss(one, other, softmax, hyper))
+        torch.testing.assert_close(test_time_loss(p, noisy, SEGMENTATION, hyper, p), test_time_loss(one, other, softmax, hyper, one))
 
 
 def test_comparisons_of_table_two() -> None:
     half, models = delivered(comparisons=True)
-    assert models.keys() == {"global", "deployed", "ensemble", "tent", "personal/A", "personal/B", "personal/C"}
-    assert "tent" not in delivered(WITHOUT_BATCH_NORM, comparisons=True)[1]
+    with_batch_norm = {"tent", "batch_statistics", "mixture_running"}
+    assert models.keys() == {"global", "deployed", "ensemble", "mixture", "personal/A", "personal/B", "personal/C"} | with_batch_norm
+    assert not with_batch_norm & delivered(WITHOUT_BATCH_NORM, comparisons=True)[1].keys()
     images = stacked(half.site.data.test).images
     with torch.no_grad():
         single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
@@ -249,7 +256,8 @@ def test_whole_federation_with_an_outside_site(tmp_path: Path) -> None:
     metrics = {name: site["metrics"] for name, site in ours["sites"].items()}
     assert all(metrics[name]["global"] == site["metrics"]["global"] for name, site in theirs["sites"].items())
     assert metrics["site-1"]["deployed"] == metrics["site-1"]["personal"] and metrics["site-9"]["personal"]["dice"] is None
-    assert {"ensemble", "tent", "personal/site-1", "personal/site-2"} <= metrics["site-9"].keys()
+    rows = {"ensemble", "tent", "batch_statistics", "mixture", "mixture_running", "personal/site-1", "personal/site-2"}
+    assert rows <= metrics["site-9"].keys()
     stored = load_model(tmp_path / "sites" / "site-9" / "deployed")
     outside = open_site("site-9", stored.task, seed=3, role="outside")
     assert outside.score(stored.build(build_deployed), "test").values == pytest.approx(metrics["site-9"]["deployed"])

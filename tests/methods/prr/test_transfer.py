@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
+from medflare.tasks.config import TaskConfig
 from methods import squares
 from methods.squares import equal
 
@@ -33,7 +35,7 @@ def stages_of(epochs: int, **hyper: Any) -> list[list[int]]:
 
 
 def test_stages_of_a_round() -> None:
-    assert stages_of(1) == [[2], [2]]  # nothing but mutual learning fits in one epoch
+    assert stages_of(1, stage_rule="official") == [[2], [2]]  # nothing but mutual learning fits in one epoch
     assert stages_of(3, lam1=0.0, lam2=0.0) == [[1, 2, 3], [1, 2, 3]]
     assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="RE") == [[1, 2, 2], [1, 2, 2]]
     assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="E") == [[2, 2, 2], [2, 2, 2]]
@@ -41,6 +43,14 @@ def test_stages_of_a_round() -> None:
     assert stages_of(2, lam1=0.0, lam2=0.0, stage_rule="threshold") == [[3, 3], [3, 3]]
     assert stages_of(2, lam1=0.0, lam2=0.0, stage_rule="threshold", metric_split="train") == [[3, 3], [3, 3]]
     assert stages_of(2, det=False) == [[], []]
+
+
+def test_one_epoch_a_round_goes_through_all_stages() -> None:
+    """The code's machine begins every round anew, so a round of one epoch would never recover nor sublimate."""
+    assert stages_of(1, lam1=9.0, lam2=9.0)[1] == [1]
+    assert stages_of(1, lam1=0.0, lam2=9.0)[1] == [2]
+    assert stages_of(1, lam1=0.0, lam2=0.0)[1] == [3]
+    assert stages_of(1, lam1=0.0, lam2=0.0, det_steps="RE")[1] == [2]
 
 
 def after_one_round(**hyper: Any) -> tuple[StateDict, StateDict]:
@@ -88,6 +98,60 @@ def test_the_learning_rate_halves() -> None:
         half.site.optimizer = spy
         half.perform("train", round, server_of({"A": half}).configure(Step("train", round), "A"))
     assert rates == [0.01, 0.01, 0.005, 0.005]
+
+
+def rates(task: TaskConfig, rounds: int, **hyper: Any) -> list[list[float]]:
+    """The learning rate of every step, by round."""
+    found: list[list[float]] = []
+    for round in range(rounds):
+        half = squares.halves(PRRSite, task, cpa="off", det=False, **hyper)["A"]
+        optimizer, steps = half.site.optimizer, list[float]()
+
+        def spied(parameters: Any, optimizer: Any = optimizer, steps: list[float] = steps, **override: Any) -> torch.optim.Optimizer:
+            made = optimizer(parameters, **override)
+            made.register_step_pre_hook(lambda used, _args, _options: steps.append(used.param_groups[0]["lr"]))
+            return made
+
+        half.site.optimizer = spied
+        half.perform("train", round, server_of({"A": half}).configure(Step("train", round), "A"))
+        found.append(steps)
+    return found
+
+
+def test_the_paper_halves_the_rate_after_every_25_epochs() -> None:
+    found = rates(squares.task(local_epochs=10, batch_size=12), rounds=6)
+    assert found[0] == found[1] == [0.01] * 10
+    assert found[2] == [0.01] * 5 + [0.005] * 5, "the 25th epoch ends in the middle of a round"
+    assert found[5] == [0.0025] * 10
+    assert rates(squares.task(local_epochs=10, batch_size=12), rounds=6, halve_every=0)[5] == [0.01] * 10
+
+
+# ---- curves -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_retrogress_of_a_round_is_measured_on_request() -> None:
+    """Fig. 1a: the model before aggregation beside the model that the next round begins with."""
+    log, _, halves = federation(rounds=3, retrogress=True)
+    for before, after in pairwise(log):
+        for name in halves:
+            trained = before.replies[name].facts["validation_trained"]
+            assert trained.keys() == {"global", "personal"}
+            assert trained["personal"] == after.replies[name].facts["validation"]["personal"], "P_k is never overwritten"
+    for name, half in halves.items():  # of the last round both parts of the trained deputy are at hand
+        reply = log[-2].replies[name]
+        deputy = half.network("expected", {**half.normalisation, **reply.states["model"]})
+        assert half.validation(deputy) == reply.facts["validation_trained"]["global"]
+    assert "validation_trained" not in federation(rounds=1)[0][0].replies["A"].facts
+
+
+def test_gamma_has_a_curve_for_every_class() -> None:
+    log, _, _ = federation(squares.task(local_epochs=3), rounds=3, tau=1.0)
+    first, last = log[0].replies["A"].facts, log[2].replies["A"].facts
+    assert "gammas" not in first, "there is no refinement before there are prototypes"
+    assert last["gammas"].keys() == {"not square", "square"} and all(len(curve) == 3 for curve in last["gammas"].values())
+    assert last["gamma"] == {name: curve[-1] for name, curve in last["gammas"].items()}
+    assert all(value >= 0.999 for curve in last["gammas"].values() for value in curve) and max(last["gamma"].values()) > 1.0
+    assert "gammas" not in federation(rounds=3, cpa="global")[0][2].replies["A"].facts
 
 
 # ---- options ------------------------------------------------------------------------------------------------------------------

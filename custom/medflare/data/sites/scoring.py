@@ -1,7 +1,8 @@
 """How a finished model is measured at a site: in evaluation mode, without gradients, in batches that suit the machine."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,41 @@ def predict(predictor: Predictor, batches: Iterable[Batch], outputs: int) -> Ten
     with torch.no_grad(), evaluating(predictor):
         parts = [predictor(batch.images).float().cpu() for batch in batches]
     return torch.cat(parts) if parts else torch.zeros(0, outputs)
+
+
+@runtime_checkable
+class PatientWise(Protocol):
+    """A predictor that may look at all images of a patient before it answers for any of them."""
+
+    @property
+    def of_patients(self) -> bool:
+        """Whether it does."""
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """Probabilities (N, outputs, ...) of all images of one patient, which come in batches."""
+
+
+def predict_patients(predictor: PatientWise, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int) -> Tensor:
+    """Probabilities of a whole split in its order, one patient at a time.
+
+    Args:
+        predictor: a module is put in evaluation mode meanwhile.
+        data: the split, at least one image.
+        placed: (rows, images, targets) -> the batch on the site's device.
+        batch: most images at once.
+
+    Returns:
+        float32 (images, outputs, ...), on the CPU.
+    """
+    rows: dict[str, list[int]] = {}
+    for row, patient in enumerate(data.patients):
+        rows.setdefault(patient, []).append(row)
+    found: dict[int, Tensor] = {}
+    with torch.no_grad(), evaluating(predictor):
+        for own in rows.values():
+            parts = [placed(part, *data.take(part)).images for part in torch.tensor(own).split(batch)]
+            found |= dict(zip(own, predictor.together(parts).float().cpu(), strict=True))
+    return torch.stack([found[row] for row in range(len(data))])
 
 
 def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfig, batch: int) -> list[Tensor]:
@@ -79,7 +115,7 @@ def score(predictor: Predictor, batches: Iterable[Batch], data: Samples, task: T
 
 
 @contextmanager
-def evaluating(predictor: Predictor) -> Iterator[None]:
+def evaluating(predictor: object) -> Iterator[None]:
     """Evaluation mode for a module and all its parts, each of which returns to its own mode afterwards."""
     if not isinstance(predictor, nn.Module):
         yield

@@ -155,6 +155,8 @@ class Site:
         """Probabilities of a whole split in its order, on the CPU: (N, outputs, ...) or, with `fit` "patch", (outputs, ...) each."""
         if self.task.fit == "patch":
             return scoring.predict_each(predictor, (batch.images for batch in self._whole(split)), self.task, self.scoring_batch)
+        if isinstance(predictor, scoring.PatientWise) and predictor.of_patients and self.n[split]:
+            return scoring.predict_patients(predictor, self.data.split(split), self._batch, self.scoring_batch)
         return scoring.predict(predictor, self._whole(split), self.task.outputs)
 
     def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:

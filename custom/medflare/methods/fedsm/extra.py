@@ -22,7 +22,7 @@ from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
 from medflare.methods.fedsm.hyper import FedSMExtraServerHyper, FedSMExtraSiteHyper
 from medflare.methods.fedsm.selector import SENT, SelectorLoss, selector_entries
 from medflare.methods.fedsm.server import PersonalServer
-from medflare.methods.fedsm.site import GLOBAL, LOSSES, META, MODEL, PERSONAL, PERSONAL_OF, SUPER, UPDATE, PersonalSite
+from medflare.methods.fedsm.site import ADAPTED, GLOBAL, LOSSES, META, MODEL, PERSONAL, PERSONAL_OF, SUPER, UPDATE, PersonalSite
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
 
@@ -44,7 +44,7 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
     selector_outputs = staticmethod(one_score_more)
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", sends=(GLOBAL, PERSONAL, META), answers=(MODEL, PERSONAL, META), reports=(*MEASURED, LOSSES)),
-        Phase("validate", sends=(GLOBAL, PERSONAL, META), reports=MEASURED),
+        Phase("validate", sends=(GLOBAL, PERSONAL, META), answers=(ADAPTED,), reports=MEASURED),
         Phase(
             "train_selector",
             sends=(GLOBAL, PERSONAL_OF, *SENT),
@@ -56,35 +56,52 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:
-        """Refuse labels of whole images where the selector reads patches.
+        """Refuse labels of whole images where the selector reads patches, and a selector that is never trained.
 
         Raises:
-            ConfigError: combine "extra" with `fit` "patch".
+            ConfigError: combine "extra" with `fit` "patch", or the ridge selector, whose classes are sites.
         """
         super().check(task, hyper, server_hyper)
+        if hyper.selector == "ridge":
+            raise ConfigError("fedsm_extra: selector = ridge tells sites apart, not models; take fedsm, or another selector")
         if hyper.combine == "extra" and task.fit == "patch":
             raise ConfigError("fedsm_extra: combine=extra labels whole images, fit 'patch' has none; set combine=ensemble, or take fedsm")
 
     def train_selector(self, round: int, incoming: Message) -> Message:
-        """A round of the selector alone; the finished models come with its first message and are kept."""
+        """A round of the selector alone; the finished models come with its first message, and what is needed of them is kept."""
+        labelled = self.hyper.combine == "extra"
         if GLOBAL in incoming.states:
             models = {entry: state for entry, state in incoming.states.items() if not entry.startswith("selector_")}
-            self.memory.states |= {_FROZEN.of(entry): state for entry, state in models.items()}
-            self.memory.facts["frozen"] = incoming.facts
-        frozen = Message(_FROZEN.family(self.memory.states), self.memory.facts["frozen"])
-        networks, _, _ = super_model_parts(self.site.task, frozen, self.selector.outputs)
-        networks = [network.to(self.site.device) for network in networks]
-        loss = self._best_model_loss(networks) if self.hyper.combine == "extra" else self._ensemble_loss(networks)
+            if labelled:
+                self.memory.facts["labels"] = self._labels(self._networks_of(Message(models, incoming.facts)))
+            else:
+                self.memory.states |= {_FROZEN.of(entry): state for entry, state in models.items()}
+                self.memory.facts["frozen"] = incoming.facts
+        loss = self._best_model_loss() if labelled else self._ensemble_loss(self._networks_of(self._frozen))
         states, value = self.selector.round(round, incoming, loss)
         return Message(states, self.facts(loss=value, validation={}))
 
+    @property
+    def _frozen(self) -> Message:
+        return Message(_FROZEN.family(self.memory.states), self.memory.facts["frozen"])
+
+    def _networks_of(self, models: Message) -> list[nn.Module]:
+        networks, _, _ = super_model_parts(self.site.task, models, self.selector.outputs)
+        return [network.to(self.site.device) for network in networks]
+
     @torch.no_grad()
-    def _best_model_loss(self, networks: list[nn.Module]) -> SelectorLoss:
-        """Cross entropy with each training image's best model; the labels are those of the images without augmentation."""
+    def _labels(self, networks: list[nn.Module]) -> list[int]:
+        """Each training image's best model. The models are finished and images come without augmentation, so once is enough."""
         losses = []
-        for batch in self.site.ordered("train", batch_size=1):
-            losses.append(torch.stack([self.site.loss(network(batch.images), batch.targets) for network in networks]))
-        labels = extra_labels(torch.stack(losses).cpu())
+        for images, targets, _ in self.site.ordered("train"):
+            outputs = [network(images) for network in networks]
+            for row in range(len(images)):
+                losses.append(torch.stack([self.site.loss(output[row : row + 1], targets[row : row + 1]) for output in outputs]))
+        return extra_labels(torch.stack(losses).cpu()).tolist()
+
+    def _best_model_loss(self) -> SelectorLoss:
+        """Cross entropy with each training image's best model."""
+        labels = torch.tensor(self.memory.facts["labels"])
         return lambda logits, batch: F.cross_entropy(logits, labels[batch.index.cpu()].to(logits.device))
 
     def _ensemble_loss(self, networks: list[nn.Module]) -> SelectorLoss:
@@ -163,7 +180,7 @@ class ExtraSuperModel(SuperModel):
         if self.combine == "extra":
             return super().forward(images)
         scores = self.scores(images)
-        self.note(self.choose(scores))
+        self.note(self.choose(scores), scores)
         return self.combined(self.every_answer(images), scores)
 
     def combined(self, answers: Tensor, scores: Tensor) -> Tensor:

@@ -3,16 +3,19 @@
 Also the formulas of what its Table 6 and Sec. 3.1 compare: APFL, pFedMe, FedSM-extra and the ensemble.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from medflare.core.states import StateDict
 
-GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the tuning
-
+GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the grid
+DECILES = tuple(place / 10 for place in range(1, 10))
 
 def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDict]:
     """w_p,k <- λ w_p,k + (1 - λ) / (K - 1) Σ_{k' ≠ k} w_p,k'  (FedSM, Eq. 11).
@@ -95,6 +98,129 @@ def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
     return max(totals, key=lambda gamma: (totals[gamma], -gamma)) if totals else GAMMAS[0]
 
 
+def median_by_gamma(facts: Mapping[str, Mapping[str, Any]], candidates: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What the sites agree on: for every γ the median over sites of its validation metric, so that no site chooses γ for the others.
+
+    Its standard error is taken for that of a mean of as many sites, each with the median of the sites' errors.
+
+    Args:
+        facts: site -> {"gammas": {"0.5": metric or None, ...}, "errors": {"0.5": standard error, ...}}.
+        candidates: every γ as text.
+
+    Returns:
+        {"gammas", "errors"} as of one site.
+
+    Examples:
+        >>> sites = {"A": (0.5, 0.25), "B": (0.75, 0.25), "C": (0.0, 1.0), "D": (None, 0.0), "E": (0.75, 0.25)}
+        >>> median_by_gamma({name: {"gammas": {"0": metric}, "errors": {"0": error}} for name, (metric, error) in sites.items()}, ["0"])
+        {'gammas': {'0': 0.625}, 'errors': {'0': 0.125}}
+    """
+    metrics: dict[str, float | None] = {}
+    errors: dict[str, float] = {}
+    for text in candidates:
+        known = [(found["gammas"][text], found["errors"][text]) for found in facts.values() if found["gammas"][text] is not None]
+        metrics[text] = median(metric for metric, _ in known) if known else None
+        errors[text] = median(error for _, error in known) / math.sqrt(len(known)) if known else 0.0
+    return {"gammas": metrics, "errors": errors}
+
+
+def patient_scores(scores: Tensor, patients: Sequence[str]) -> Tensor:
+    """Every image's scores replaced by their mean over the patient's images: a patient was at one site.
+
+    Args:
+        scores: (N, K), rows sum to 1.
+        patients: of every image.
+
+    Returns:
+        (N, K), rows of one patient are equal.
+
+    Examples:
+        >>> patient_scores(torch.tensor([[1.0, 0.0], [0.2, 0.8], [0.0, 1.0]]), ["a", "b", "a"])
+        tensor([[0.5000, 0.5000],
+                [0.2000, 0.8000],
+                [0.5000, 0.5000]])
+    """
+    places = {patient: place for place, patient in enumerate(dict.fromkeys(patients))}
+    groups = torch.tensor([places[patient] for patient in patients], dtype=torch.long, device=scores.device)
+    totals = scores.new_zeros(len(places), scores.shape[1]).index_add_(0, groups, scores)
+    return (totals / torch.bincount(groups, minlength=len(places))[:, None])[groups]
+
+
+def gamma_candidates(quantiles: Mapping[str, Sequence[float]], images: Mapping[str, int]) -> list[float]:
+    """Candidates of γ: 0, the deciles of the largest score max ŷ over all sites' images, and 1.
+
+    Fixed values miss where a selector is never above 0.6, or never below 0.99.
+
+    Args:
+        quantiles: site -> deciles of max ŷ over its images; empty without images.
+        images: site -> how many there are.
+
+    Returns:
+        In rising order, each once.
+
+    Examples:
+        >>> gamma_candidates({"A": [0.5] * 9, "B": [0.9] * 9, "C": []}, {"A": 10, "B": 30, "C": 0})
+        [0.0, 0.5, 0.9, 1.0]
+    """
+    values = [(value, images[site]) for site, found in sorted(quantiles.items()) for value in found if images[site]]
+    if not values:
+        return [0.0, 1.0]
+    pooled, weights = zip(*values, strict=True)
+    deciles = np.quantile(np.array(pooled), DECILES, weights=np.array(weights, dtype=float), method="inverted_cdf")
+    return sorted({0.0, 1.0, *(round(float(value), 6) for value in deciles)})
+
+
+def jackknife_error(left_out: Sequence[float]) -> float:
+    """Standard error of a statistic from its values without each of G groups: sqrt((G - 1) / G Σ (θ_g - mean θ)²) (Efron 1982, Eq. 3.1).
+
+    Args:
+        left_out: θ_g of every group.
+
+    Returns:
+        0 for fewer than two groups.
+
+    Examples:
+        >>> jackknife_error([1.0]), jackknife_error([0.0, 1.0])  # of two values their standard error, |difference| / 2
+        (0.0, 0.5)
+    """
+    count = len(left_out)
+    if count < 2:
+        return 0.0
+    mean = sum(left_out) / count
+    return math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in left_out))
+
+
+def gamma_within_error(facts: Mapping[str, Mapping[str, Any]]) -> float:
+    """The largest γ whose validation metric is within one standard error of the best (the rule of Breiman et al. 1984, Sec. 3.4.3).
+
+    The larger γ, the more often the global model answers: ties favour it, and personal models have to show that they are better.
+
+    Args:
+        facts: site -> {"gammas": {"0.5": metric or None, ...}, "errors": {"0.5": standard error, ...}, "n_validation": images}.
+
+    Returns:
+        1 where the metric is defined nowhere.
+
+    Examples:
+        >>> gammas, errors = {"0": 0.80, "0.6": 0.79, "1": 0.70}, {"0": 0.02, "0.6": 0.02, "1": 0.02}
+        >>> gamma_within_error({"A": {"gammas": gammas, "errors": errors, "n_validation": 10}})
+        0.6
+    """
+    metrics: dict[float, float] = {}
+    errors: dict[float, float] = {}
+    for text in dict.fromkeys(text for found in facts.values() for text in found["gammas"]):
+        pairs = [(f["gammas"].get(text), f["errors"].get(text) or 0.0, f["n_validation"]) for _, f in sorted(facts.items())]
+        known = [(metric, error, count) for metric, error, count in pairs if metric is not None and count > 0]
+        total = sum(count for _, _, count in known)
+        if total:
+            metrics[float(text)] = sum(metric * count for metric, _, count in known) / total
+            errors[float(text)] = math.sqrt(sum((error * count) ** 2 for _, error, count in known)) / total
+    if not metrics:
+        return 1.0
+    best = max(metrics, key=lambda gamma: (metrics[gamma], gamma))
+    return max(gamma for gamma, metric in metrics.items() if metric >= metrics[best] - errors[best])
+
+
 def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:
     """h = Σ_k ŷ_k h_k (Sec. 3.1.1): outputs (N, K+1, ...) weighted by scores (N, K+1), giving (N, ...).
 
@@ -124,7 +250,7 @@ def extra_labels(losses: Tensor) -> Tensor:
     return losses.argmin(dim=1)
 
 
-def apfl_mixture(personal: StateDict, global_: StateDict, share: float) -> StateDict:
+def apfl_mixture(personal: StateDict, global_: StateDict, share: float, kept: Collection[str] = ()) -> StateDict:
     """APFL's model v̄ = α v + (1 - α) w for floating entries; integer entries of v.
 
     α = 1 gives the local model, α = 0 the global one. Source: Deng et al. 2020, Sec. 3.
@@ -133,13 +259,14 @@ def apfl_mixture(personal: StateDict, global_: StateDict, share: float) -> State
         personal: v.
         global_: w, with every floating entry of v.
         share: α in [0, 1].
+        kept: entries that are v̄'s own already, as running statistics that v̄ has collected.
 
     Examples:
         >>> apfl_mixture({"w": torch.tensor(4.0)}, {"w": torch.tensor(0.0)}, share=0.25)
         {'w': tensor(1.)}
     """
     return {
-        name: share * tensor + (1 - share) * global_[name] if tensor.is_floating_point() else tensor.clone()
+        name: share * tensor + (1 - share) * global_[name] if tensor.is_floating_point() and name not in kept else tensor.clone()
         for name, tensor in personal.items()
     }
 

@@ -20,7 +20,9 @@ class FedSMSiteHyper(FedAvgSiteHyper):
     personalization: Literal["softpull", "finetune", "apfl", "perfedavg", "pfedme"] = param(
         "softpull", "where personal models come from", source="Table 6"
     )
-    selector: Literal["auto", "compact_selector", "vgg11"] = param("auto", "selector; auto: VGG-11 unless larger than the task's")
+    selector: Literal["auto", "compact_selector", "vgg11", "ridge"] = param(
+        "auto", "selector; auto: VGG-11 unless larger than the task's, else the compact one; ridge: solved in one exchange"
+    )
     selector_lr: Annotated[float, Field(ge=0)] | Literal["auto"] = param(
         "auto", "Adam rate of the selector; auto: 0.001 for VGG-11, 0.01 for the compact one"
     )
@@ -32,6 +34,7 @@ class FedSMSiteHyper(FedAvgSiteHyper):
     sync_moments: bool = param(True, "fullbatch, minibatch: average Adam's moments; a site sees one label only", source="code")
     reset_optimizer: bool = param(False, "fresh optimizers every round; false keeps the moments of w_g and w_p", source="code")
     apfl_share: float = param(0.5, "APFL's share of the local model", symbol="α", source="Table 6", low=0, high=1)
+    apfl_rate: float = param(0.0, "APFL: rate at which that share is learnt, a step a batch; 0 leaves it", source="APFL, Eq. 11", low=0)
     adapt_steps: int = param(1, "Per-FedAvg's adaptation steps", source="Table 6", low=1)
     adapt_lr: float = param(1e-3, "rate of Per-FedAvg's and pFedMe's inner steps", symbol="α", low=0)
     meta_lr: float = param(1e-3, "rate of their outer steps", symbol="β, η", low=0)
@@ -53,6 +56,9 @@ class SuperServerHyper(FedAvgServerHyper):
     lam: float = param(
         0.7, "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone", symbol="λ", source="Eq. 11", low=0, high=1
     )
+    selector_weighting: Literal["balanced", "samples"] = param(
+        "balanced", "sites count alike for the selector and the choice of its round, or as for the global model", source="Sec. 3.2"
+    )
     pfedme_beta: float = param(1.0, "pFedMe's server mixing", symbol="β", source="Table 6", low=0, high=1)
 
 
@@ -61,8 +67,14 @@ class FedSMServerHyper(SuperServerHyper):
     """FedSM's own server."""
 
     selector_updates: int = param(1, "selector updates a round; each further one is an exchange of the selector alone", low=1)
-    gamma: float | Literal["tune"] = param(
-        "tune", "confidence below which the global model answers, or tune on validation", symbol="γ", source="Sec. 3.2"
+    ridge_penalty: float = param(0.01, "selector ridge: penalty, as a share of each feature's variance", low=0)
+    choose_by: Literal["patient", "image"] = param("patient", "scores that choose: the mean over a patient's images, or each image's own")
+    gamma: float | Literal["tune", "grid"] = param(
+        "tune",
+        "confidence below which the global model answers, or tune on validation: the largest quantile within one standard error of the "
+        "best; grid: the best of eight fixed values",
+        symbol="γ",
+        source="Sec. 3.2",
     )
 
 

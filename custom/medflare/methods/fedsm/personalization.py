@@ -20,8 +20,13 @@ from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.training import epochs, train_epochs, trainable
 
 
-def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float) -> tuple[StateDict, StateDict]:
-    """One round of APFL: v learns through the mixture; returns (v, mixture v̄). `model` is a workspace.
+def train_apfl(
+    model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float, rate: float = 0.0
+) -> tuple[StateDict, StateDict, float]:
+    """One round of APFL: v learns through the mixture; returns (v, mixture v̄, α). `model` is a workspace.
+
+    Running statistics are collected while v̄ computes, so they are v̄'s as they are and nothing is blended into them. α follows
+    α <- α - η <v - w, ∇f(v̄)> within [0, 1] (Deng et al. 2020, Eq. 11).
 
     Args:
         model: a network of the task; what it holds is overwritten.
@@ -29,18 +34,28 @@ def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Sit
         global_: w.
         site: gives batches, loss and optimizer.
         round: 0-based, a key of batches and dropout.
-        share: α in [0, 1].
+        share: α in [0, 1] as the round begins.
+        rate: η of α; 0 leaves it.
     """
     model.load_state_dict(local)
+    learnt = torch.tensor(share, device=site.device, requires_grad=rate > 0)
     anchor = {name: global_[name].to(site.device) for name, _ in model.named_parameters()}
 
     def mixed_loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-        mixture = {name: share * weight + (1 - share) * anchor[name] for name, weight in network.named_parameters()}
+        part = learnt if rate else share
+        mixture = {name: part * weight + (1 - part) * anchor[name] for name, weight in network.named_parameters()}
         return site.loss(functional_call(network, mixture, (images,)), targets)
 
-    train_epochs(model, site.optimizer(trainable(model)), site, round, "personal", loss=mixed_loss)
+    @torch.no_grad()
+    def learn_share() -> None:
+        if learnt.grad is not None:
+            learnt.sub_(rate * learnt.grad).clamp_(0.0, 1.0)
+            learnt.grad = None
+
+    train_epochs(model, site.optimizer(trainable(model)), site, round, "personal", loss=mixed_loss, correct=learn_share)
     local = copy_state(model.state_dict())
-    return local, apfl_mixture(local, global_, share)
+    share = float(learnt) if rate else share
+    return local, apfl_mixture(local, global_, share, kept=[name for name, _ in model.named_buffers()]), share
 
 
 def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: float, outer_rate: float) -> None:
@@ -116,23 +131,21 @@ def train_pfedme(
 
 
 def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyper: FedSMSiteHyper) -> None:
-    """One round of Per-FedAvg or pFedMe in place: the site's copy of the shared model, and the personal model that comes from it.
+    """One round of Per-FedAvg or pFedMe in place: the site's copy of the shared model, and pFedMe's personal model beside it.
 
-    Per-FedAvg's personal model is an adaptation of the copy that this round has just trained.
+    Per-FedAvg's personal model is an adaptation of the shared model as it comes from the server, see `adapt`; this leaves it alone.
 
     Args:
         meta: the site's copy of the shared model, trained in place.
-        personal: overwritten; becomes the personal model.
+        personal: with pFedMe overwritten; becomes the personal model.
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
         hyper: which of both, and its rates.
     """
-    personal.load_state_dict(meta.state_dict())
     if hyper.personalization == "perfedavg":
         train_per_fedavg(meta, site, round, hyper.adapt_lr, hyper.meta_lr)
-        personal.load_state_dict(meta.state_dict())
-        adapt(personal, site, round, hyper.adapt_lr, hyper.adapt_steps)
     else:
+        personal.load_state_dict(meta.state_dict())
         inner = {"rate": hyper.adapt_lr, "strength": hyper.pfedme_lambda}
         train_pfedme(meta, personal, site, round, inner_steps=hyper.pfedme_steps, outer_rate=hyper.meta_lr, **inner)
 

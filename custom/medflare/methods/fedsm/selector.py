@@ -15,6 +15,7 @@ from medflare.data.splits import Batch
 from medflare.methods.base import Plan, ServerContext, SiteHalf
 from medflare.methods.fedsm.formulas import adam_step
 from medflare.methods.fedsm.hyper import FedSMSiteHyper
+from medflare.methods.fedsm.ridge import RIDGE, ridge_solution
 from medflare.methods.parts.training import epochs, weighted_sum
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
@@ -28,12 +29,19 @@ SelectorPlan = Plan[FedSMSiteHyper, Any]
 # -- what it is --------------------------------------------------------------------------------------------------------------
 
 
+def is_ridge(plan: SelectorPlan) -> bool:
+    """Whether the selector is solved at the server and never trained."""
+    return plan.site_hyper.selector == "ridge"
+
+
 def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
     """The selector's network: the one asked for, or with "auto" VGG-11 unless it would dwarf the task's own network.
 
     VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published example. "auto" takes the
     compact selector where VGG-11 is larger than the task's network, and for volumes, which VGG-11 does not take.
     """
+    if is_ridge(plan):
+        return {"name": RIDGE}
     if plan.site_hyper.selector != "auto":
         return {"name": plan.site_hyper.selector}
     if plan.task.spatial_dims != 2:
@@ -59,15 +67,18 @@ def selector_entries(outputs: Callable[[SelectorPlan], int]) -> tuple[Entry, ...
         return {name: tensor for name, tensor in whole(plan).items() if name in names}
 
     def steps_at_server(plan: SelectorPlan) -> bool:
-        return plan.site_hyper.selector_steps == "server"
+        return not is_ridge(plan) and plan.site_hyper.selector_steps == "server"
+
+    def steps_at_site(plan: SelectorPlan) -> bool:
+        return not is_ridge(plan) and not steps_at_server(plan)
 
     def moments_too(plan: SelectorPlan) -> bool:
-        return not steps_at_server(plan) and plan.site_hyper.sync_moments
+        return steps_at_site(plan) and plan.site_hyper.sync_moments
 
     purpose = "Adam's {} of the selector: a site sees one label only, the mean has seen all"
     return (
         Entry("selector_gradient", "the gradient of the selector, which tells sites apart", parameters, steps_at_server),
-        Entry("selector", "the selector that tells sites apart", whole, lambda plan: not steps_at_server(plan)),
+        Entry("selector", "the selector that tells sites apart", whole, steps_at_site),
         *(Entry(f"selector_{moment}", purpose.format(moment), parameters, moments_too) for moment in MOMENTS),
     )
 
@@ -245,7 +256,7 @@ class ServerSelector:
         names = dict(self.plan.network(spec, outputs).named_parameters())
         zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items() if name in names}
         self.steps_here = self.plan.site_hyper.selector_steps == "server"
-        synced = self.steps_here or self.plan.site_hyper.sync_moments
+        synced = not is_ridge(self.plan) and (self.steps_here or self.plan.site_hyper.sync_moments)
         self._moments = tuple(f"selector_{moment}" for moment in MOMENTS) if synced else ()
         memory.states |= {"selector": state, **{entry: dict(zeros) for entry in self._moments}}
         memory.facts["selector_step"] = 0
@@ -257,12 +268,25 @@ class ServerSelector:
 
     @property
     def sent(self) -> dict[str, StateDict]:
-        """The entries that a site needs to train it."""
+        """The entries that a site needs to train it; none of one that is never trained."""
+        if is_ridge(self.plan):
+            return {}
         entries = ("selector",) if self.steps_here else ("selector", *self._moments)
         return {entry: self.memory.states[entry] for entry in entries}
 
+    def solve(self, statistics: Mapping[str, StateDict], penalty: float) -> None:
+        """The ridge selector from what the sites sent; a site that sent nothing is never chosen.
+
+        Args:
+            statistics: site -> see `ridge.site_statistics`.
+            penalty: see `ridge.ridge_solution`.
+        """
+        sites = {self.plan.sites.index(site): state for site, state in statistics.items()}
+        weight, bias = ridge_solution(sites, len(self.plan.sites), penalty)
+        self.memory.states["selector"] = {name: weight if name.endswith("weight") else bias for name in self.state}
+
     def aggregate(self, replies: Mapping[str, Message], weights: Mapping[str, float]) -> None:
-        """The selector (and its moments) averaged with the weights of the global model, or one step along the mean gradient.
+        """The selector (and its moments) averaged over the sites, or one step along the mean gradient.
 
         Args:
             replies: site -> reply with its selector, or with its gradient.

@@ -10,11 +10,26 @@ from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, s
 from medflare.methods.base import ServerContext, Step, site_models
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedsm.formulas import GAMMAS as GAMMA_GRID
-from medflare.methods.fedsm.formulas import soft_pull, tuned_gamma
+from medflare.methods.fedsm.formulas import gamma_candidates, gamma_within_error, median_by_gamma, soft_pull, tuned_gamma
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
-from medflare.methods.fedsm.selector import ServerSelector, selector_spec
-from medflare.methods.fedsm.site import GAMMAS, GLOBAL, META, N_VALIDATION, PERSONAL, PERSONAL_OF, SELECTOR, UPDATE, FedSMSite, PersonalSite
-from medflare.methods.parts.selection import Best, Election, agreed
+from medflare.methods.fedsm.ridge import STATISTICS
+from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
+from medflare.methods.fedsm.site import (
+    CANDIDATES,
+    CONFIDENCE,
+    ERRORS,
+    GAMMAS,
+    GLOBAL,
+    META,
+    N_VALIDATION,
+    PERSONAL,
+    PERSONAL_OF,
+    SELECTOR,
+    UPDATE,
+    FedSMSite,
+    PersonalSite,
+)
+from medflare.methods.parts.selection import Best, Election
 
 W = TypeVar("W", bound=SuperServerHyper)
 
@@ -60,6 +75,9 @@ class PersonalServer(FedAvgServer[W]):
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """FedAvg's aggregation and, after training, the personal models' next versions."""
+        adapted = self.personalization == "perfedavg"  # the reply brings the personal model that it measured
+        if adapted:
+            self.memory.states |= {PERSONAL_OF.of(site): reply.states[PERSONAL] for site, reply in replies.items()}
         personal = self.personal
         for site, reply in replies.items():
             self.best_personal[site].offer(reply.facts["validation"].get("personal"), step.round, personal[site])
@@ -78,13 +96,18 @@ class PersonalServer(FedAvgServer[W]):
             self.memory.states[META] = blend(known, mean, self.hyper.pfedme_beta) if self.personalization == "pfedme" else mean
 
     def aggregate_selector(self, replies: Mapping[str, Message]) -> None:
-        """The selector's next version, with the weights of the global model.
+        """The selector's next version; its classes are sites, which count alike unless it is weighted as the global model is.
 
         Args:
             replies: site -> reply with its selector, or with its gradient.
         """
         samples = {site: SiteModel({}, float(reply.facts["n_samples"])) for site, reply in replies.items()}
-        self.selector.aggregate(replies, self.aggregation.shares(samples))
+        self.selector.aggregate(replies, dict.fromkeys(replies, 1.0) if self.balanced else self.aggregation.shares(samples))
+
+    @property
+    def balanced(self) -> bool:
+        """Whether all sites count alike for the selector."""
+        return self.hyper.selector_weighting == "balanced"
 
     def configure_delivery(self, site: str) -> Message:
         """The whole super model: every site may meet images that another site's model knows better."""
@@ -119,7 +142,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         self.best_selector = Election(self.memory, SELECTOR, self.hyper.selection, rivals=True)
-        self.memory.facts["gamma"] = 0.0 if self.hyper.gamma == "tune" else float(self.hyper.gamma)
+        self.memory.facts["gamma"] = 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma)
 
     @property
     def gamma(self) -> float:
@@ -132,13 +155,18 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         for step in super().steps():
             further = self.hyper.selector_updates - 1 if step.phase == "train" else 0
             steps += [step, *(Step("train_selector", step.round, part=part + 1) for part in range(further))]
-        tune = [Step("tune", self.context.rounds, everyone=True)] if self.hyper.gamma == "tune" else []
-        return [*steps, *tune]
+        solved = ["describe"] if is_ridge(self.context.plan) else []
+        tuned = {"tune": ["confide", "tune"], "grid": ["tune"]}.get(str(self.hyper.gamma), [])
+        return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in [*solved, *tuned])]
 
     def configure(self, step: Step, site: str) -> Message:
-        """As the base says, with the selector; to tune γ, the whole super model."""
+        """As the base says, with the selector; to tune γ, first the selector and then the whole super model with the candidates."""
         if step.phase == "tune":
-            return self.configure_delivery(site)
+            message = self.configure_delivery(site)
+            message.facts[CANDIDATES] = self._candidates
+            return message
+        if step.phase in ("describe", "confide"):
+            return Message({SELECTOR: self.delivered_selector} if step.phase == "confide" else {})
         if step.phase == "train_selector":
             return Message(dict(self.selector.sent), {UPDATE: step.part})
         message = super().configure(step, site)
@@ -146,25 +174,43 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """As the base says, with the selector's next version; after "tune" the best γ (`tuned_gamma`)."""
+        """As the base says, with the selector's next version; at the end the ridge selector, the candidates of γ, and γ."""
         if step.phase == "tune":
-            self.memory.facts["gamma"] = tuned_gamma(self._votes_on_gamma(replies))
-            return
-        if step.phase != "train_selector":
-            self.best_selector.hold(replies, "selector", step.round, self.selector.state)
-            super().aggregate(step, replies)
-        if step.phase != "validate":
+            votes = self._votes_on_gamma(replies)
+            self.memory.facts["gamma"] = tuned_gamma(votes) if self.hyper.gamma == "grid" else gamma_within_error(votes)
+        elif step.phase == "confide":
+            known = {site: reply.facts for site, reply in replies.items() if {CONFIDENCE, N_VALIDATION} <= reply.facts.keys()}
+            images = {site: facts[N_VALIDATION] for site, facts in known.items()}
+            self.memory.facts["candidates"] = gamma_candidates({site: facts[CONFIDENCE] for site, facts in known.items()}, images)
+        elif step.phase == "describe":
+            self.selector.solve({site: reply.states[STATISTICS] for site, reply in replies.items()}, self.hyper.ridge_penalty)
+        elif step.phase == "train_selector":
+            self.aggregate_selector(replies)
+        else:
+            self._aggregate_round(step, replies)
+
+    def _aggregate_round(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The base's part of a round or of the last look, and the selector beside it."""
+        ridge = is_ridge(self.context.plan)
+        if not ridge:
+            counted = {site: Message({}, {**reply.facts, "n_samples": 1}) for site, reply in replies.items()} if self.balanced else replies
+            self.best_selector.hold(counted, "selector", step.round, self.selector.state)
+        super().aggregate(step, replies)
+        if step.phase != "validate" and not ridge:
             self.aggregate_selector(replies)
 
     def _votes_on_gamma(self, replies: Mapping[str, Message]) -> dict[str, dict[str, Any]]:
-        """What γ is tuned by: the sites' median for every γ, or with `selection=mean` what each site says; half a vote is none."""
-        names = [f"{gamma:g}" for gamma in GAMMA_GRID]
-        known = {site: reply.facts for site, reply in replies.items() if {GAMMAS, N_VALIDATION} <= reply.facts.keys()}
-        whole = {site: facts for site, facts in known.items() if facts[GAMMAS].keys() >= set(names)}
+        """What γ is tuned by: the sites' median for every candidate, or with `selection=mean` what each site says; half a vote is none."""
+        names = [f"{gamma:g}" for gamma in self._candidates]
+        known = {site: reply.facts for site, reply in replies.items() if {GAMMAS, ERRORS, N_VALIDATION} <= reply.facts.keys()}
+        whole = {site: facts for site, facts in known.items() if facts[GAMMAS].keys() & facts[ERRORS].keys() >= set(names)}
         if self.hyper.selection == "mean":
             return {site: dict(facts) for site, facts in whole.items()}
-        voted = {name: {site: value for site, facts in whole.items() if (value := facts[GAMMAS][name]) is not None} for name in names}
-        return {"median": {GAMMAS: {name: agreed(votes, {}) for name, votes in voted.items()}, N_VALIDATION: 1}}
+        return {"median": {**median_by_gamma(whole, names), N_VALIDATION: 1}}
+
+    @property
+    def _candidates(self) -> list[float]:
+        return list(GAMMA_GRID) if self.hyper.gamma == "grid" else self.memory.facts["candidates"]
 
     @property
     def delivered_selector(self) -> StateDict:
@@ -177,7 +223,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return {**found, SELECTOR: self.best_selector} if found else {}
 
     def configure_delivery(self, site: str) -> Message:
-        """The whole super model with its γ."""
+        """The whole super model with its γ, and whose scores choose."""
         message = super().configure_delivery(site)
-        message.facts["gamma"] = self.gamma
+        message.facts |= {"gamma": self.gamma, "choose_by": self.hyper.choose_by}
         return message

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, count, number, table
+from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
@@ -19,10 +19,13 @@ from medflare.data.splits import Batch
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite
+from medflare.methods.fedsm.formulas import DECILES, patient_scores
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper
-from medflare.methods.fedsm.personalization import train_apfl, train_meta
-from medflare.methods.fedsm.selector import SENT, SiteSelector, selector_entries
-from medflare.methods.fedsm.super_model import metric_by_gamma, super_model
+from medflare.methods.fedsm.personalization import adapt, train_apfl, train_meta
+from medflare.methods.fedsm.ridge import STATISTICS, site_statistics
+from medflare.methods.fedsm.selector import SENT, SiteSelector, is_ridge, selector_entries
+from medflare.methods.fedsm.super_model import super_model
+from medflare.methods.fedsm.tuning import metric_by_gamma
 from medflare.methods.parts.training import train_epochs
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.schedules import is_scheduled
@@ -34,13 +37,18 @@ PERSONAL = Entry("personal", "the site's personal model, a part of everybody's s
 META = Entry(
     "meta", "the site's copy of the model that personal models start from", when=lambda plan: plan.site_hyper.personalization in SHARED_META
 )
+ADAPTED = Entry("personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
 PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
 SELECTOR = Entry("selector")
 LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)))
 UPDATE = Fact("update", "number of the selector's update within a round")
+CANDIDATES = Fact("candidates", "values of γ")
+CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(number(0.0, 1.0)))
 GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)))
+ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0)))
 N_VALIDATION = Fact("n_validation", "validation images", count())
-SUPER = (Fact("gamma"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)  # what a super model is told with
+# what a super model is told with
+SUPER = (Fact("gamma"), Fact("choose_by"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)
 
 
 class PersonalSite(FedAvgSite[H]):
@@ -84,21 +92,34 @@ class PersonalSite(FedAvgSite[H]):
 
     def train(self, round: int, incoming: Message) -> Message:
         """Measure the incoming models, then train the global and the personal one on the same images."""
-        validation = self.validations(incoming)
+        validation = self.validations(round, incoming)
         model = self.network("model", incoming.states[GLOBAL])
         losses = {"global": self._fit(model, round, "model")}
         states = {MODEL: copy_state(model.state_dict()), **self._personal(round, incoming)}
         return Message(states, self.facts(loss=losses["global"], validation=validation, losses=losses))
 
     def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the incoming models."""
-        return Message({}, self.facts(validation=self.validations(incoming)))
+        """The validation metrics of the incoming models; with Per-FedAvg the personal model that the last shared one becomes."""
+        facts = self.facts(validation=self.validations(round, incoming))
+        return Message({ADAPTED: self._adapted(round, incoming)} if ADAPTED.when(self.plan) else {}, facts)
 
-    def validations(self, incoming: Message) -> dict[str, float | None]:
-        """The task's metric of the incoming models on this site's validation images."""
+    def validations(self, round: int, incoming: Message) -> dict[str, float | None]:
+        """The task's metric of the incoming models on this site's validation images.
+
+        Args:
+            round: 0-based.
+            incoming: the server's message.
+        """
+        personal = self._adapted(round, incoming) if ADAPTED.when(self.plan) else incoming.states[PERSONAL]
         found = {"global": self.validation(self.network("model", incoming.states[GLOBAL]))}
-        found["personal"] = self.validation(self.network("personal", incoming.states[PERSONAL]))
+        found["personal"] = self.validation(self.network("personal", personal))
         return found
+
+    def _adapted(self, round: int, incoming: Message) -> StateDict:
+        """Per-FedAvg's personal model: a few steps on the site's images from the shared model as it comes from the server."""
+        model = self.network("personal", incoming.states[META])
+        adapt(model, self.site, round, self.hyper.adapt_lr, self.hyper.adapt_steps)
+        return copy_state(model.state_dict())
 
     def _fit(self, model: nn.Module, round: int, purpose: str) -> float:
         return self.optimized(model, purpose, lambda optimizer: train_epochs(model, optimizer, self.site, round, purpose))
@@ -109,13 +130,15 @@ class PersonalSite(FedAvgSite[H]):
         personal = self.network("personal", incoming.states[GLOBAL] if kind == "finetune" else start)
         if kind == "apfl":
             local = start if self.apfl_local is None else self.apfl_local
-            trained = train_apfl(personal, local, incoming.states[GLOBAL], self.site, round, self.hyper.apfl_share)
-            self.apfl_local, mixture = trained
+            share = self.memory.facts.get("apfl_share", self.hyper.apfl_share)
+            trained = train_apfl(personal, local, incoming.states[GLOBAL], self.site, round, share, self.hyper.apfl_rate)
+            self.apfl_local, mixture, self.memory.facts["apfl_share"] = trained
             return {PERSONAL: mixture}
         if kind in SHARED_META:
+            own = self._adapted(round, incoming) if ADAPTED.when(self.plan) else None
             meta = self.network("meta", incoming.states[META])
             train_meta(meta, personal, self.site, round, self.hyper)
-            return {PERSONAL: copy_state(personal.state_dict()), META: copy_state(meta.state_dict())}
+            return {PERSONAL: copy_state(personal.state_dict()) if own is None else own, META: copy_state(meta.state_dict())}
         self._fit(personal, round, "personal")
         return {PERSONAL: copy_state(personal.state_dict())}
 
@@ -149,13 +172,33 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
             reports=(*MEASURED, LOSSES),
         ),
         Phase("train_selector", sends=SENT, answers=selector_entries(one_score_a_site), tells=(UPDATE,), reports=MEASURED),
-        Phase("validate", sends=(GLOBAL, PERSONAL, META, *SENT), reports=MEASURED),
-        Phase("tune", sends=(GLOBAL, PERSONAL_OF, SELECTOR), tells=SUPER, reports=(*MEASURED, GAMMAS, N_VALIDATION)),
+        Phase("validate", sends=(GLOBAL, PERSONAL, META, *SENT), answers=(ADAPTED,), reports=MEASURED),
+        Phase("describe", answers=(STATISTICS,), reports=MEASURED),
+        Phase("confide", sends=(SELECTOR,), reports=(*MEASURED, CONFIDENCE, N_VALIDATION)),
+        Phase(
+            "tune",
+            sends=(GLOBAL, PERSONAL_OF, SELECTOR),
+            tells=(*SUPER, CANDIDATES),
+            reports=(*MEASURED, GAMMAS, ERRORS, N_VALIDATION),
+        ),
     )
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: FedSMSiteHyper, server_hyper: Any) -> None:
+        """Refuse further updates of a selector that takes none.
+
+        Raises:
+            ConfigError: selector_updates beside the ridge selector.
+        """
+        super().check(task, hyper, server_hyper)
+        if hyper.selector == "ridge" and server_hyper.selector_updates > 1:
+            raise ConfigError("selector = ridge is solved in one exchange and takes no updates; leave out selector_updates")
 
     def train(self, round: int, incoming: Message) -> Message:
         """Global and personal model, then an update of the selector."""
         reply = super().train(round, incoming)
+        if is_ridge(self.plan):
+            return reply
         selector, loss = self.selector.round(round, incoming, self._own_label_loss)
         reply.facts[LOSSES]["selector"] = loss
         return Message({**reply.states, **selector}, reply.facts)
@@ -165,10 +208,10 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
         states, loss = self.selector.round(round, incoming, self._own_label_loss)
         return Message(states, self.facts(loss=loss, validation={}))
 
-    def validations(self, incoming: Message) -> dict[str, float | None]:
+    def validations(self, round: int, incoming: Message) -> dict[str, float | None]:
         """As for the other models; the selector's metric is its accuracy for the site's own label."""
-        found = super().validations(incoming)
-        if len(self.site.data.validation):
+        found = super().validations(round, incoming)
+        if len(self.site.data.validation) and SELECTOR in incoming.states:
             choices = self.selector.scores(incoming.states[SELECTOR], "validation").argmax(dim=1)
             found["selector"] = float((choices == self.plan.sites.index(self.site.name)).float().mean())
         return found
@@ -177,9 +220,27 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
         """y_s = one_hot(k) for all images of site k (Eq. 2)."""
         return F.cross_entropy(logits, torch.full((len(logits),), self.plan.sites.index(self.site.name), device=logits.device))
 
-    def tune(self, round: int, incoming: Message) -> Message:
-        """The whole super model's validation metric for every candidate γ."""
-        model = super_model(self.site.task, incoming).to(self.site.device)
+    def describe(self, round: int, incoming: Message) -> Message:
+        """What the ridge selector is solved from: mean and mean product of the training images' features."""
+        return Message({STATISTICS: site_statistics(self.site)}, self.facts(validation={}))
+
+    def confide(self, round: int, incoming: Message) -> Message:
+        """How sure the selector is on validation images: deciles of its largest score."""
+        deciles: list[float] = []
+        if len(self.site.data.validation):
+            scores = self.selector.scores(incoming.states[SELECTOR], "validation")
+            if self.plan.server_hyper.choose_by == "patient" and self.site.task.fit != "patch":
+                scores = patient_scores(scores, self.site.data.validation.patients)
+            largest = scores.amax(dim=1).double().clamp(0, 1)
+            deciles = largest.quantile(torch.tensor(DECILES, dtype=torch.float64)).tolist()
         facts = self.facts(validation={})
-        facts |= {GAMMAS: metric_by_gamma(model, self.site), N_VALIDATION: self.site.n["validation"]}
+        facts |= {CONFIDENCE: deciles, N_VALIDATION: self.site.n["validation"]}
+        return Message({}, facts)
+
+    def tune(self, round: int, incoming: Message) -> Message:
+        """The whole super model's validation metric for every candidate γ, with its standard error."""
+        model = super_model(self.site.task, incoming).to(self.site.device)
+        metrics, errors = metric_by_gamma(model, self.site, incoming.facts[CANDIDATES])
+        facts = self.facts(validation={})
+        facts |= {GAMMAS: metrics, ERRORS: errors, N_VALIDATION: self.site.n["validation"]}
         return Message({}, facts)

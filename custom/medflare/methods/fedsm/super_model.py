@@ -4,6 +4,8 @@ With `fit` "patch" the selector reads every window of an image and decides for i
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +13,10 @@ from torch import Tensor, nn
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.rng import seeded
-from medflare.data.sites.fitting import Predictor
-from medflare.data.sites.site import Site
 from medflare.inference.deployed import network_with
-from medflare.methods.fedsm.formulas import GAMMAS, choose_model
+from medflare.methods.fedsm.formulas import choose_model
 from medflare.networks.catalogue import task_network
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import score
 
 
 class SuperModel(nn.Module):
@@ -29,21 +28,27 @@ class SuperModel(nn.Module):
         selector: images (N, C, H, W) -> logits (N, K).
         names: "global" and the sites, in the order of the networks.
         gamma: γ of `choose_model`.
+        choose_by: "patient": where images come with their patients, one choice for all of a patient's; "image": one for each.
 
     Attributes:
         names: "global" and the sites, in the order of the networks.
         chosen: how often each network has answered since the module was built.
+        recognised: how often each place in the selector's scores was the most probable one.
         answered: which network answered each image of the last batch, by name.
     """
 
-    def __init__(self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], gamma: float):
+    def __init__(
+        self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], gamma: float, choose_by: str = "image"
+    ):
         super().__init__()
         self.task = task
         self.networks = nn.ModuleList(networks)
         self.selector = selector
         self.names = names
         self.gamma = gamma
+        self.choose_by = choose_by
         self.chosen: Counter[str] = Counter()
+        self.recognised: Counter[str] = Counter()
         self.answered: list[str] = []
 
     def scores(self, images: Tensor) -> Tensor:
@@ -80,18 +85,40 @@ class SuperModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) to the probabilities (N, outputs, ...) of the network that was chosen for each."""
-        choice = self.choose(self.scores(images))
-        self.note(choice)
+        scores = self.scores(images)
+        choice = self.choose(scores)
+        self.note(choice, scores)
         return self.answer(images, choice)
 
-    def note(self, choice: Tensor) -> None:
-        """Remember who answers a batch.
+    @property
+    def of_patients(self) -> bool:
+        """Whether a patient's images are answered together, see `together`."""
+        return self.choose_by == "patient"
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """Probabilities of all images of one patient, (N, outputs, ...), by the mean of their scores.
+
+        Args:
+            parts: the images (N, C, H, W) in batches.
+        """
+        scores = torch.cat([self.scores(images) for images in parts])
+        scores = scores.mean(dim=0, keepdim=True).expand_as(scores)
+        choice = self.choose(scores)
+        self.note(choice, scores)
+        places = choice.split([len(images) for images in parts])
+        return torch.cat([self.answer(images, place) for images, place in zip(parts, places, strict=True)])
+
+    def note(self, choice: Tensor, scores: Tensor) -> None:
+        """Remember who answers a batch, and whom the selector took the images for.
 
         Args:
             choice: (N,) in 0..K.
+            scores: (N, K), or (N, K+1) of a selector that knows the global model too.
         """
+        known = self.names[-scores.shape[1] :]
         self.answered = [self.names[place] for place in choice.tolist()]
         self.chosen.update(self.answered)
+        self.recognised.update(known[place] for place in scores.argmax(dim=1).tolist())
 
     def every_answer(self, images: Tensor) -> Tensor:
         """Probabilities of all networks, (N, K+1, ...).
@@ -116,9 +143,13 @@ class SuperModel(nn.Module):
         """The same answers by one computation for all images."""
         return UnbranchedSuperModel(self)
 
-    def report(self) -> dict[str, int]:
-        """How many images each network has answered."""
-        return {name: self.chosen[name] for name in self.names}
+    def report(self) -> dict[str, Any]:
+        """How many images each network has answered, and under "selector" how many were taken for each site's, whatever γ.
+
+        The sites' rows together are the selector's confusion matrix.
+        """
+        taken = {name: self.recognised[name] for name in self.names if name != "global" or self.recognised[name]}
+        return {**{name: self.chosen[name] for name in self.names}, "selector": taken}
 
 
 class UnbranchedSuperModel(nn.Module):
@@ -136,7 +167,7 @@ class UnbranchedSuperModel(nn.Module):
 def super_model(task: TaskConfig, message: Message) -> SuperModel:
     """The super model of a delivery: entries "model", "personal/<site>" and "selector"; facts "sites", "gamma", "selector"."""
     parts = super_model_parts(task, message, outputs=len(message.facts["sites"]))
-    return SuperModel(task, *parts, float(message.facts["gamma"])).eval()
+    return SuperModel(task, *parts, float(message.facts["gamma"]), message.facts.get("choose_by", "image")).eval()
 
 
 def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple[list[nn.Module], nn.Module, list[str]]:
@@ -159,35 +190,3 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
         selector = task_network(task, message.facts["selector"], outputs)
     selector.load_state_dict(message.states["selector"])
     return [network_with(task, message.states[entry]) for entry in wanted], selector.eval(), ["global", *sites]
-
-
-# -- γ ---------------------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def metric_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
-    """γ (as text) -> the task's metric of the super model on a site's validation images.
-
-    The selector runs once, and the networks once for each distinct assignment of images to networks. With `fit` "patch" both run
-    anew for every γ, since windows overlap and the selector decides for each.
-    """
-    task, data = site.task, site.data.validation
-    if task.fit == "patch":
-        return {f"{gamma:g}": site.score(_with_gamma(model, gamma), metrics=[task.metric]).values[task.metric] for gamma in GAMMAS}
-    images = [batch.images for batch in site.ordered("validation")]
-    scores = torch.cat([model.scores(batch) for batch in images]) if images else torch.zeros(0, 1)
-    found: dict[str, float | None] = {}
-    known: dict[tuple[int, ...], float | None] = {}
-    for gamma in GAMMAS:
-        choice = choose_model(scores, gamma)
-        assignment = tuple(choice.tolist())
-        if images and assignment not in known:
-            parts = choice.split([len(batch) for batch in images])
-            outputs = torch.cat([model.answer(batch, part).cpu() for batch, part in zip(images, parts, strict=True)])
-            known[assignment] = score(outputs, data.targets, data.patients, task, [task.metric], data.spacings).values[task.metric]
-        found[f"{gamma:g}"] = known.get(assignment)
-    return found
-
-
-def _with_gamma(model: SuperModel, gamma: float) -> Predictor:
-    return lambda images: model.answer(images, choose_model(model.scores(images), gamma))

@@ -1,7 +1,8 @@
 """IOP-FL at a site that never trained: test-time routing over all personal models and the global one (Sec. III-C, Algorithm 1).
 
 The coefficients of every layer (`medflare.inference.routing`) are fitted to the site's unlabelled images by consistency under
-noise, shape and entropy (Eq. 7-10); the state with the lowest loss is kept, so labels decide nothing.
+noise, shape and certainty (Eq. 7-10); of the states that pass the gate (`gate`) the one with the lowest loss is kept, so labels decide
+nothing.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from medflare.core.hyper import build_hyper
 from medflare.core.manifest import Entry
@@ -19,11 +21,14 @@ from medflare.core.rng import seeded, torch_generator
 from medflare.inference.deployed import MODEL, network_with
 from medflare.inference.routing import RoutedNetwork
 from medflare.methods.iop_fl import formulas
+from medflare.methods.iop_fl.gate import Gate, Gathering, Look, Range
 from medflare.methods.iop_fl.hyper import OutsideHyper
+from medflare.methods.iop_fl.information import divergence, image_spread, information_total, mean_entropy, window_radius
 from medflare.tasks.config import TaskConfig
 
 EXPERT = Entry("expert/")  # the sites' personal models
 ROUTER = "router"  # the entry of the fitted coefficients
+SHARES = "shares"  # the fact with the inside sites' range of every foreground class's share
 
 
 class RoutedModel(nn.Module):
@@ -34,15 +39,18 @@ class RoutedModel(nn.Module):
         network: routed over every P_k and w_g.
         hyper: how it is fitted.
         seed: of noise and dropout.
+        ranges: see `Gate`.
 
     Attributes:
-        adaptation: what `adapt` did: "losses" over all images before the first epoch and after each one, "chosen", the place of
-            the state that was kept among them, and "coefficients", R by layer, averaged over the images. Empty before.
+        adaptation: what `adapt` did: by place, before the first epoch and after each one, the "losses" over all images, the
+            "information" and the "agreement" of the predictions; "refused", what the gate said of those that it refused; "chosen", the
+            place of the state that was kept; and "coefficients", R by layer, averaged over the images. Empty before.
     """
 
-    def __init__(self, task: TaskConfig, network: RoutedNetwork, hyper: OutsideHyper, seed: int):
+    def __init__(self, task: TaskConfig, network: RoutedNetwork, hyper: OutsideHyper, seed: int, ranges: Sequence[Range] = ()):
         super().__init__()
         self.task, self.network, self.hyper, self.seed = task, network, hyper, seed
+        self.gate = Gate(hyper.gate_information, hyper.gate_agreement, hyper.gate_share, ranges)
         self.adaptation: dict[str, Any] = {}
         self._start = network.adapted_state()
         self.online_steps = 0
@@ -69,11 +77,19 @@ class RoutedModel(nn.Module):
     def _probabilities(self, images: Tensor) -> Tensor:
         return self.task.probabilities(self.network(images))
 
+    @torch.no_grad()
+    def _at_start(self, images: Tensor) -> Tensor:
+        """Probabilities of the state before the first step, without dropout."""
+        start = {name: tensor.to(images.device) for name, tensor in self._start.items()}
+        self.network.eval()
+        return self.task.probabilities(functional_call(self.network, start, (images,)))
+
     def adapt(self, batches: Sequence[Tensor]) -> None:
         """Fit the coefficients to these images, cut as `forward` cuts them; whatever they were fitted to before is forgotten.
 
-        Every epoch ends with one look at all images, without dropout and with the same noise each time, so that the losses of
-        two epochs can be compared; the start is a candidate too, so the result is never worse than no adaptation by that measure.
+        Every epoch ends with one look at all images, without dropout and with the same noise each time, so that two epochs can be
+        compared; the start is a candidate too, so the result is never worse than no adaptation by that measure. What the gate refuses
+        is none.
 
         Args:
             batches: unlabelled images (N, C, H, W).
@@ -81,15 +97,25 @@ class RoutedModel(nn.Module):
         batches = [part for images in batches for part in self._cut(images)]
         self.network.load_adapted_state(self._start)
         self.optimizer, self.online_steps = self._new_optimizer(), 0
-        losses, kept, chosen = [self.measure(batches)], self.network.adapted_state(), 0
+        looks, kept, chosen = [self.look(batches)], self.network.adapted_state(), 0
+        refused: dict[int, str] = {}
         for epoch in range(self.hyper.route_epochs):
             for place, images in enumerate(batches):
                 self._step(images, "epoch", epoch, place)
-            losses.append(self.measure(batches))
-            if self.hyper.choose == "last" or losses[-1] < losses[chosen]:
+            looks.append(self.look(batches))
+            if reason := self.gate.refusal(looks[-1], looks[0]):
+                refused[epoch + 1] = reason
+            elif self.hyper.choose == "last" or looks[-1].loss < looks[chosen].loss:
                 kept, chosen = self.network.adapted_state(), epoch + 1
         self.network.load_adapted_state(kept)
-        self.adaptation = {"losses": losses, "chosen": chosen, "coefficients": self._coefficients(batches)}
+        self.adaptation = {
+            "losses": [look.loss for look in looks],
+            "information": [look.information for look in looks],
+            "agreement": [look.agreement for look in looks],
+            "refused": [refused.get(place, "") for place in range(len(looks))],
+            "chosen": chosen,
+            "coefficients": self._coefficients(batches),
+        }
 
     def _coefficients(self, batches: Sequence[Tensor]) -> dict[str, list[float]]:
         self.network.eval()
@@ -97,22 +123,25 @@ class RoutedModel(nn.Module):
         return {layer: torch.cat([r[layer] for r in found]).mean(dim=0).tolist() for layer in found[0]}
 
     @torch.no_grad()
-    def measure(self, batches: Sequence[Tensor]) -> float:
-        """Mean test-time loss over all images of these batches, dropout off.
+    def look(self, batches: Sequence[Tensor]) -> Look:
+        """The state of the moment by all images of these batches, dropout off.
 
         Args:
             batches: unlabelled images (N, C, H, W); at least one image.
         """
         self.network.eval()
-        values = [float(self.loss(images, "measure", place)) * len(images) for place, images in enumerate(batches)]
-        return sum(values) / sum(map(len, batches))
+        gathering = Gathering(self.task)
+        for place, images in enumerate(batches):
+            clean, noisy, start = self._answers(images, "measure", place)
+            gathering.add(test_time_loss(clean, noisy, self.task, self.hyper, start), clean, start)
+        return gathering.look()
 
     def _step(self, images: Tensor, *key: str | int) -> None:
         self.network.train()
         with seeded(self.seed, "dropout", *key):
-            loss = self.loss(images, *(key if self.hyper.fresh_noise else ("fixed",)))
+            clean, noisy, start = self._answers(images, *(key if self.hyper.fresh_noise else ("fixed",)))
         self.optimizer.zero_grad()
-        loss.backward()
+        test_time_loss(clean, noisy, self.task, self.hyper, start).backward()
         self.optimizer.step()
 
     def _online_step(self, images: Tensor) -> None:
@@ -120,23 +149,16 @@ class RoutedModel(nn.Module):
             self._step(images.clone() if images.is_inference() else images, "online", self.online_steps)
         self.online_steps += 1
 
-    def loss(self, images: Tensor, *key: str | int) -> Tensor:
-        """L_t of Eq. 10 for a batch of unlabelled images; `key` names the noise.
-
-        Args:
-            images: (N, C, H, W).
-            key: with the seed it determines the noise.
-
-        Returns:
-            A scalar.
-        """
+    def _answers(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities for a batch of unlabelled images, for its noisy copy, whose noise `key` names, and those of the start."""
         clean = self._probabilities(images)
         noisy = self._noisy_probabilities(images, torch_generator(self.seed, "noise", *key))
-        return test_time_loss(clean, noisy, self.task, self.hyper)
+        return clean, noisy, self._at_start(images)  # the start comes last: it leaves the routers without dropout
 
     def _noisy_probabilities(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """The prediction for a perturbed copy, brought back to the original's orientation."""
-        noisy = images + self.hyper.noise * torch.randn(images.shape, generator=generator).to(images)
+        unit = image_spread(images) if self.hyper.noise_unit == "spread" else 1.0
+        noisy = images + self.hyper.noise * unit * torch.randn(images.shape, generator=generator).to(images)
         if self.hyper.perturbation == "noise":
             return self._probabilities(noisy)
         step = 1 if images.shape[2] == images.shape[3] else 2  # a quarter turn would swap the sides of an oblong image
@@ -149,8 +171,18 @@ class RoutedModel(nn.Module):
         """What `adapt` did, see `adaptation`."""
         return self.adaptation
 
+    def notices(self) -> list[str]:
+        """That the gate refused the state of the lowest loss, and what was kept in its place; nothing where it did not."""
+        losses, refused, chosen = (self.adaptation.get(name, []) for name in ("losses", "refused", "chosen"))
+        better = [place for place, reason in enumerate(refused) if reason and losses[place] < losses[chosen]]
+        if not better:
+            return []
+        kept = f"the state after epoch {chosen}" if chosen else "the start, whose coefficients are uniform or drawn,"
+        lost = min(better, key=losses.__getitem__)
+        return [f"routing kept {kept} although the loss was lower after epoch {lost}: {refused[lost]}"]
 
-def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper) -> Tensor:
+
+def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper, start: Tensor) -> Tensor:
     """Eq. 10 with the terms, classes and weights that `hyper` asks for.
 
     Args:
@@ -158,6 +190,7 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
         p_noisy: those for their perturbed copies.
         task: gives kind and target.
         hyper: the terms, their classes and β.
+        start: those of the starting state for the images.
 
     Returns:
         A scalar; 0 where every term is switched off.
@@ -173,17 +206,22 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
         entropy = (formulas.entropy_loss_official if official else formulas.entropy_loss)(every)
     if official:
         return formulas.total_loss_official(consistency, shape, entropy, every.shape[1])
-    return formulas.total_loss(consistency, shape, entropy, hyper.beta)
+    if hyper.objective == "paper":
+        return formulas.total_loss(consistency, shape, entropy, hyper.beta)
+    information = mean_entropy(every) - entropy if hyper.use_entropy else nothing
+    leaving = divergence(formulas.all_classes(start, task.target), every)
+    return information_total(consistency, shape, information, leaving, hyper.beta, hyper.anchor)
 
 
 test_time_loss.__test__ = False  # type: ignore[attr-defined]  # the paper's name for it, not a test
 
 
 def _shape_term(p: Tensor, every: Tensor, task: TaskConfig, hyper: OutsideHyper) -> Tensor:
+    radius = window_radius(p.shape[2:]) if hyper.radius == "auto" else hyper.radius
     if hyper.objective == "official":
-        return formulas.shape_loss_official(formulas.foreground(p, task.target), hyper.radius)
+        return formulas.shape_loss_official(formulas.foreground(p, task.target), radius)
     chosen = every if hyper.shape_classes == "all" else formulas.foreground(p, task.target)
-    loss = formulas.shape_loss(chosen, hyper.radius)
+    loss = formulas.shape_loss(chosen, radius)
     return loss * math.prod(p.shape[2:]) if hyper.shape_sum == "sum" else loss
 
 
@@ -208,10 +246,11 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     Raises:
         StateError: experts that do not fit the task's network, or coefficients of other settings.
     """
-    hyper, seed = build_hyper(OutsideHyper, message.facts["routing"]), int(message.facts["seed"])
+    settings = {"coefficients": "sigmoid", **message.facts["routing"]}  # what models had that were stored before there was a choice
+    hyper, seed = build_hyper(OutsideHyper, settings), int(message.facts["seed"])
     states = [*EXPERT.family(message.states).values(), message.states[MODEL]]
     network = RoutedNetwork(network_with(task, states[-1]), states, hyper.routed(seed))
-    model = RoutedModel(task, network, hyper, seed)
+    model = RoutedModel(task, network, hyper, seed, [(low, high) for low, high in message.facts.get(SHARES, [])])
     if ROUTER in message.states:
         network.load_adapted_state(message.states[ROUTER])
     model.adaptation = message.facts.get("adaptation", {})

@@ -8,8 +8,9 @@ from medflare.core.states import StateDict
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods.iop_fl.gate import ranges_of
 from medflare.methods.iop_fl.hyper import IOPHyper
-from medflare.methods.iop_fl.outside import EXPERT
+from medflare.methods.iop_fl.outside import EXPERT, SHARES
 from medflare.methods.iop_fl.site import ADAPTED
 
 
@@ -40,10 +41,12 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
             super().aggregate(step, replies)
 
     def configure_delivery(self, site: str) -> Message:
-        """FedAvg's message; an outside site gets every P_k beside it."""
+        """FedAvg's message; an outside site gets every P_k beside it, and how much of an image the inside sites' foreground covers."""
         message = super().configure_delivery(site)
         if site in self.context.outside:
             message.states |= {EXPERT.of(name): state for name, state in self.experts.items()}
+            counts = [self.context.site_counts[name]["class_counts"] for name in self.experts if name in self.context.site_counts]
+            message.facts[SHARES] = ranges_of(counts, self.context.task)
         return message
 
     def models(self) -> dict[str, Message]:

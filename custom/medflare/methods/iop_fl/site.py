@@ -1,5 +1,6 @@
 """IOP-FL's site half: FedAvg's, with a local adapted model P_k beside it; outside, a network routed over all of them."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from medflare.core.errors import StateError
@@ -9,6 +10,7 @@ from medflare.core.states import StateDict, batch_norm_entries, copy_state, diff
 from medflare.data.sites.site import Site
 from medflare.inference.adaptation import with_tent
 from medflare.inference.deployed import plain_message
+from medflare.inference.routing import Statistics
 from medflare.methods.base import N_SAMPLES, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite
 from medflare.methods.iop_fl.formulas import local_adapted, local_adapted_explicit, local_adapted_incremental
@@ -117,11 +119,23 @@ class IOPSite(FedAvgSite[IOPHyper]):
         return message
 
     def _comparisons(self, incoming: Message) -> dict[str, Message]:
-        """Table II beside routing: every personal model by itself (their mean metric is "Average"), their ensemble, and Tent."""
+        """What routing has to beat: Table II's rows, and the controls that take no step.
+
+        Table II: every personal model by itself (their mean metric is "Average"), their ensemble, and Tent. Controls: w_g with the
+        statistics of the test batch ("batch_statistics"), and the uniform mixture ("mixture") with those, or with w_g's own
+        ("mixture_running").
+        """
         experts, global_ = EXPERT.family(incoming.states), incoming.states[GLOBAL]
         members = {**experts, "global": global_} if self.hyper.ensemble_global else experts
         models = {"ensemble": Message(dict(members), {"kind": "ensemble"})}
         models |= {f"personal/{site}": plain_message(state) for site, state in experts.items()}
         if batch_norm_entries(self.network("model", global_)):
             models["tent"] = with_tent(plain_message(global_), self.site.task)
+            models["batch_statistics"] = with_tent(plain_message(global_), self.site.task, steps=0, episodic=True)
+            models["mixture_running"] = self._mixture(incoming, "running")
+        models["mixture"] = self._mixture(incoming, self.hyper.bn_statistics)
         return models
+
+    def _mixture(self, incoming: Message, statistics: Statistics) -> Message:
+        """The routed model before any step."""
+        return routed_message(incoming, replace(self.hyper, route_epochs=0, bn_statistics=statistics), self.site.seed)

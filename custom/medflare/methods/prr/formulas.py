@@ -16,6 +16,7 @@ from medflare.methods.prr.fourier import check_choice
 # Deputy-Enhanced Transfer (Sec. III-C)
 
 RECOVER, EXCHANGE, SUBLIMATE = 1, 2, 3  # 0 stands for the start of a round
+EPOCHS_TO_HALVE = 25  # Sec. IV-A, both of the paper's tasks
 
 
 def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, lam2: float = 0.9, rule: str = "official") -> int:
@@ -52,6 +53,26 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
     if not deputy >= lam2 * personal or (rule == "official" and stage == RECOVER):
         return EXCHANGE
     return SUBLIMATE
+
+
+def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int:
+    """How often the learning rate has been halved (PRR, Sec. IV-A: "divided by 2 after every 25 epochs").
+
+    Args:
+        halve_every: rounds between two halvings, 0 for none; "auto": every 25 local epochs, however many a round has.
+        round: 0-based.
+        epoch: 0-based, within the round.
+        epochs: local epochs of a round.
+
+    Examples:
+        >>> [halvings("auto", round, 0, epochs=5) for round in (0, 4, 5, 10)], halvings("auto", 8, 1, epochs=3), halvings("auto", 8, 0, 3)
+        ([0, 0, 1, 2], 1, 0)
+        >>> halvings(2, 3, 0, epochs=5), halvings(0, 99, 0, epochs=5)
+        (1, 0)
+    """
+    if halve_every == "auto":
+        return (round * epochs + epoch) // EPOCHS_TO_HALVE
+    return round // int(halve_every) if halve_every else 0
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Tensor:

@@ -1,7 +1,8 @@
 """PRR's hyper-parameters, by the half that owns them."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
@@ -18,7 +19,9 @@ class PRRSiteHyper(SiteHyper):
     det_steps: Literal["E", "RE", "RES"] = param("RES", "Exchange; Recover + Exchange; + Sublimate", source="Table VI")
     lam1: float = param(0.7, "share of the personal metric from which the deputy teaches", symbol="λ_1", source="Table VIII", low=0)
     lam2: float = param(0.9, "share from which the deputy learns from labels alone", symbol="λ_2", source="Table VIII", low=0)
-    stage_rule: Literal["official", "threshold"] = param("official", "the code's stage machine or the printed thresholds")
+    stage_rule: Literal["auto", "official", "threshold"] = param(
+        "auto", "the code's stage machine or the printed thresholds; auto: the machine, where a round has several epochs"
+    )
     metric_split: Literal["validation", "train"] = param("validation", "images on which the two models are compared; the code takes train")
     distillation: Literal["kl", "mse10"] = param("kl", "what a student pays for differing", source="Eq. 5-6")
     cpa: Literal["both", "global", "local", "off"] = param("both", "CPA loss, one of its parts, or off", source="Eq. 13, Table IV")
@@ -29,7 +32,10 @@ class PRRSiteHyper(SiteHyper):
     prototype_pass: Literal["training", "separate"] = param("training", "local prototypes from the training pass or a pass of their own")
     embedding: Literal["features", "logits"] = param("features", "what a prototype is the mean of", source="Eq. 10")
     warm_up: int = param(1, "first rounds without refinement; the code: 15 of 50, segmentation 1", low=0)
-    halve_every: int = param(0, "rounds after which the learning rate halves, 0 never; the paper: 5", source="Sec. IV-A", low=0)
+    halve_every: Annotated[int, Field(ge=0)] | Literal["auto"] = param(
+        "auto", "rounds after which the learning rate halves, 0 never; auto: after every 25 local epochs", source="Sec. IV-A"
+    )
+    retrogress: bool = param(False, "measure the trained models before they are aggregated too, as Fig. 1 (a) does", source="Fig. 1")
 
     def __post_init__(self) -> None:
         _in_order(self, "lam1", "lam2")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, count, listing
+from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
@@ -17,7 +17,7 @@ from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
-from medflare.methods.prr.supervision import SitePrototypes, Supervision, prototype_width
+from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_names, prototype_width
 from medflare.methods.prr.transfer import Transfer
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
@@ -54,6 +54,9 @@ NORMALISATION = Entry(
 PERSONAL = Entry("personal", "the site's personal model, a candidate for outside sites")
 CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites")
 STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count()))
+GAMMA = Fact("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)))
+GAMMAS = Fact("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))))
+TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", table(number(optional=True)))
 _RECEIVED: dict[str, Any] = {"sends": (DEPUTY, PROTOTYPES), "tells": (CLASS_TOTALS,)}
 
 
@@ -64,7 +67,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
     plain_steps: ClassVar[bool] = True
     server_hyper: ClassVar[type] = PRRServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", answers=(DEPUTY, PROTOTYPES), reports=(*MEASURED, STAGES), **_RECEIVED),
+        Phase("train", answers=(DEPUTY, PROTOTYPES), reports=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED), **_RECEIVED),
         Phase("validate", reports=MEASURED, **_RECEIVED),
         Phase("share_normalisation", answers=(NORMALISATION,), reports=MEASURED, **_RECEIVED),
         Phase("share_personal", answers=(PERSONAL,), reports=MEASURED, **_RECEIVED),
@@ -123,7 +126,25 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         states: dict[str, StateDict] = {DEPUTY: self.part.shared(trained)}
         if self.hyper.refines:
             states[PROTOTYPES] = transfer.prototypes
-        return Message(states, self.facts(loss=loss, validation=validation, stages=transfer.stages))
+        more = {**self._gammas(transfer), **self._trained(personal, deputy)}
+        return Message(states, self.facts(loss=loss, validation=validation, stages=transfer.stages, **more))
+
+    def _gammas(self, transfer: Transfer) -> dict[str, Any]:
+        """The curves of γ by class, where the loss has been refined."""
+        if not (self.hyper.refines and transfer.gammas):
+            return {}
+        named = [name for group in class_names(self.site.task) for name in group]
+        curves = [list(curve) for curve in zip(*([g for group in gamma for g in group] for gamma in transfer.gammas), strict=True)]
+        by_class = dict(zip(named, curves, strict=True))
+        return {GAMMA: {name: curve[-1] for name, curve in by_class.items()}, GAMMAS: by_class}
+
+    def _trained(self, personal: nn.Module, deputy: nn.Module) -> dict[str, Any]:
+        """What the round's training has reached, where `retrogress` asks for it: the deputy's is what aggregation starts from."""
+        if not self.hyper.retrogress:
+            return {}
+        found = {"global": finite_or_none(self.validation(deputy))}
+        found["personal"] = found["global"] if personal is deputy else finite_or_none(self.validation(personal))
+        return {TRAINED: found}
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the deputy and of the personal model."""

@@ -9,7 +9,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.methods.parts.steps import Steps
 from medflare.methods.parts.training import epochs, trainable, weighted_sum
-from medflare.methods.prr.formulas import EXCHANGE, RECOVER, SUBLIMATE, distillation_loss, next_stage
+from medflare.methods.prr.formulas import EXCHANGE, RECOVER, SUBLIMATE, distillation_loss, halvings, next_stage
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_logits
 from medflare.networks.features import FeatureNetwork
@@ -26,6 +26,10 @@ class Transfer:
         supervision: L_sup of both.
         width: of a prototype, see `prototype_width`.
         prototypes: the site's own of the round before, empty at the start; `run` brings them up to date every epoch.
+
+    Attributes:
+        stages: of every epoch; none with DET off.
+        gammas: (G, C) γ of every epoch, as nested lists; none where the loss has no refinement.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Transfer:
         self.width = width
         self.prototypes = prototypes
         self.stages: list[int] = []
+        self.gammas: list[list[list[float]]] = []
 
     def run(self, round: int, validation: dict[str, float | None]) -> float:
         """The round's local epochs; returns the personal model's mean loss over all images seen.
@@ -55,10 +60,12 @@ class Transfer:
             validation: metric of the deputy ("global") and the personal model ("personal") as the round begins.
         """
         both = nn.ModuleList([self.personal] if self._alone else [self.personal, self.deputy])
-        halvings = round // self.hyper.halve_every if self.hyper.halve_every else 0
-        optimizer = self.site.optimizer(trainable(both), lr=self.site.task.optimizer["lr"] * 0.5**halvings)
+        optimizer = self.site.optimizer(trainable(both), lr=self.site.task.optimizer["lr"] * 0.5 ** self._halvings(round, 0))
         steps, own, sizes = Steps(optimizer, self.site), list[Tensor](), list[int]()
-        for batches in epochs(self.site, round, "model"):
+        for epoch, batches in enumerate(epochs(self.site, round, "model")):
+            if self._halvings(round, epoch) > self._halvings(round, max(0, epoch - 1)):
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.5
             gathered = self._begin_epoch(validation)
             both.train()
             for images, targets, _ in batches:
@@ -70,6 +77,9 @@ class Transfer:
             if gathered is not None:
                 self.prototypes = copy_state(gathered.state())
         return weighted_sum(own, sizes) / sum(sizes)
+
+    def _halvings(self, round: int, epoch: int) -> int:
+        return halvings(self.hyper.halve_every, round, epoch, self.site.task.local_epochs)
 
     @property
     def _alone(self) -> bool:
@@ -86,6 +96,8 @@ class Transfer:
             self._gather_in_order(gathered)
             self.prototypes = copy_state(gathered.state())
         self.supervision.refine(self.prototypes.get("prototypes"))
+        if self.supervision.gamma is not None:
+            self.gammas.append(self.supervision.gamma.tolist())
         return gathered if self.hyper.prototype_pass == "training" else None
 
     def _gather_in_order(self, gathered: SitePrototypes) -> None:
@@ -97,16 +109,17 @@ class Transfer:
 
     def _stage(self, stage: int, validation: dict[str, float | None]) -> int:
         """The stage of the coming epoch; `stage` is that of the one before, 0 at the start of a round."""
-        hyper = self.hyper
-        if hyper.det_steps == "E" or (hyper.stage_rule == "official" and self.site.task.local_epochs < 2):
+        hyper, several = self.hyper, self.site.task.local_epochs > 1
+        rule = hyper.stage_rule if hyper.stage_rule != "auto" else "official" if several else "threshold"
+        if hyper.det_steps == "E" or (rule == "official" and not several):
             return EXCHANGE  # after a single epoch of recovery none would be left in which the deputy teaches
-        if hyper.stage_rule == "official" and stage == 0:
+        if rule == "official" and stage == 0:
             return RECOVER
         metrics = validation
         if stage != 0 or hyper.metric_split != "validation":
             metrics = {"global": self._metric(self.deputy), "personal": self._metric(self.personal)}
         phi = {role: math.nan if value is None else value for role, value in metrics.items()}
-        found = next_stage(stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, hyper.stage_rule)
+        found = next_stage(stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, rule)
         return min(found, EXCHANGE) if hyper.det_steps == "RE" else found
 
     def _metric(self, model: nn.Module) -> float | None:

@@ -1,0 +1,170 @@
+"""What keeps routing outside from collapse: units, coefficients, objective, the gate and the event that names it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.hyper import build_hyper
+from medflare.data.sites.site import Site
+from medflare.federation.delivery import evaluated
+from medflare.methods.catalogue import build_deployed
+from medflare.methods.iop_fl.formulas import all_classes
+from medflare.methods.iop_fl.gate import Gate, Gathering, Look, ranges_of
+from medflare.methods.iop_fl.hyper import IOPHyper
+from medflare.methods.iop_fl.information import agreement, divergence, image_spread, mean_entropy, window_radius
+from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
+from medflare.methods.iop_fl.server import IOPServer
+from medflare.methods.iop_fl.site import IOPSite
+from methods import squares
+from methods.iop_fl.test_outside import PRINTED, delivered
+from methods.squares import CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION
+from small import stacked
+
+
+def routed(**hyper: Any) -> tuple[RoutedModel, Site]:
+    half, models = delivered(counts=(0, 0, 8), **hyper)
+    model = build_deployed(SEGMENTATION, models["deployed"])
+    assert isinstance(model, RoutedModel)
+    return model, half.site
+
+
+# ---- units -------------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_measured_in_the_images_own_spread() -> None:
+    """0.5 is half a standard deviation of whatever image there is; with "intensity" it is 0.5 (the former default)."""
+    images = torch.stack([torch.rand(1, 32, 32), 100 * torch.rand(1, 32, 32), torch.ones(1, 32, 32)])
+    for unit, expected in (("spread", 0.5 * image_spread(images).flatten()), ("intensity", torch.full((3,), 0.5))):
+        model, _ = routed(noise_unit=unit, route_epochs=0)
+        model._probabilities = lambda images: images  # type: ignore[method-assign]
+        noise = model._noisy_probabilities(images, torch.Generator().manual_seed(0)) - images
+        torch.testing.assert_close(noise.flatten(1).std(dim=1), expected, rtol=0.1, atol=1e-6)
+
+
+def test_the_window_is_a_share_of_the_side() -> None:
+    assert [window_radius([side, 2 * side]) for side in (384, 128, 64, 8)] == [10, 3, 2, 1]
+    p = torch.rand(1, 1, 64, 64)
+    by_share, by_pixels = (build_hyper(IOPHyper, {"radius": radius, "objective": "paper"}) for radius in ("auto", 2))
+    assert test_time_loss(p, p, SEGMENTATION, by_share, p) == test_time_loss(p, p, SEGMENTATION, by_pixels, p)
+
+
+def test_coefficients_of_every_layer_go_on_adding_up_to_one() -> None:
+    """Sigmoids shrink under the printed objective, and the layers' weights with them."""
+    for kind, low, high in (("softmax", 0.999, 1.001), ("sigmoid", 0.0, 0.9)):
+        model, _ = routed(**{**PRINTED, "coefficients": kind, "choose": "last", "route_lr": 0.1, "route_epochs": 6})
+        total = sum(model.report()["coefficients"]["head"])
+        assert low <= total <= high, (kind, total)
+
+
+# ---- objective ---------------------------------------------------------------------------------------------------------------
+
+
+def costs(objective: str) -> list[float]:
+    """Of a useful prediction that noise moves a little, of one half everywhere, and of nothing anywhere."""
+    torch.manual_seed(0)
+    useful = torch.full((4, 1, 16, 16), 0.03)
+    useful[:, :, 4:9, 4:9] = 0.9
+    moved = (useful + 0.15 * torch.randn_like(useful)).clamp(0.01, 0.99)
+    hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
+    pairs = [(useful, moved), *((torch.full_like(useful, value),) * 2 for value in (0.5, 0.001))]
+    return [float(test_time_loss(p, noisy, SEGMENTATION, hyper, start=useful)) for p, noisy in pairs]
+
+
+def test_the_default_objective_does_not_reward_collapse() -> None:
+    useful, even, empty = costs("paper")
+    assert even < useful and empty < useful, "the printed objective does"
+    useful, even, empty = costs("information")
+    assert useful < even and useful < empty
+
+
+def test_information_and_divergence_of_extreme_predictions() -> None:
+    half = torch.zeros(2, 2, 4, 4)
+    half[0, 0], half[1, 1] = 1.0, 1.0
+    assert mean_entropy(half).item() == pytest.approx(0.6931, abs=1e-4)
+    assert mean_entropy(half[:1]).item() == 0.0
+    assert divergence(half, half).item() == pytest.approx(0.0, abs=1e-6)
+    assert torch.isfinite(divergence(half, half.flip(1)))
+    assert image_spread(torch.full((2, 3, 4, 4), 7.0)).flatten().tolist() == [0.0, 0.0]
+    assert agreement(torch.zeros(2, 1, 2, 2).bool(), torch.zeros(2, 1, 2, 2).bool()) == 1.0
+
+
+# ---- the gate ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_limit_refuses_in_its_own_words() -> None:
+    gate, start = Gate(0.8, 0.9, 3.0, [(0.1, 0.2)]), Look(1.0, 0.5, 1.0, (0.15,))
+    assert gate.refusal(start, start) == ""
+    assert "tell 0.20 of" in gate.refusal(Look(0.1, 0.1, 1.0, (0.15,)), start)
+    assert "agrees with the start to 0.50" in gate.refusal(Look(0.1, 0.5, 0.5, (0.15,)), start)
+    assert "covers 0.02 of the pixels" in gate.refusal(Look(0.1, 0.5, 1.0, (0.02,)), start)
+    assert "covers 0.8 of the pixels" in gate.refusal(Look(0.1, 0.5, 1.0, (0.8,)), start)
+    assert Gate(0.0, 0.0, 0.0, [(0.1, 0.2)]).refusal(Look(0.1, 0.0, 0.0, (0.9,)), start) == ""
+    assert gate.refusal(Look(0.1, 0.5, 1.0, (0.02,)), Look(1.0, 0.5, 1.0, (0.03,))) == "", "the start's own share widens the range"
+
+
+def test_a_start_that_tells_nothing_asks_nothing() -> None:
+    assert Gate(0.8, 0.0, 0.0).refusal(Look(0.1, 0.0, 1.0, ()), Look(1.0, 0.0, 1.0, ())) == ""
+
+
+@pytest.mark.parametrize("task", [SEGMENTATION, MULTICLASS, MULTILABEL, CLASSIFICATION])
+def test_a_look_gathers_what_all_batches_say_together(task: Any) -> None:
+    half = squares.half(squares.partner(squares.FedAvgServer), "A", task)
+    batches = list(half.site.ordered("train"))
+    p = [task.probabilities(half.site.network()(batch.images)).detach() for batch in batches]
+    gathering, whole = Gathering(task), Gathering(task)
+    for part in p:
+        gathering.add(torch.tensor(2.0), part, part)
+    whole.add(torch.tensor(2.0), torch.cat(p), torch.cat(p))
+    look, expected = gathering.look(), whole.look()
+    assert look.loss == 2.0 and look.agreement == 1.0 and look.information > 0
+    assert look.information == pytest.approx(expected.information, abs=1e-6) and look.shares == pytest.approx(expected.shares, abs=1e-6)
+    every = all_classes(torch.cat(p), task.target)
+    assert len(look.shares) == {"binary": 1, "multiclass": every.shape[1] - 1, "multilabel": 2}[task.target] * (task.kind == "segmentation")
+
+
+def test_ranges_are_those_of_the_inside_sites() -> None:
+    assert ranges_of([[90, 10, 0], [60, 20, 20]], MULTICLASS) == [(0.1, 0.2), (0.0, 0.2)]
+    assert ranges_of([[90, 10]], CLASSIFICATION) == ranges_of([[90, 10]], MULTILABEL) == ranges_of([], SEGMENTATION) == []
+
+
+COLLAPSING: dict[str, Any] = {**PRINTED, "radius": 2, "beta": 1.0, "route_epochs": 6, "route_lr": 0.3}
+
+
+def test_a_collapse_is_kept_out_and_named() -> None:
+    """The printed objective at a high rate moves the masks away and pays less for it; the gate keeps what the start had."""
+    without, _ = routed(**COLLAPSING)
+    assert without.report()["agreement"][without.report()["chosen"]] < 0.9 and not without.notices()
+    model, site = routed(**{**COLLAPSING, "gate_information": 0.8, "gate_agreement": 0.9})
+    chosen = model.report()["chosen"]
+    assert model.report()["agreement"][chosen] >= 0.9
+    images = stacked(site.data.test).images
+    start, _ = routed(route_epochs=0)
+    with torch.no_grad():
+        assert agreement(model(images) > 0.5, start(images) > 0.5) >= 0.9
+    assert len(model.notices()) == 1 and "routing kept" in model.notices()[0]
+
+
+def test_the_event_names_what_was_kept_and_why() -> None:
+    half, models = delivered(counts=(0, 0, 8), **{**COLLAPSING, "gate_information": 1.0, "gate_agreement": 1.0})
+    facts = evaluated(half.site, models, lambda role, model, metrics: None)
+    (event,) = [event for event in facts["events"] if event["kind"] == "reverted"]
+    assert event["message"].startswith("deployed: routing kept the start")
+    quiet, models = delivered(counts=(0, 0, 8), route_epochs=0)
+    assert not [e for e in evaluated(quiet.site, models, lambda *_: None)["events"] if e["kind"] == "reverted"]
+
+
+def test_a_model_stored_before_coefficients_could_be_chosen_keeps_its_sigmoids() -> None:
+    _, models = delivered(**PRINTED)
+    message = models["deployed"]
+    del message.facts["routing"]["coefficients"]
+    model: Any = build_deployed(SEGMENTATION, message)
+    assert model.hyper.coefficients == "sigmoid"
+
+
+def test_the_outside_site_is_told_the_inside_sites_ranges() -> None:
+    halves = squares.halves(IOPSite)
+    server = squares.server(IOPServer, halves=halves, rounds=1)
+    squares.play(server, halves)
+    ((low, high),) = server.configure_delivery("O").facts["shares"]
+    assert 0 < low <= high < 0.5 and "shares" not in server.configure_delivery("A").facts
