@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from downloads import classes, pairs, picture, table
 from medflare.core.errors import ConfigError, DataError
@@ -109,8 +108,8 @@ def test_what_cannot_be_proposed_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--size 8: images have 2 dimensions"):
         propose(root, Answers(size=(8,)))
     soft = pairs(tmp_path / "soft")
-    for file in soft.glob("*_mask.png"):
-        Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(file)
+    for number, file in enumerate(soft.glob("*_mask.png")):
+        picture(file, 40 + 20 * number)  # many grey levels
     init(soft)
     with pytest.raises(DataError, match=r"soft edges, as JPEG makes them\?"):
         propose(soft, Answers())
