@@ -55,7 +55,8 @@ def _key(task: TaskConfig, source: Source, entries: list[Entry]) -> str:
         *("fit", "orientation", "spacing", "missing_channels", "unreadable"),
     )
     labels = [str(entry.label) for entry in entries]
-    content = [_FORMAT, {name: settings[name] for name in used}, source.state(entries), labels]
+    chosen = [entry.split for entry in entries] if task.slices["keep"] == "foreground" else []  # slices are chosen for training alone
+    content = [_FORMAT, {name: settings[name] for name in used}, source.state(entries), labels, *chosen]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 

@@ -186,7 +186,8 @@ class TaskConfig:
         metric: validation metric that selects models; higher is better.
         intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once.
         augment: MONAI random transforms, applied to training batches in this order.
-        slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all" or "foreground").
+        slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all", or
+            "foreground": of training volumes the slices that show a structure; validation and test always keep all).
         label_values: label -> values that files use for it; empty: binary 1, multiclass the label's index,
             multilabel one mask (or 0/1 entry) per label.
         unlisted_labels: what a value that no label lists means: "error", or "drop" (classification: the image is left out;

@@ -158,7 +158,7 @@ class _Seen:
         target = target_of(self._task, source, entry, image)
         spacing = source.spacing(entry)
         self._patients.add(entry.patient)
-        pictures = list(pictures_of(self._task, entry.name, image, target))  # views, not copies
+        pictures = list(pictures_of(self._task, entry, image, target))  # views, not copies
         for _, picture, label in pictures:
             self.sizes.append(picture.shape[1:])
             self._spacings.append(spacing)
