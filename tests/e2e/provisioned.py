@@ -62,7 +62,7 @@ class ProvisionedFederation:
                 one["fed_learn_port"] = self.port
         path = self.folder / "project.yml"
         path.write_text(yaml.safe_dump(project))
-        self.script("provision.sh", path, self.folder / "federation")
+        self.script("provision.sh", "--leave-root-key", path, self.folder / "federation")
 
     def start(self, *names: str) -> None:
         """Start server or sites, each from its own kit in processes of its own, and wait until all of them are up."""

@@ -52,7 +52,7 @@ def _key(task: TaskConfig, source: Source, entries: list[Entry]) -> str:
     settings = task.to_dict()
     used = (
         *("kind", "target", "labels", "channels", "size", "intensity", "slices", "label_values", "unlisted_labels", "spatial_dims"),
-        *("fit", "orientation", "spacing", "missing_channels", "unreadable"),
+        *("fit", "orientation", "spacing", "missing_channels", "pick", "unreadable"),
     )
     labels = [str(entry.label) for entry in entries]
     chosen = [entry.split for entry in entries] if task.slices["keep"] == "foreground" else []  # slices are chosen for training alone

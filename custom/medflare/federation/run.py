@@ -10,6 +10,7 @@ from typing import Any
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
+from medflare.core.store import make_folder
 from medflare.evaluation.console import round_line
 from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
@@ -77,6 +78,8 @@ class Run:
         """
         started = time.monotonic()
         outcome, reason = Outcome(), ""
+        if self.folder is not None:
+            make_folder(self.folder, public=True)  # a report lies in it; what is made of patients' images lies deeper, see core.store
         try:
             server = self._server()
             federation = self._federation(server, exchange, outcome)

@@ -109,11 +109,13 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
     """A workflow over a folder of pictures, or of NIfTI volumes where the task has them.
 
     Raises:
-        ExportError: volumes that are resized, which MONAI's transforms would resize otherwise than medflare.
+        ExportError: volumes that are resized, which MONAI's transforms would resize otherwise than medflare, or picked.
     """
     if task.spatial_dims == 3 and task.fit == "resize":
         remedy = "export torchscript or onnx, or train with fit 'patch'"
         raise ExportError(f"a MONAI bundle cannot resize volumes as they were for training; {remedy}")
+    if task.pick:
+        raise ExportError("a MONAI bundle reads all volumes of a file, this task picks some; export torchscript or onnx")
     volumes = task.spatial_dims == 3
     found = f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES!r}]"
     weights = "torch.load(@bundle_root + '/models/model.pt', map_location=@device, weights_only=True)"

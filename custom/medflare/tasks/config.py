@@ -200,6 +200,8 @@ class TaskConfig:
         orientation: 3-D: the patient's axes along which voxels run, as "RAS".
         spacing: 3-D: millimetres between voxels to which volumes are resampled; None as stored.
         missing_channels: what an entry without one of the channels means: "error", or "zeros" in its place.
+        pick: of one file with more volumes than channels (a 4-D NIfTI file), the numbers from 0 of those that are the channels, in their
+            order; none for all.
         surface_tolerance: 3-D: how far surfaces may lie apart to agree in surface Dice, in millimetres.
         unreadable: what an image that cannot be used means: "error", or "skip", up to `unreadable_limit`.
         unreadable_limit: most images of a site that are skipped: "share" of all and "count".
@@ -237,6 +239,7 @@ class TaskConfig:
     orientation: Annotated[str, AfterValidator(_orientation)] = "RAS"
     spacing: Annotated[tuple[Millimetres, Millimetres, Millimetres] | None, takes("three millimetres above 0, or null as stored")] = None
     missing_channels: Literal["error", "zeros"] = "error"
+    pick: tuple[Annotated[int, Field(ge=0)], ...] = ()
     surface_tolerance: Annotated[float, Field(ge=0)] = 2.0
     unreadable: Literal["error", "skip"] = "error"
     unreadable_limit: UnreadableLimit = field(default_factory=lambda: dataclasses.asdict(_UnreadableLimit()))
@@ -381,5 +384,7 @@ def _check_images(task: TaskConfig, place: str) -> None:
         raise ConfigError(f"{place}: fit 'patch' is for segmentation, a class belongs to a whole image; use 'resize'")
     if task.fit == "resize" and task.patches_per_image != 1:
         raise ConfigError(f"{place}: patches_per_image is for fit 'patch', this task has 'resize'; leave it out")
+    if task.pick and len(task.pick) != task.image_channels:
+        raise ConfigError(f"{place}: pick names {len(task.pick)} volumes for {task.image_channels} channels; name one for each")
     if task.missing_channels == "zeros" and isinstance(task.channels, int):
         raise ConfigError(f"{place}: missing_channels 'zeros' needs the channels' names, channels is {task.channels}; list them")

@@ -50,6 +50,10 @@ def test_channels_of_their_own_files_are_put_together_and_zeros_stand_in(tmp_pat
     assert read_channels([four], 4)[0].shape == (4, *SHAPE)
     with pytest.raises(DataError, match=r"four.nii.gz: the image has 4 channels, the task takes 3; correct"):
         read_channels([four], 3)
+    different = write(tmp_path / "different.nii.gz", np.stack([VOLUME + 100 * number for number in range(4)], axis=-1))
+    np.testing.assert_array_equal(read_channels([different], 2, (3, 1))[0], np.stack([VOLUME + 300, VOLUME + 100]))
+    with pytest.raises(DataError, match=r"different.nii.gz: the image has 4 channels, the task picks number 4 \(from 0\)"):
+        read_channels([different], 1, (4,))
 
 
 def _bad(folder: Path, volume: np.ndarray = VOLUME, matrix: np.ndarray | None = None) -> Path:

@@ -29,7 +29,7 @@ PERTURBED = Entry(
     when=lambda plan: _perturbs(plan.server_hyper),
 )
 CANDIDATE = Entry("candidate/")  # the model of another site, to be scored
-SCORES = Fact("scores", "site -> score of its model on this site's validation images", table(number(optional=True)))
+SCORES = Fact("scores", "site -> score of its model on this site's validation images", table(number(optional=True)), "validation")
 
 
 class ScoredSite(SiteHalf[Any]):

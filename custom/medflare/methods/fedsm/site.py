@@ -36,9 +36,9 @@ META = Entry(
 )
 PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
 SELECTOR = Entry("selector")
-LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)))
+LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)), "train")
 UPDATE = Fact("update", "number of the selector's update within a round")
-GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)))
+GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)), "validation")
 N_VALIDATION = Fact("n_validation", "validation images", count())
 SUPER = (Fact("gamma"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)  # what a super model is told with
 

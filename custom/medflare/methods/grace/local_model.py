@@ -25,7 +25,7 @@ from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 
-A_DISTANCE = Fact("a_distance", "between global and local features", number(optional=True))
+A_DISTANCE = Fact("a_distance", "between global and local features", number(optional=True), "train")
 
 H = TypeVar("H", bound=LocalModelHyper)
 
