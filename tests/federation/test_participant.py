@@ -15,6 +15,7 @@ from medflare.federation.screening.replies import unreadable
 from medflare.federation.screening.withholding import too_few, withhold
 from medflare.methods.catalogue import get_method
 from methods import squares
+from small import stacked
 
 INVITATION = {"role": "inside", "sites": ["A", "B"]}
 
@@ -32,7 +33,7 @@ def _asked(minimum: int) -> dict[str, Message]:
     participant = Participant("A", lambda role: site, get_method("fedavg"), {}, minimum_patients=minimum)
     replies = {ENROL: participant.answer(ENROL, 0, Message({}, dict(INVITATION)))}
     for phase in ("train", DELIVER):
-        incoming = Message({"model": site.network().state_dict()}, {"step": len(replies) - 1, "run_rounds": 1, "selected_round": 1})
+        incoming = Message({"model": site.network().state_dict()}, {"step": len(replies) - 1, "run_rounds": 1})
         replies[phase] = participant.answer(phase, 0, incoming)
     return replies
 
@@ -59,7 +60,7 @@ def test_metrics_of_few_patients_stay_at_the_site(minimum: int, validation: bool
 
 def test_patients_are_counted_and_not_images() -> None:
     site = squares.site("A")
-    site.data = replace(site.data, test=replace(site.data.test, patients=("one",) * 5))
+    site.data = replace(site.data, test=replace(stacked(site.data.test), patients=("one",) * 5))
     assert too_few(site, 2) == ("test",) and too_few(site, 1) == () == too_few(squares.site("A"), 4)
 
 

@@ -15,6 +15,7 @@ SECRET = "-----BEGIN PRIVATE KEY-----"
 
 def _run(*command: object, passphrase: str | None = "correct horse battery") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "MEDFLARE_ROOT_PASSPHRASE"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     if passphrase is not None:
         environment["MEDFLARE_ROOT_PASSPHRASE"] = passphrase
     return subprocess.run(

@@ -20,7 +20,7 @@ from medflare.data.files.readers import DICOM, NIFTI, bright_is_high, explained,
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-_ALIGNED = 3.0  # degrees that an axis may lean away from the patient's and still count as one of them
+_ALIGNED = 30.0  # degrees that an axis may lean away from the patient's and still count as one of them, as tilted scans do
 _UNEVEN = 0.1  # of the distance of slices, by which it may vary
 _SAME = 1e-2  # millimetres between two grids that count as one: files round their affines
 

@@ -22,6 +22,10 @@ _DATA: Final = "(data)"  # stands for the folder of the data
 _PATH: Final = "(path)"
 _SHORTEST: Final = 3  # characters of a name that is replaced wherever it stands
 _SHORTEST_NUMBER: Final = 5  # of one that is a number; shorter ones are sizes and counts as a rule
+_WORDS: Final = frozenset(  # of messages: as names they name nobody, and without them no message could be read
+    "image images mask masks label labels scan scans file files slice slices volume volumes patient patients training validation test "
+    "train data site sites channel channels series text".split()
+)
 
 
 class Redaction:
@@ -76,14 +80,14 @@ class Redaction:
             images, masks = (list(_texts(entry.get(key))) for key in ("image", "label"))
             named = str(entry.get("patient", images[0] if images else number))
             code = patients.setdefault(named, f"patient-{len(patients) + 1:04d}")
-            self._add(named, code)
-            self._names[f"patient {named}"] = code
             for kind, files in (("image", images), ("mask", masks)):
                 for file in files:
                     self._add_file(file, f"{kind}-{number:04d}", root)
                     path = PurePosixPath(file)
                     for part in {*path.parts, _stem(path.name)}:
                         parts[part].add(code)
+            self._add(named, code)  # behind its files, whose codes say more where a file's name stands for the patient
+            self._names[f"patient {named}"] = code
             for more in (text for key, value in entry.items() if key not in ("image", "label", "patient") for text in _texts(value)):
                 self._add(more, f"text-{number:04d}")
         for part, codes in parts.items():
@@ -100,7 +104,7 @@ class Redaction:
 
     def _add(self, name: str, code: str) -> None:
         self.table.setdefault(code, name)
-        if len(name) >= (_SHORTEST_NUMBER if name.isdigit() else _SHORTEST):
+        if len(name) >= (_SHORTEST_NUMBER if name.isdigit() else _SHORTEST) and name.lower() not in _WORDS:
             self._names.setdefault(name, code)
 
 
