@@ -22,9 +22,12 @@ _DATA: Final = "(data)"  # stands for the folder of the data
 _PATH: Final = "(path)"
 _SHORTEST: Final = 3  # characters of a name that is replaced wherever it stands
 _SHORTEST_NUMBER: Final = 5  # of one that is a number; shorter ones are sizes and counts as a rule
-_WORDS: Final = frozenset(  # of messages: as names they name nobody, and without them no message could be read
-    "image images mask masks label labels scan scans file files slice slices volume volumes patient patients training validation test "
-    "train data site sites channel channels series text".split()
+# Words of messages: as names they name nobody, and no message could be read without them.
+_WORDS: Final = frozenset(
+    (
+        *("image", "images", "mask", "masks", "label", "labels", "scan", "scans", "file", "files", "slice", "slices", "volume", "volumes"),
+        *("patient", "patients", "training", "train", "validation", "test", "data", "site", "sites", "channel", "channels", "series"),
+    )
 )
 
 
