@@ -78,8 +78,7 @@ class Run:
         """
         started = time.monotonic()
         outcome, reason = Outcome(), ""
-        if self.folder is not None:
-            make_folder(self.folder, public=True)  # a report lies in it; what is made of patients' images lies deeper, see core.store
+        _make_readable(self.folder)
         try:
             server = self._server()
             federation = self._federation(server, exchange, outcome)
@@ -246,3 +245,9 @@ def refused_run(
         events=events.to_list(),
     )
     return write_results(folder, record)
+
+
+def _make_readable(folder: Path | None) -> None:
+    """The run's folder, before anything private is written deeper in it: a report lies there, which others may read (`core.store`)."""
+    if folder is not None:
+        make_folder(folder, public=True)
