@@ -157,7 +157,10 @@ def test_what_is_written_is_for_this_account_alone_unless_it_is_public(tmp_path:
 
 
 def test_a_spreadsheet_finds_no_formula() -> None:
-    rows = [{"=cmd|' /C calc'!A0": "+1+1", "ml": "-0.5"}, {"=cmd|' /C calc'!A0": "@SUM(A1)", "ml": -3, "rest": "\tx"}]
+    rows: list[dict[str, object]] = [
+        {"=cmd|' /C calc'!A0": "+1+1", "ml": "-0.5"},
+        {"=cmd|' /C calc'!A0": "@SUM(A1)", "ml": -3, "rest": "\tx"},
+    ]
     assert csv_text(rows, ["=cmd|' /C calc'!A0", "ml", "rest"]).splitlines() == [
         "'=cmd|' /C calc'!A0,ml,rest",
         "'+1+1,-0.5,",

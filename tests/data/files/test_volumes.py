@@ -84,10 +84,10 @@ def test_a_tilted_volume_keeps_its_own_grid(tmp_path: Path, spacing: list[float]
     """Its axes are exchanged and flipped as a whole, resampled along themselves, and come back to where they were."""
     task = cube_task(channels=1, orientation="LPS", spacing=spacing)
     array, grid = read_volume(_oblique(tmp_path, 0.4))
-    np.testing.assert_allclose(grid.spacing, SPACING, rtol=1e-6)
+    assert grid.spacing == pytest.approx(SPACING, rel=1e-6)
     ramp = np.broadcast_to(np.arange(array.shape[-1], dtype=np.float32), array.shape).copy()
     there, here = turned(ramp, grid, task)
-    np.testing.assert_allclose(here.spacing, spacing or SPACING, rtol=1e-5)
+    assert here.spacing == pytest.approx(tuple(spacing or SPACING), rel=1e-5)
     assert there.shape[1:3] == SHAPE[:2]
     back = turned_back(torch.as_tensor(there), here, grid, task).numpy()
     np.testing.assert_allclose(back, ramp, atol=0 if spacing is None else 1e-3)

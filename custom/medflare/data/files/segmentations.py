@@ -58,8 +58,8 @@ def read_segmentation(path: Path, series: Path, grid: Grid, task: TaskConfig) ->
         half = int(found.get("MaximumFractionalValue", 1)) / 2
         for frame, group in zip(frames, found.PerFrameFunctionalGroupsSequence, strict=True):
             number = int(group.SegmentIdentificationSequence[0].ReferencedSegmentNumber)
-            place = _voxels(found, group, grid, path)
-            masks[(segments[number], *place)] |= (frame > half).astype(np.int64)
+            mask, place = masks[segments[number]], _voxels(found, group, grid, path)
+            mask[place] |= (frame > half).astype(np.int64)  # a view
     return masks if task.target == "multilabel" and not task.label_values else _one_mask(masks, found, task, path)
 
 
