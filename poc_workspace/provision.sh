@@ -2,14 +2,41 @@
 # Writes one startup kit per participant of a project file. The project admin runs it, on a machine that he trusts: the root key
 # and everybody's private keys are made here. (Keys that never leave the sites: docs/deployment.md, "Distributed provisioning".)
 #
-#   ./provision.sh [PROJECT.yml] [WORKSPACE]
+#   ./provision.sh [PROJECT.yml] [WORKSPACE] [OPTIONS of nvflare provision, such as --add-client site-5.yml]
+#   ./provision.sh --leave-root-key ...        the root key stays in the clear: for trials on one machine
+#
+# The root key is kept under a passphrase, which is asked for, or taken from MEDFLARE_ROOT_PASSPHRASE.
 set -euo pipefail
 umask 077 # the root key and all private keys: for this account's eyes alone
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+locked=yes
+if [[ ${1:-} == --leave-root-key ]]; then
+    locked=no
+    shift
+fi
 project=${1:-$here/project.yml}
 workspace=${2:-$PWD/federation}
+shift $(($# < 2 ? $# : 2))
 
-nvflare provision -p "$project" -w "$workspace" --force
+if [[ $locked == yes ]]; then
+    if [[ -z ${MEDFLARE_ROOT_PASSPHRASE:-} ]]; then
+        if [[ ! -t 0 ]]; then
+            echo "provision.sh: no passphrase for the root key: set MEDFLARE_ROOT_PASSPHRASE (12 characters or more)" >&2
+            exit 1
+        fi
+        read -rsp "passphrase of the root key (12 characters or more): " MEDFLARE_ROOT_PASSPHRASE && echo
+        read -rsp "once more: " again && echo
+        if [[ $MEDFLARE_ROOT_PASSPHRASE != "$again" ]]; then
+            echo "provision.sh: these are two passphrases; nothing was written" >&2
+            exit 1
+        fi
+    fi
+    export MEDFLARE_ROOT_PASSPHRASE
+    python3 "$here/root_key.py" unlock "$workspace"
+    trap 'python3 "$here/root_key.py" lock "$workspace"' EXIT # whatever happens in between
+fi
+
+nvflare provision -p "$project" -w "$workspace" --force "$@"
 newest=$(ls -d "$workspace"/*/prod_* | sort | tail -n 1)
 for kit in "$newest"/*/; do
     if [[ -f $kit/startup/fed_server.json || -f $kit/startup/fed_client.json ]]; then

@@ -13,7 +13,7 @@ from torch import nn
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.store import StateStore, message_to_bytes, read_message, write_atomically, write_json
+from medflare.core.store import StateStore, csv_text, message_to_bytes, read_message, write_atomically, write_json
 
 
 @pytest.fixture
@@ -134,10 +134,36 @@ def test_json_refuses_nan_before_it_touches_the_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_written_files_follow_the_umask(tmp_path: Path) -> None:
+def _permissions(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_written_is_for_this_account_alone_unless_it_is_public(tmp_path: Path, message: Message) -> None:
     before = os.umask(0o027)
     try:
-        write_json(tmp_path / "results.json", {})
+        StateStore(tmp_path / "site/state").save("half", message)
+        write_json(tmp_path / "site/card.json", {})
+        write_json(tmp_path / "run/more/results.json", {}, public=True)
+        (tmp_path / "there").mkdir()
+        write_json(tmp_path / "there/card.json", {})
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "results.json").stat().st_mode) == 0o640
+    for name in ("site/state/half.safetensors", "site/card.json", "there/card.json"):
+        assert _permissions(tmp_path / name) == 0o600
+    assert _permissions(tmp_path / "site") == _permissions(tmp_path / "site/state") == 0o700
+    assert _permissions(tmp_path / "run/more/results.json") == 0o640
+    assert _permissions(tmp_path / "run") == _permissions(tmp_path / "run/more") == 0o750
+    assert _permissions(tmp_path / "there") == 0o750, "a folder that was there is somebody's own affair"
+
+
+def test_a_spreadsheet_finds_no_formula() -> None:
+    rows: list[dict[str, object]] = [
+        {"=cmd|' /C calc'!A0": "+1+1", "ml": "-0.5"},
+        {"=cmd|' /C calc'!A0": "@SUM(A1)", "ml": -3, "rest": "\tx"},
+    ]
+    assert csv_text(rows, ["=cmd|' /C calc'!A0", "ml", "rest"]).splitlines() == [
+        "'=cmd|' /C calc'!A0,ml,rest",
+        "'+1+1,-0.5,",
+        "'@SUM(A1),-3,'\tx",
+    ]
+    assert csv_text([{"a": "plain, with a comma"}], ["a"], header=False) == '"plain, with a comma"\n'

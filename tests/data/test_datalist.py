@@ -56,6 +56,26 @@ def test_one_mask_or_several(tmp_path: Path) -> None:
     assert first.masks == [tmp_path / "m.png"] and second.masks == [tmp_path / "m.png", tmp_path / "n.png"]
 
 
+def test_a_name_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": "a\0.png", "label": 1}]}))
+    with pytest.raises(DataError, match=r"training\[0\]: .* names no file"):
+        read_datalist(tmp_path, "classification")
+
+
+@pytest.mark.parametrize("kind", ["image", "channel", "mask"])
+@pytest.mark.parametrize("name", ["../secret.png", "/etc/secret.png", "a/../../secret.png", "link.png"])
+def test_files_outside_the_sites_folder_are_refused(tmp_path: Path, kind: str, name: str) -> None:
+    folder = tmp_path / "A"
+    folder.mkdir()
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    images: dict[str, Any] = {"image": name, "channel": ["a.png", name], "mask": "a.png"}
+    listed = {"image": images[kind], "label": name if kind == "mask" else "m.png"}
+    (folder / "datalist.json").write_text(json.dumps({"training": [listed]}))
+    with pytest.raises(DataError, match=r"datalist.json training\[0\]: .*secret.png|link.png lies outside the site's folder"):
+        read_datalist(folder, "segmentation")
+    assert len(read_datalist(folder, "segmentation", [tmp_path, Path("/etc")])) == 1
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

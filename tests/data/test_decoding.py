@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from medflare.core.errors import DataError
+from medflare.data.cache.folder import CacheSettings
 from medflare.data.decoding import Decoded, decode, target_of
 from medflare.data.loading import load_site_data
 from medflare.data.sources import FileSource, PhantomSource
@@ -58,14 +59,16 @@ def test_target_shapes(make_site: SiteOf, make_task: TaskOf) -> None:
     assert shades.targets.tolist() == [number % 3 for number in range(10)]
 
 
-@pytest.mark.parametrize(("keep", "slices"), [("all", [0, 1, 2, 3, 4]), ("foreground", [1, 3])])
-def test_volumes_become_slices(tmp_path: Path, make_task: TaskOf, keep: str, slices: list[int]) -> None:
+@pytest.mark.parametrize(("keep", "training"), [("all", [0, 1, 2, 3, 4]), ("foreground", [1, 3])])
+def test_volumes_become_slices(tmp_path: Path, make_task: TaskOf, keep: str, training: list[int]) -> None:
+    """A label chooses slices of training volumes and of no others."""
     raw = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 1, "b_min": 0, "b_max": 1}
     decoded = _decoded(_volumes(tmp_path / "V"), make_task(slices={"axis": 2, "keep": keep}, intensity=raw))
-    assert decoded.names == [f"v{volume}.nii.gz[{number}]" for volume in range(3) for number in slices]
-    assert decoded.entries == [volume for volume in range(3) for _ in slices]
-    assert decoded.images[:, 0, 0, 0].tolist() == [100 * volume + number for volume in range(3) for number in slices]
-    assert [bool(target.any()) for target in decoded.targets] == [number in (1, 3) for _ in range(3) for number in slices]
+    kept = [(volume, number) for volume in range(3) for number in (training if volume == 0 else range(5))]
+    assert decoded.names == [f"v{volume}.nii.gz[{number}]" for volume, number in kept]
+    assert decoded.entries == [volume for volume, _ in kept]
+    assert decoded.images[:, 0, 0, 0].tolist() == [100 * volume + number for volume, number in kept]
+    assert [bool(target.any()) for target in decoded.targets] == [number in (1, 3) for _, number in kept]
 
 
 def test_slices_of_a_volume_stay_in_one_split(tmp_path: Path, make_task: TaskOf) -> None:
@@ -81,9 +84,20 @@ def test_other_axis(tmp_path: Path, make_task: TaskOf) -> None:
 
 def test_a_volume_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> None:
     folder = _volumes(tmp_path / "V")
-    nibabel.save(nibabel.Nifti1Image(np.zeros((16, 16, 5), np.uint8), np.diag([-1, -1, 1, 1])), folder / "m1.nii.gz")
-    with pytest.raises(DataError, match="split 'validation' holds no image"):
-        load_site_data("V", make_task(slices={"keep": "foreground"}), folder)
+    task = make_task(slices={"keep": "foreground"})
+    empty = nibabel.Nifti1Image(np.zeros((16, 16, 5), np.uint8), np.diag([-1, -1, 1, 1]))
+    nibabel.save(empty, folder / "m1.nii.gz")
+    assert len(load_site_data("V", task, folder).validation) == 5
+    nibabel.save(empty, folder / "m0.nii.gz")
+    with pytest.raises(DataError, match="split 'training' holds no image"):
+        load_site_data("V", task, folder)
+
+
+def test_slices_are_chosen_anew_where_splits_are_drawn_anew(tmp_path: Path, make_task: TaskOf) -> None:
+    folder, settings = _volumes(tmp_path / "V"), {"slices": {"keep": "foreground"}}
+    for seed in range(4):
+        data = load_site_data("V", make_task(resplit=seed, **settings), folder, cache=CacheSettings(str(tmp_path / "cache")))
+        assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
 
 
 def test_mask_of_another_size(make_site: SiteOf, make_task: TaskOf) -> None:

@@ -42,7 +42,7 @@ def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_tas
 def test_masks_of_different_sizes(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
     folder, other = make_site(), make_site(name="B", side=20)
     edit(folder, lambda content: content["training"][0].update(label=["images/0_mask.png", f"../{other.name}/images/0_mask.png"]))
-    source = FileSource(folder, make_task(target="multilabel", labels=["a", "b"]))
+    source = FileSource(folder, make_task(target="multilabel", labels=["a", "b"]), [other])
     with pytest.raises(DataError, match=r"0_mask.png: the mask is 20 x 20, 0_mask.png is 16 x 16; store masks of one size"):
         source.mask(source.entries()[0])
 

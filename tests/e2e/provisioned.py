@@ -67,7 +67,7 @@ class ProvisionedFederation:
         path = self.folder / "project.yml"
         path.write_text(yaml.safe_dump(project))
         with self.clock(-12 * HOUR):  # half a day ago: certificates are valid for a party whose clock is behind, too
-            self.script("provision.sh", path, self.folder / "federation")
+            self.script("provision.sh", "--leave-root-key", path, self.folder / "federation")
 
     @contextlib.contextmanager
     def clock(self, ahead: float) -> Iterator[None]:

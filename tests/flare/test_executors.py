@@ -1,5 +1,6 @@
 """A site's executor: tasks in, answers or one-line reasons out, in this process or in a fork of a warm host."""
 
+import json
 import os
 import subprocess
 import sys
@@ -22,9 +23,10 @@ from nvflare.app_common.app_constant import AppConstants
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
-from medflare.data.sites.local import OutboundLimits
+from medflare.data.datalist import SPLITS
+from medflare.data.sites.local import OutboundLimits, read_local
 from medflare.federation.participant import identity_of
-from medflare.flare.exchange.participants import TASK_FILE, ParticipantSpec, anchor, read_local
+from medflare.flare.exchange.participants import TASK_FILE, ParticipantSpec, anchor
 from medflare.flare.exchange.wire import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
 from medflare.flare.guard import refuse_undeclared
@@ -149,6 +151,45 @@ def test_an_unexpected_error_is_a_reason_too(fl_ctx: FLContext, task: TaskConfig
     monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", lambda *arguments: 1 / 0)
     reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
     assert reason == "ZeroDivisionError in 'train' of round 2: division by zero; the site's log has the traceback"
+
+
+def test_names_of_files_and_patients_leave_as_codes(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    splits = {split: [{"image": f"Meier_{split}.png", "label": [f"{split}_mask.png"] * 2, "patient": split}] for split in SPLITS}
+    write_json(place / "data" / "datalist.json", splits)
+    for redact, named in ((False, f"{place}/data/Meier_training.png: file not found"), (True, "image-0001: file not found")):
+        write_json(place / "local" / "medflare.json", {"data_root": str(place / "data"), "redact": redact})
+        reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
+        assert reason.startswith(named)
+    assert json.loads((place / "run/medflare/codes.json").read_text())["image-0001"] == "Meier_training.png"
+    write_json(place / "local" / "medflare.json", {"data_root": str(place / "elsewhere"), "redact": True})
+    reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
+    assert reason.startswith("site CS: data root (path)")
+    (place / "local" / "medflare.json").write_text("{")
+    assert "medflare.json: not JSON" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
+
+
+def test_an_unexpected_error_leaves_without_names_too(
+    fl_ctx: FLContext, place: Path, task: TaskConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_json(place / "local" / "medflare.json", {"redact": True})
+    executor = FedAvgExecutor(seed=0)
+    answered(executor, fl_ctx, "enrol", enrolment(task))
+
+    def broken(*arguments: object) -> None:
+        raise ValueError("/archive/Meier_Anna.png is odd")
+
+    monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", broken)
+    reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
+    assert reason == "ValueError in 'train' of round 2: (path) is odd; the site's log has the traceback"
+    assert "test_executors.py" in caplog.text and "Meier" not in caplog.text
+
+
+def test_a_step_ends_where_the_sites_time_does(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    write_json(place / "local" / "medflare.json", {"bounds": {"minutes": 1e-9}})
+    executor = FedAvgExecutor(seed=0)
+    assert error_of(answered(executor, fl_ctx, "enrol", enrolment(task))) is None
+    reason = str(error_of(answered(executor, fl_ctx, "train", model(task))))
+    assert reason == "site CS stops: the step takes longer than the 1e-09 minutes of its bounds.minutes"
 
 
 def test_abort_is_honoured_before_the_next_batch(fl_ctx: FLContext, task: TaskConfig) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError, MedflareError, StateError
 from medflare.core.message import Message
 from medflare.inference import deployed
-from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model
+from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model, sealed
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
 
@@ -141,9 +141,32 @@ def test_an_edited_task_in_the_card_is_an_error_not_a_crash(tmp_path: Path, mess
     save_model(tmp_path, TASK, message, {})
     card = json.loads((tmp_path / "card.json").read_text())
     card["task"]["channels"] = "three"
-    (tmp_path / "card.json").write_text(json.dumps(card))
+    (tmp_path / "card.json").write_text(json.dumps(sealed(card)))
     with pytest.raises(MedflareError, match="channels"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"labels": ["cup", "disc"]}, {"metrics": {"dice": 0.99}}, {"approved": "by all"}, {"task": {}}, {"seal": "0" * 64}]
+)
+def test_a_card_that_was_changed_is_refused(tmp_path: Path, message: Message, change: dict[str, Any]) -> None:
+    save_model(tmp_path, TASK, message, {"method": "fedavg", "metrics": {"dice": 1 / 3, "hd95": None}})
+    load_model(tmp_path)
+    card = json.loads((tmp_path / "card.json").read_text())
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    load_model(tmp_path)  # written otherwise, and the same
+    (tmp_path / "card.json").write_text(json.dumps({**card, **change}))
+    with pytest.raises(StateError, match=r"card.json: was changed after it was written, its seal does not fit"):
+        load_model(tmp_path)
+
+
+def test_a_card_without_a_seal_is_read_with_a_warning(tmp_path: Path, message: Message, caplog: pytest.LogCaptureFixture) -> None:
+    save_model(tmp_path, TASK, message, {})
+    card = json.loads((tmp_path / "card.json").read_text())
+    del card["seal"]
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    assert load_model(tmp_path).kind == "plain"
+    assert "has no seal" in caplog.text
 
 
 def test_a_model_must_say_of_which_kind_it_is(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from medflare.data.sites.opening import open_site
 from medflare.inference import export as exporting
 from medflare.inference.adaptation import dsbn_for, with_tent
 from medflare.inference.bundle import as_data, definition, inference_config
-from medflare.inference.deployed import StoredModel, load_model, plain_message
+from medflare.inference.deployed import StoredModel, load_model, plain_message, sealed
 from medflare.inference.export import export, largest_difference, random_batches
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
@@ -59,6 +59,7 @@ def test_torchscript_of_a_plain_model(untrained: Callable[..., Path], tmp_path: 
     card = json.loads((tmp_path / "out/card.json").read_text())
     assert card["preprocessing"]["size"] == [16, 16]
     assert card["export"] == {"format": "torchscript", "largest_difference": result.differences}
+    assert sealed(card) == card
 
 
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.data.loading import FOLDERS
 from medflare.data.sites.opening import open_site
 from medflare.inference.adaptation import dsbn_for, with_dsbn, with_tent
 from medflare.inference.deployed import StoredModel, load_model, plain_message
@@ -58,7 +59,10 @@ def test_a_sites_test_images_give_the_numbers_of_the_run(
     assert measured.values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
 
 
-def test_the_same_for_classification(trained: Callable[..., Path], data_root: Path, tmp_path: Path, classification: TaskConfig) -> None:
+def test_the_same_for_classification(
+    trained: Callable[..., Path], data_root: Path, tmp_path: Path, classification: TaskConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDERS, str(data_root))  # its datalists name pictures beside their folder
     run = trained("fedsm", classification, opener=lambda name, role: open_site(name, classification, data_root=data_root / name / "grades"))
     stored = load_model(run / "sites/A/deployed")
     predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)

@@ -25,6 +25,7 @@ def add_commands(commands: Commands) -> None:
     )
     check.add_argument("root", type=Path, help=_ROOT)
     check.add_argument("--task", required=True, help=_TASK)
+    check.add_argument("--local", type=Path, help="the site's local/medflare.json, for its bounds and data_folders (default: none)")
     check.add_argument("--out", type=Path, help="folder for thumbnails (default: none are written)")
     add_init(actions)
     _add_fingerprint(actions)
@@ -33,9 +34,11 @@ def add_commands(commands: Commands) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     from medflare.data.checking.check import check_site
+    from medflare.data.sites.local import local_settings, read_local
     from medflare.tasks.config import load_task
 
-    report = check_site(options.root, load_task(options.task), out=options.out)
+    own = local_settings({} if options.local is None else read_local(options.local))
+    report = check_site(options.root, load_task(options.task), out=options.out, own=own)
     print(report.render())
     return 0 if report.ok else 1
 
@@ -69,7 +72,7 @@ def _fingerprint(options: argparse.Namespace) -> int:
     if options.out is None:
         print(json.dumps(to_json(found), indent=2))
         return 0
-    write_json(options.out, to_json(found))
+    write_json(options.out, to_json(found), public=True)
     for item in found:
         print(f"{item.site}: {item.images} training images of {item.patients} patients")
     print(f"written: {options.out}; read it before it leaves the site")
@@ -108,7 +111,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     found = read_fingerprints(options.fingerprints)
     proposed = plan(found, modality=options.modality, memory=options.memory, voxels=options.voxels, name=options.name)
-    write_json(options.out, proposed.settings)
+    write_json(options.out, proposed.settings, public=True)
     print(proposed.render())
     sites = ", ".join(item.site for item in found)
     print(f"planned from {sum(item.images for item in found)} training images ({sites}); written: {options.out}")

@@ -193,14 +193,16 @@ class Fact(str):
     Attributes:
         about: what it says, a few words.
         takes: what is wrong with a value, see `number`, `count`, `table` and `listing`; asked before a reply is used.
+        measured: the split whose patients it was measured on, "train" or "validation"; "" for what is no measurement.
     """
 
     about: str
     takes: Taken
+    measured: str
 
-    def __new__(cls, name: str, about: str = "", takes: Taken = anything) -> "Fact":
+    def __new__(cls, name: str, about: str = "", takes: Taken = anything, measured: str = "") -> "Fact":
         fact = super().__new__(cls, name)
-        fact.about, fact.takes = about, takes
+        fact.about, fact.takes, fact.measured = about, takes, measured
         return fact
 
 

@@ -5,10 +5,13 @@ round beside facts of another. Nothing is ever unpickled.
 """
 
 import copy
+import csv
 import hashlib
+import io
 import json
 import os
 import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,18 +24,23 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 
 _SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
 _HEADER = "medflare"  # the field of the safetensors header that holds facts, entry names and the checksum
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
     """Replace `path` in one step: a reader, or a crash, sees the old content or the new, never a part.
 
-    Unlike a file of `tempfile`, the new one has the permissions that the user's umask gives: a report is there to be read.
+    Args:
+        path: the file; folders that do not exist are made.
+        content: of the file.
+        public: whether file and folders get the permissions of the user's umask, as a report that is there to be read. Else they are for
+            this account alone: most of what is written is made of patients' images, or of models that know them.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, public=public)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=None if public else own_opener) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -42,9 +50,52 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` as indented JSON, atomically; NaN and infinity are refused."""
-    write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+def own_opener(path: str, flags: int) -> int:
+    """For `open(..., opener=own_opener)`: a file that is made is for this account alone."""
+    return os.open(path, flags, 0o600)
+
+
+def make_folder(folder: Path, *, public: bool = False) -> None:
+    """Make a folder and those above it where they do not exist; a folder that is there stays as it is.
+
+    Args:
+        folder: its path.
+        public: as for `write_atomically`.
+    """
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    for place in reversed(missing):
+        place.mkdir(mode=0o777 if public else 0o700, exist_ok=True)
+
+
+def write_json(path: Path, content: Any, *, public: bool = False) -> None:
+    """Write `content` as indented JSON, atomically; NaN and infinity are refused. `public` as for `write_atomically`."""
+    write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(), public=public)
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> str:
+    """Rows as CSV in which a spreadsheet finds no formula: a text that begins like one gets an apostrophe (OWASP, "CSV Injection").
+
+    Args:
+        rows: column -> value; one that is missing stays empty.
+        columns: their names, in order.
+        header: whether the names come first.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    if header:
+        writer.writerow(map(_no_formula, columns))
+    writer.writerows([_no_formula(row.get(column, "")) for column in columns] for row in rows)
+    return text.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value  # a negative number
 
 
 def message_to_bytes(message: Message) -> bytes:

@@ -1,7 +1,7 @@
 """A site's `datalist.json` (MONAI / Decathlon layout) and its splits, which no patient ever crosses."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,13 +80,19 @@ def site_folders(root: Path) -> list[Path]:
     return folders
 
 
-def read_datalist(folder: Path, kind: str) -> list[Entry]:
+def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[Entry]:
     """All entries, in file order.
 
+    Args:
+        folder: holds datalist.json.
+        kind: of the task, "segmentation" or "classification".
+        folders: where files may lie beside `folder`; links are followed before it is judged where a file lies.
+
     Raises:
-        DataError: the file is missing, not JSON or empty, or an entry lacks its image or label.
+        DataError: the file is missing, not JSON or empty, or an entry lacks its image or label, or names a file elsewhere.
     """
     path = folder / FILE
+    homes = [home.resolve() for home in (folder, *folders)]
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -103,7 +109,23 @@ def read_datalist(folder: Path, kind: str) -> list[Entry]:
         if not isinstance(listed, list):
             raise DataError(f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}")
         entries += [_entry(folder, item, split, f"{path} {split}[{number}]", kind) for number, item in enumerate(listed)]
+    for entry in entries:
+        for file in filter(None, (*entry.files, *(entry.masks if kind == "segmentation" else []))):
+            _refuse_elsewhere(file, homes, entry.place)
     return entries
+
+
+def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
+    """A datalist that came from somebody else must not read what else the account can read."""
+    try:
+        found = file.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is none, or links in a circle
+        raise DataError(f"{place}: {str(file)!r} names no file ({error}); correct the path") from error
+    if not any(found.is_relative_to(home) for home in homes):
+        raise DataError(
+            f"{place}: {file} lies outside the site's folder; move it there, or allow its folder in data_folders of local/medflare.json "
+            "(without one: in MEDFLARE_DATA_FOLDERS)"
+        )
 
 
 def listed_splits(folder: Path) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def decoded_rows(task: TaskConfig, source: Source, entries: list[Entry], failed:
                 raise
             failed[number] = str(error)
             continue
-        for name, picture, label in pictures_of(task, entry.name, image, target):
+        for name, picture, label in pictures_of(task, entry, image, target):
             ready = preprocessing.image(picture)
             wanted = _for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task)
             spacing = resized_spacing(source.spacing(entry), picture.shape[1:], ready.shape[1:]) if task.spatial_dims == 3 else None
@@ -147,12 +147,14 @@ def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray)
     return encode_mask(mask, task, place)
 
 
-def pictures_of(task: TaskConfig, name: str, image: np.ndarray, target: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def pictures_of(task: TaskConfig, entry: Entry, image: np.ndarray, target: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """The picture or volume itself, or the kept slices of a volume, with their targets.
+
+    A label chooses slices for training alone: where a model is measured, what it finds on slices without a structure counts.
 
     Args:
         task: decides about slices.
-        name: of the image.
+        entry: of the datalist, with its split.
         image: (C, ...), at its stored size.
         target: see `target_of`.
 
@@ -160,11 +162,11 @@ def pictures_of(task: TaskConfig, name: str, image: np.ndarray, target: np.ndarr
         Name, picture (C, ...) and target of each.
     """
     if image.ndim == task.spatial_dims + 1:
-        yield name, image, target
+        yield entry.name, image, target
         return
     axis = task.slices["axis"] + 1
-    segmentation = task.kind == "segmentation"
+    segmentation, every = task.kind == "segmentation", task.slices["keep"] == "all" or entry.split != "training"
     for position in range(image.shape[axis]):
         label = np.take(target, position, axis=axis) if segmentation else target
-        if task.slices["keep"] == "all" or label.any():
-            yield f"{name}[{position}]", np.take(image, position, axis=axis), label
+        if every or label.any():
+            yield f"{entry.name}[{position}]", np.take(image, position, axis=axis), label

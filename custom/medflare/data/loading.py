@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -14,12 +14,14 @@ from medflare.data.cache.folder import CacheSettings
 from medflare.data.cache.shards import Shards
 from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits
 from medflare.data.decoding import Decoded
+from medflare.data.files.bounds import ImageBounds
 from medflare.data.sources import FileSource, PhantomSource, Source
 from medflare.data.splits import OnDisk, OneByOne, Samples, SiteData, Split
 from medflare.data.targets import class_counts, encode_label
 from medflare.tasks.config import TaskConfig
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
+FOLDERS = "MEDFLARE_DATA_FOLDERS"  # as PATH has them
 
 
 def resolve_data_root(site: str, task: TaskConfig, own: str = "", given: Path | str | None = None) -> Path | None:
@@ -65,7 +67,26 @@ def _site_folder(root: Path, site: str, origin: str) -> Path:
     raise DataError(f"site {site}: data root {root} ({origin}) holds no {FILE} and no folder {site}; correct the path or add the data")
 
 
-def load_site_data(site: str, task: TaskConfig, root: Path | None, *, role: str = "inside", cache: CacheSettings | None = None) -> SiteData:
+def allowed_folders(own: Sequence[str] = ()) -> tuple[Path, ...]:
+    """The folders beside its own that a site's datalist may name files in: the site's `own`, else those of MEDFLARE_DATA_FOLDERS.
+
+    Args:
+        own: "data_folders" of the site's own local/medflare.json.
+    """
+    named = own or filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
+    return tuple(Path(folder).expanduser() for folder in named)
+
+
+def load_site_data(
+    site: str,
+    task: TaskConfig,
+    root: Path | None,
+    *,
+    role: str = "inside",
+    cache: CacheSettings | None = None,
+    folders: Sequence[str] = (),
+    bounds: ImageBounds = ImageBounds(),
+) -> SiteData:
     """A site's data, ready for the network.
 
     Decoding happens once per process, and with `cache` once per site: later processes read the decoded tensors from that
@@ -77,11 +98,13 @@ def load_site_data(site: str, task: TaskConfig, root: Path | None, *, role: str 
         root: from `resolve_data_root`; None generates the embedded federation.
         role: "inside" needs images in every split, "outside" only in the test split.
         cache: with its folder, see `cache.folder.placed`; None keeps decoded tensors in this process alone.
+        folders: see `allowed_folders`.
+        bounds: how large an image may be.
 
     Raises:
         DataError: anything wrong with the data; the message names the file or value and the remedy.
     """
-    source: Source = PhantomSource(site, task) if root is None else FileSource(root, task)
+    source: Source = PhantomSource(site, task) if root is None else FileSource(root, task, allowed_folders(folders), bounds)
     entries, dropped = used_entries(site, task, source, role=role)
     _refuse_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)

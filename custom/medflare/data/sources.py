@@ -1,5 +1,6 @@
 """Where a site's pictures and masks come from, at their stored size: its files, or the embedded federation that is generated."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,8 +10,10 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_splits, read_datalist
+from medflare.data.files.bounds import ImageBounds, refuse_large
 from medflare.data.files.channels import files_of, read_picture
 from medflare.data.files.readers import read_mask, whole_numbers
+from medflare.data.files.segmentations import is_segmentation, read_segmentation
 from medflare.data.files.volumes import Grid, read_channels, read_volume, turned
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
@@ -41,15 +44,23 @@ class Source(Protocol):
 
 
 class FileSource:
-    """A site's folder with its datalist.json."""
+    """A site's folder with its datalist.json.
 
-    def __init__(self, root: Path, task: TaskConfig):
+    Args:
+        root: the folder.
+        task: what the images are for.
+        folders: further folders that the datalist may name files in, see `datalist.read_datalist`.
+        bounds: how large an image may be.
+    """
+
+    def __init__(self, root: Path, task: TaskConfig, folders: Sequence[Path] = (), bounds: ImageBounds = ImageBounds()):
         self._root, self._task = root, task
+        self._folders, self._bounds = tuple(folders), bounds
         self._grids: tuple[Entry, Grid, Grid] | None = None  # of the volume that was read last, as stored and as given
 
     def entries(self) -> list[Entry]:
         """The entries of datalist.json."""
-        return read_datalist(self._root, self._task.kind)
+        return read_datalist(self._root, self._task.kind, self._folders)
 
     def listed(self) -> tuple[str, ...]:
         """Splits that datalist.json gives, be they empty."""
@@ -59,11 +70,12 @@ class FileSource:
         """The entry's image, see `channels.read_picture` and `volumes.turned`.
 
         Raises:
-            DataError: it cannot be read, or its channels are not those of the task.
+            DataError: it cannot be read, is larger than this site allows, or its channels are not those of the task.
         """
         files = files_of(entry.channels, self._task, entry.place) if entry.channels else entry.files
+        refuse_large(files, self._bounds)
         if self._task.spatial_dims == 3:
-            array, stored = read_channels(files, self._task.image_channels)
+            array, stored = read_channels(files, self._task.image_channels, self._task.pick)
             array, here = turned(array, stored, self._task)
             self._grids = (entry, stored, here)
             return array
@@ -84,20 +96,30 @@ class FileSource:
         """The entry's masks one after the other, int64 (M, ...), laid out as its image.
 
         Raises:
-            DataError: masks of different sizes, on another grid than the image, or one that cannot be read.
+            DataError: masks of different sizes, on another grid than the image, or one that cannot be read or is too large.
         """
+        refuse_large(entry.masks, self._bounds)
         if self._task.spatial_dims == 3:
             return np.concatenate([self._volume_mask(file, entry) for file in entry.masks])
-        masks = [read_mask(file) for file in entry.masks]
+        masks = [self._picture_mask(file, entry) for file in entry.masks]
         for file, mask in zip(entry.masks, masks, strict=True):
             if mask.shape[1:] != masks[0].shape[1:]:
                 first = f"{entry.masks[0].name} is {size_of(masks[0])}"
                 raise DataError(f"{file}: the mask is {size_of(mask)}, {first}; store masks of one size")
         return np.concatenate(masks)
 
+    def _picture_mask(self, file: Path, entry: Entry) -> np.ndarray:
+        if not (entry.image.is_dir() and is_segmentation(file)):
+            return read_mask(file)
+        placed = read_segmentation(file, entry.image, read_volume(entry.image)[1], self._task)
+        return np.swapaxes(placed, 1, 2)  # a picture's rows come first
+
     def _volume_mask(self, file: Path, entry: Entry) -> np.ndarray:
-        array, grid = read_volume(file)
         stored, _ = self._placed(entry)
+        if entry.image.is_dir() and is_segmentation(file):
+            placed = read_segmentation(file, entry.image, stored, self._task)
+            return turned(placed, stored, self._task, labels=True)[0]
+        array, grid = read_volume(file)
         if difference := stored.difference(grid):
             raise DataError(f"{file}: the mask lies on another grid than its image {entry.image} ({difference}); resample it to the image")
         return turned(whole_numbers(array, file), grid, self._task, labels=True)[0]

@@ -64,6 +64,15 @@ class Preprocessing:
         with plain_tensors():
             return self._resize(self._intensity(torch.as_tensor(array, dtype=torch.float32)), mask=False)
 
+    def intensities(self, array: np.ndarray) -> Tensor:
+        """The intensity transform alone, float32 (C, h, w).
+
+        Args:
+            array: stored intensities of a picture, slice or volume.
+        """
+        with plain_tensors():
+            return self._intensity(torch.as_tensor(array, dtype=torch.float32))
+
     def mask(self, array: np.ndarray) -> Tensor:
         """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `fit` "patch" as they are.
 

@@ -46,9 +46,9 @@ def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
         TypeError: the record holds what JSON cannot.
     """
     results = build_results(record)
-    write_json(folder / RESULTS_FILE, results)
+    write_json(folder / RESULTS_FILE, results, public=True)
     page = report.render_report(results, json_ready(record.history), record.pictures)
-    write_atomically(folder / REPORT_FILE, page.encode())
+    write_atomically(folder / REPORT_FILE, page.encode(), public=True)
     return results
 
 

@@ -1,7 +1,8 @@
 """One site's part in a federation, the same under every engine: enrol, answer steps, remember, evaluate what is delivered."""
 
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,11 +15,17 @@ from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keep, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
+from medflare.federation.screening.replies import DELIVERS
+from medflare.federation.screening.withholding import too_few, withhold
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.tasks.schedules import rate_factor
+
+# Of one kind, what a site says of its data; the server's gate takes a hundred events in all (`screening.replies`), and 64 KiB of facts.
+_MOST_EVENTS: Final = 45
+_LONGEST_EVENT: Final = 400  # characters
 
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
@@ -76,6 +83,10 @@ class Participant:
         keep: called at delivery with (role, delivered model, metrics) for each final model, so that an engine can put it on disk.
         show: called at delivery with (name, PNG content) for each picture that the method makes for the site itself.
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
+        minimum_patients: of how many a metric must be for it to leave the site.
+
+    Attributes:
+        began: when the step at hand did, by `time.monotonic`.
     """
 
     def __init__(
@@ -89,6 +100,7 @@ class Participant:
         keep: Keep = lambda role, message, metrics: None,
         show: Callable[[str, bytes], None] = lambda name, png: None,
         budget: Budget | None = None,
+        minimum_patients: int = 0,
     ):
         self.name = name
         self.opened = opened
@@ -97,6 +109,8 @@ class Participant:
         self.store = store or MemoryStore()
         self.keep = keep
         self.show = show
+        self.minimum_patients = minimum_patients
+        self.began = time.monotonic()
         self.account = Account(Ledger(self.store), budget)
         self._half = RememberedHalf(name, self.store, self._made)
         self._site: Site | None = None
@@ -115,12 +129,17 @@ class Participant:
         Raises:
             MedflareError: whatever is wrong with the site's data, state or configuration.
         """
+        self.began = time.monotonic()
         if phase == ENROL:
             return self._enrol(incoming)
         step, rounds = int(incoming.facts.pop("step")), int(incoming.facts.pop("run_rounds"))
         with self._half.ready(step, kept=phase != DELIVER) as half:
             half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
-            return self._deliver(half, incoming) if phase == DELIVER else half.perform(phase, round, incoming)
+            if phase == DELIVER:
+                return self._deliver(half, incoming)
+            reply = half.perform(phase, round, incoming)
+            withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
+            return reply
 
     # -- enrolment -------------------------------------------------------------------------------------------------------------
 
@@ -154,10 +173,13 @@ class Participant:
 
     def _notes(self, site: Site) -> list[dict[str, Any]]:
         log = EventLog()
-        for note in site.notes:
-            log.add("warning", note)
-        for line in site.data.left_out:
-            log.add("left_out", line)
+        for split in too_few(site, self.minimum_patients):
+            log.add("warning", f"no metric of its {split} patients leaves the site: they are fewer than {self.minimum_patients}")
+        for kind, lines in (("warning", site.notes), ("left_out", site.data.left_out)):
+            for line in lines[:_MOST_EVENTS]:
+                log.add(kind, line[:_LONGEST_EVENT])
+            if len(lines) > _MOST_EVENTS:
+                log.add(kind, f"and {len(lines) - _MOST_EVENTS} more, which the site's own data check names")
         return log.to_list()
 
     def _opened(self, role: str) -> Site:
@@ -179,6 +201,7 @@ class Participant:
         """Final models and pictures made, measured and handed to the engine to keep."""
         models = half.deliver(incoming)
         facts = evaluated(half.site, models, self.keep)
+        withhold(facts, DELIVERS, too_few(half.site, self.minimum_patients))
         for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():
             self.show(name, png)
         cost = half.privacy()

@@ -10,6 +10,7 @@ from typing import Any
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
+from medflare.core.store import make_folder
 from medflare.evaluation.console import round_line
 from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
@@ -77,6 +78,7 @@ class Run:
         """
         started = time.monotonic()
         outcome, reason = Outcome(), ""
+        _make_readable(self.folder)
         try:
             server = self._server()
             federation = self._federation(server, exchange, outcome)
@@ -245,3 +247,9 @@ def refused_run(
         events=events.to_list(),
     )
     return write_results(folder, record)
+
+
+def _make_readable(folder: Path | None) -> None:
+    """The run's folder, before anything private is written deeper in it: a report lies there, which others may read (`core.store`)."""
+    if folder is not None:
+        make_folder(folder, public=True)

@@ -7,6 +7,7 @@ In a site's own process torch, MONAI and the method are loaded by a thread while
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,7 @@ from nvflare.apis.signal import Signal
 from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 
-from medflare.core.errors import Aborted, MedflareError
+from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.flare.exchange.participants import (
     DATA_ROOT,
     FOLDER,
@@ -40,6 +41,7 @@ from medflare.flare.names import by_name, named_classes
 from medflare.flare.simulator.relay import Relay
 
 if TYPE_CHECKING:
+    from medflare.data.sites.redaction import Redaction
     from medflare.federation.participant import Participant
 
 
@@ -65,6 +67,7 @@ class MedflareExecutor(Executor):
         self.resume = resume
         self._authorized: ParticipantSpec | None = None
         self._participant: Participant | None = None
+        self._redaction: tuple[Redaction | None] | None = None
         self._abort_signal = Signal()
         share_cleanup_thread()
         self._relay = Relay(os.getppid())
@@ -105,10 +108,11 @@ class MedflareExecutor(Executor):
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         except MedflareError as error:
-            reason = str(error)
+            reason = self._outward(str(error), fl_ctx)
         except Exception as error:
-            self.log_exception(fl_ctx, f"'{task_name}' of round {round} failed")
+            self.log_error(fl_ctx, self._outward(traceback.format_exc(), fl_ctx))  # a job's error log may leave the site, too
             reason = f"{type(error).__name__} in '{task_name}' of round {round}: {error}; the site's log has the traceback"
+            reason = self._outward(reason, fl_ctx)
         self.log_error(fl_ctx, f"medflare: {reason}")
         return error_reply(reason)
 
@@ -119,7 +123,24 @@ class MedflareExecutor(Executor):
             return self._relay.answer(self._authorized, phase, round, incoming, self._aborted)
         if self._participant is None:
             self._participant = self._authorized.participant(self._aborted)
-        return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
+        reply = self._participant.answer(phase, round, to_message(incoming))
+        if redaction := self._redaction_here(fl_ctx):
+            reply.facts = redaction.facts(reply.facts)
+        return to_shareable(reply)
+
+    def _redaction_here(self, fl_ctx: FLContext) -> "Redaction | None":
+        """Made once; a datalist that changes meanwhile is a later job's."""
+        if self._redaction is None:
+            try:
+                self._redaction = (self._spec(fl_ctx).redaction(),)
+            except ConfigError:  # of the job itself, which names no patient
+                return None
+        return self._redaction[0]
+
+    def _outward(self, text: str, fl_ctx: FLContext) -> str:
+        """Text that may leave the site, without the names that its settings keep back."""
+        redaction = self._redaction_here(fl_ctx)
+        return text if redaction is None else redaction.text(text)
 
     def _aborted(self) -> bool:
         return bool(self._abort_signal.triggered)

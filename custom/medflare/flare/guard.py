@@ -8,8 +8,6 @@ The guard protects against mistakes, in a method, a job or another filter. Code 
 and could go around it: sites that rely on the guard refuse such jobs (`byoc` in authorization.json).
 """
 
-import csv
-import io
 import json
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,8 +19,8 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import MedflareError, UpdateError
-from medflare.data.sites.local import OutboundLimits, local_settings
-from medflare.flare.exchange.participants import SITE_TASK, SiteTask, read_local
+from medflare.data.sites.local import OutboundLimits, local_settings, read_local
+from medflare.flare.exchange.participants import SITE_TASK, SiteTask
 
 if TYPE_CHECKING:
     from medflare.core.manifest import Manifest
@@ -144,17 +142,15 @@ def _rows(message: "Message", manifest: "Manifest") -> list[dict[str, Any]]:
 
 def _report(task: SiteTask, rows: list[dict[str, Any]]) -> None:
     """Append to the site's report; a spreadsheet opens it."""
+    from medflare.core.store import csv_text, make_folder, own_opener
+
     path = Path(task.spec.folder) / REPORT
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     common = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "phase": task.phase,
         "round": task.round,
     }
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _COLUMNS, restval="", lineterminator="\n")
-    if not path.exists():
-        writer.writeheader()
-    writer.writerows({**common, **row} for row in rows)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text.getvalue())
+    text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=not path.exists())
+    with open(path, "a", encoding="utf-8", opener=own_opener) as file:
+        file.write(text)

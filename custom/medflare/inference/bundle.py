@@ -106,7 +106,13 @@ def as_data(value: Any) -> Any:
 
 
 def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
-    """A workflow over a folder of pictures, or of NIfTI volumes where the task has them."""
+    """A workflow over a folder of pictures, or of NIfTI volumes where the task has them.
+
+    Raises:
+        ExportError: a task that picks volumes of a file.
+    """
+    if task.pick:
+        raise ExportError("a MONAI bundle reads all volumes of a file, this task picks some; export torchscript or onnx")
     volumes = task.spatial_dims == 3
     found = f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES!r}]"
     weights = "torch.load(@bundle_root + '/models/model.pt', map_location=@device, weights_only=True)"

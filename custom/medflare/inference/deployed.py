@@ -7,6 +7,7 @@ network) and the adapted kinds of `adaptation.py`; a method's own kinds stand in
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,9 @@ from medflare.tasks.config import TaskConfig, load_task
 MODEL = "model"  # the entry of a plain model that holds its weights
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
-_PREPROCESSING = ("channels", "size", "intensity", "slices", "spatial_dims", "fit", "orientation", "spacing")
+SEAL = "seal"  # the card's own checksum, which covers that of the weights
+_log = logging.getLogger(__name__)
+_PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "fit", "orientation", "spacing")
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
 
@@ -172,30 +175,42 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
     folder, content = Path(folder), message_to_bytes(message)
     described = task.to_dict()
     write_atomically(folder / WEIGHTS_FILE, content)
-    write_json(
-        folder / CARD_FILE,
-        {
-            "schema": CARD_SCHEMA,
-            **card,
-            "kind": message.facts["kind"],
-            "labels": list(task.labels),
-            "network": described["network"],
-            "preprocessing": {key: described[key] for key in _PREPROCESSING},
-            "task": described,
-            "fingerprint": task.fingerprint(),
-            "entries": {entry: len(state) for entry, state in sorted(message.states.items())},
-            "bytes": message.nbytes,
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "versions": installed_versions(),
-        },
-    )
+    whole = {
+        "schema": CARD_SCHEMA,
+        **card,
+        "kind": message.facts["kind"],
+        "labels": list(task.labels),
+        "network": described["network"],
+        "preprocessing": {key: described[key] for key in _PREPROCESSING},
+        "task": described,
+        "fingerprint": task.fingerprint(),
+        "entries": {entry: len(state) for entry, state in sorted(message.states.items())},
+        "bytes": message.nbytes,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "versions": installed_versions(),
+    }
+    write_json(folder / CARD_FILE, sealed(whole))
+
+
+def sealed(card: Mapping[str, Any]) -> dict[str, Any]:
+    """The card with the SHA-256 of all that it says, the checksum of the weights included, in place of an older one.
+
+    It shows what was changed by mistake or by hand. Who forges a card can compute it too: a seal that is to prove where a model comes
+    from is compared with the one that the delivering party tells.
+
+    Args:
+        card: JSON values.
+    """
+    content = {name: value for name, value in card.items() if name != SEAL}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return {**content, SEAL: hashlib.sha256(canonical.encode()).hexdigest()}
 
 
 def load_model(folder: Path | str) -> StoredModel:
     """Read a delivered model; nothing is unpickled.
 
     Raises:
-        StateError: a file is missing or damaged, the card is of another schema, or card and weights do not belong together.
+        StateError: a file is missing or damaged, the card is of another schema or was changed, or card and weights do not belong together.
     """
     folder = Path(folder)
     missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
@@ -210,6 +225,10 @@ def load_model(folder: Path | str) -> StoredModel:
         raise StateError(f"{folder / CARD_FILE}: not a model card ({error}); fetch the model again") from error
     if schema != CARD_SCHEMA:
         raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
+    if SEAL not in card:
+        _log.warning("%s: the card of an older medflare has no seal; nothing tells whether somebody changed it", folder / CARD_FILE)
+    elif sealed(card)[SEAL] != card[SEAL]:
+        raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its seal does not fit; fetch the model again")
     if hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest() != checksum:
         raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
     return StoredModel(load_task(described), read_message(folder / WEIGHTS_FILE), card)

@@ -23,7 +23,7 @@ from medflare.data.sites.fitting import windows_of
 from medflare.data.sources import PhantomSource
 from medflare.data.transforms import Preprocessing
 from medflare.inference.bundle import write_bundle
-from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build
+from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build, sealed
 from medflare.inference.inputs import find_inputs
 from medflare.inference.predict import prepare
 from medflare.tasks.config import TaskConfig
@@ -91,7 +91,7 @@ def export(
                 found = largest_difference(model, exported, batches)
                 differences[inputs] = max(found, differences.get(inputs, 0.0))
         _refuse_different(differences, tolerance, format)
-        write_json(Path(folder) / CARD_FILE, {**stored.card, "export": {"format": format, "largest_difference": differences}})
+        write_json(Path(folder) / CARD_FILE, sealed({**stored.card, "export": {"format": format, "largest_difference": differences}}))
         return Exported(_handed_out(Path(folder), out), differences)
 
 

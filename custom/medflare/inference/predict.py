@@ -5,8 +5,6 @@ run does with a test split: the same images in the same order give the same numb
 unlabelled images themselves, see `prediction_model`.
 """
 
-import csv
-import io
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +19,8 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
-from medflare.core.store import write_atomically
+from medflare.core.store import csv_text, write_atomically
+from medflare.data.files.bounds import ImageBounds, refuse_large
 from medflare.data.files.channels import files_of, read_picture
 from medflare.data.files.volumes import Grid, read_channels, turned, turned_back
 from medflare.data.sites.fitting import windows_of
@@ -234,12 +233,13 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
     """Read one input and prepare it as in training; where a task of pictures meets a volume, it is cut, all slices kept.
 
     Raises:
-        DataError: the file cannot be read as an image.
+        DataError: the file cannot be read as an image, or is too large.
     """
     preprocessing = Preprocessing(task)
     files = files_of(source.channels, task, source.name) if source.channels else (source.path,)
+    refuse_large(files, ImageBounds())
     if task.spatial_dims == 3:
-        array, stored = read_channels(files, task.image_channels)
+        array, stored = read_channels(files, task.image_channels, task.pick)
         array, here = turned(array, stored, task)
         return Prepared(source, preprocessing.image(array)[None], here.shape, False, (stored, here))
     array = read_picture(files, task)
@@ -363,12 +363,9 @@ def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:
 
 
 def _write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    content = io.StringIO(newline="")
-    writer = csv.DictWriter(content, list(dict.fromkeys(chain.from_iterable(rows))) or ["image"], restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
     try:
-        write_atomically(path, content.getvalue().encode())
+        write_atomically(path, csv_text(rows, columns).encode())
     except OSError as error:
         raise StateError(f"{path}: cannot be written ({error.strerror or error}); give --out another folder") from error
 

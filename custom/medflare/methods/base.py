@@ -40,8 +40,8 @@ class ServerHyper:
 
 # What every reply to training or validation reports, see `SiteHalf.facts`.
 N_SAMPLES = Fact("n_samples", "training images")
-LOSS = Fact("loss", "mean training loss")
-VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", table())
+LOSS = Fact("loss", "mean training loss", measured="train")
+VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", table(), "validation")
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
 
 S = TypeVar("S", bound=SiteHyper)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from medflare.core.errors import PrivacyError
 from medflare.core.message import Message
-from medflare.core.store import MemoryStore, StateStore, Store
+from medflare.core.store import MemoryStore, StateStore, Store, make_folder, own_opener
 from medflare.data.sites.local import PrivacyLimit
 
 
@@ -100,8 +100,8 @@ class Budget:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Two jobs that run at the same time must not both spend the last of the budget."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f".privacy-{self.site}.lock").open("w") as file:
+        make_folder(self.folder)
+        with open(self.folder / f".privacy-{self.site}.lock", "w", opener=own_opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
             yield
 

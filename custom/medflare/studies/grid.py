@@ -102,7 +102,7 @@ class _Job:
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
         results["configuration"]["settings"] |= {"label": self.candidate.label, "resplit": self.seed}
-        write_json(self.folder / RESULTS_FILE, results)
+        write_json(self.folder / RESULTS_FILE, results, public=True)
         left_out = f" without {', '.join(self.outside)}" if self.outside else ""
         return f"{self.candidate.label}{left_out}, seed {self.seed}: {results['status']}, {results['seconds']['total']:.0f} s"
 
@@ -150,7 +150,7 @@ def run_study(
     groups: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
         groups.setdefault(job.candidate.label, []).append(load_results(job.folder))
-    write_atomically(out / TABLE_FILE, study_report(groups, setting.task, setting.rounds).encode())
+    write_atomically(out / TABLE_FILE, study_report(groups, setting.task, setting.rounds).encode(), public=True)
     return groups
 
 

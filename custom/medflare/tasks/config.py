@@ -189,7 +189,8 @@ class TaskConfig:
         metric: validation metric that selects models; higher is better.
         intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once.
         augment: MONAI random transforms, applied to training batches in this order.
-        slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all" or "foreground").
+        slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all", or
+            "foreground": of training volumes the slices that show a structure; validation and test always keep all).
         label_values: label -> values that files use for it; empty: binary 1, multiclass the label's index,
             multilabel one mask (or 0/1 entry) per label.
         unlisted_labels: what a value that no label lists means: "error", or "drop" (classification: the image is left out;
@@ -202,6 +203,8 @@ class TaskConfig:
         orientation: 3-D: the patient's axes along which voxels run, as "RAS".
         spacing: 3-D: millimetres between voxels to which volumes are resampled; None as stored.
         missing_channels: what an entry without one of the channels means: "error", or "zeros" in its place.
+        pick: of one file with more volumes than channels (a 4-D NIfTI file), the numbers from 0 of those that are the channels, in their
+            order; none for all.
         surface_tolerance: 3-D: how far surfaces may lie apart to agree in surface Dice, in millimetres.
         unreadable: what an image that cannot be used means: "error", or "skip", up to `unreadable_limit`.
         unreadable_limit: most images of a site that are skipped: "share" of all and "count".
@@ -241,6 +244,7 @@ class TaskConfig:
     orientation: Annotated[str, AfterValidator(_orientation)] = "RAS"
     spacing: Annotated[tuple[Millimetres, Millimetres, Millimetres] | None, takes("three millimetres above 0, or null as stored")] = None
     missing_channels: Literal["error", "zeros"] = "error"
+    pick: tuple[Annotated[int, Field(ge=0)], ...] = ()
     surface_tolerance: Annotated[float, Field(ge=0)] = 2.0
     unreadable: Literal["error", "skip"] = "error"
     unreadable_limit: UnreadableLimit = field(default_factory=lambda: dataclasses.asdict(_UnreadableLimit()))
@@ -385,5 +389,7 @@ def _check_images(task: TaskConfig, place: str) -> None:
         raise ConfigError(f"{place}: fit 'patch' is for segmentation, a class belongs to a whole image; use 'resize'")
     if task.fit == "resize" and task.patches_per_image != 1:
         raise ConfigError(f"{place}: patches_per_image is for fit 'patch', this task has 'resize'; leave it out")
+    if task.pick and len(task.pick) != task.image_channels:
+        raise ConfigError(f"{place}: pick names {len(task.pick)} volumes for {task.image_channels} channels; name one for each")
     if task.missing_channels == "zeros" and isinstance(task.channels, int):
         raise ConfigError(f"{place}: missing_channels 'zeros' needs the channels' names, channels is {task.channels}; list them")

@@ -70,6 +70,29 @@ def test_nifti_channels_and_flat_images(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_image(tmp_path / "flat.nii", 1), several[:, :, 0, 0].T[None])
 
 
+def test_volumes_of_one_file_are_no_colours(tmp_path: Path) -> None:
+    """Three contrasts are not averaged as red, green and blue are; which one is meant has to be said."""
+    contrasts = np.arange(2 * 3 * 4 * 3, dtype=np.float32).reshape(2, 3, 4, 3)
+    file = tmp_path / "contrasts.nii.gz"
+    nibabel.save(nibabel.Nifti1Image(contrasts, np.diag([-1, -1, 1, 1])), file)
+    with pytest.raises(DataError, match=r"has 3 channels, the task takes 1; .*say in the task which of them it means \(pick\)"):
+        read_image(file, 1)
+    np.testing.assert_array_equal(read_image(file, 1, (2,)), contrasts[..., 2].transpose(1, 0, 2)[None])
+    with pytest.raises(DataError, match="the task picks number 3"):
+        read_image(file, 1, (3,))
+
+
+def test_an_oblique_volume_is_cut_along_its_own_slices(tmp_path: Path) -> None:
+    """Turned by whole axes and never interpolated: tilted by twenty degrees and flipped, the slices stay those that were acquired."""
+    volume = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
+    angle = np.radians(20)
+    tilt = np.array([[1, 0, 0, 0], [0, np.cos(angle), -np.sin(angle), 0], [0, np.sin(angle), np.cos(angle), 0], [0, 0, 0, 1]])
+    nibabel.save(nibabel.Nifti1Image(volume, tilt @ np.diag([-1, -1, 1, 1])), tmp_path / "tilted.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(volume[::-1, :, ::-1].copy(), tilt @ np.diag([1, -1, -1, 1])), tmp_path / "flipped.nii.gz")
+    for name in ("tilted", "flipped"):
+        np.testing.assert_array_equal(read_image(tmp_path / f"{name}.nii.gz", 1), volume.transpose(1, 0, 2)[None])
+
+
 def _dicom(path: Path, pixels: np.ndarray, position: int = 0, slope: float = 1, intercept: float = 0) -> None:
     meta = FileMetaDataset()
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
@@ -98,6 +121,16 @@ def test_dicom(tmp_path: Path) -> None:
     _dicom(tmp_path / "c.dcm", COLOUR)
     np.testing.assert_array_equal(read_image(tmp_path / "c.dcm", 3), COLOUR.transpose(2, 0, 1))
     assert pydicom.dcmread(tmp_path / "c.dcm").SamplesPerPixel == 3
+
+
+def test_the_window_of_a_viewer_changes_no_intensity(tmp_path: Path) -> None:
+    """Slope and intercept say what was measured, a window how one image is to be shown: images stay comparable without it."""
+    pixels = GREY.astype(np.uint16) * 100
+    _dicom(tmp_path / "w.dcm", pixels, slope=2, intercept=-1000)
+    file = pydicom.dcmread(tmp_path / "w.dcm")
+    file.WindowCenter, file.WindowWidth = 40, 80
+    file.save_as(tmp_path / "w.dcm")
+    np.testing.assert_array_equal(read_image(tmp_path / "w.dcm", 1)[0], pixels.astype(np.float32) * 2 - 1000)
 
 
 @pytest.mark.parametrize(("slope", "intercept"), [(1, 0), (2, -1000)])

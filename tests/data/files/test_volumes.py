@@ -50,15 +50,19 @@ def test_channels_of_their_own_files_are_put_together_and_zeros_stand_in(tmp_pat
     assert read_channels([four], 4)[0].shape == (4, *SHAPE)
     with pytest.raises(DataError, match=r"four.nii.gz: the image has 4 channels, the task takes 3; correct"):
         read_channels([four], 3)
+    different = write(tmp_path / "different.nii.gz", np.stack([VOLUME + 100 * number for number in range(4)], axis=-1))
+    np.testing.assert_array_equal(read_channels([different], 2, (3, 1))[0], np.stack([VOLUME + 300, VOLUME + 100]))
+    with pytest.raises(DataError, match=r"different.nii.gz: the image has 4 channels, the task picks number 4 \(from 0\)"):
+        read_channels([different], 1, (4,))
 
 
 def _bad(folder: Path, volume: np.ndarray = VOLUME, matrix: np.ndarray | None = None) -> Path:
     return write(folder / "bad.nii", volume, matrix)
 
 
-def _oblique(folder: Path) -> Path:
+def _oblique(folder: Path, angle: float) -> Path:
     turn = np.eye(4)
-    turn[:2, :2] = [[np.cos(0.4), -np.sin(0.4)], [np.sin(0.4), np.cos(0.4)]]
+    turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
     return _bad(folder, matrix=turn @ affine())
 
 
@@ -74,9 +78,23 @@ def test_spacing_that_is_none(tmp_path: Path, pixdim: float, words: str) -> None
         read_volume(file)
 
 
+@pytest.mark.parametrize("spacing", [None, [2.0, 1.0, 1.5]])
+def test_a_tilted_volume_keeps_its_own_grid(tmp_path: Path, spacing: list[float] | None) -> None:
+    """Its axes are exchanged and flipped as a whole, resampled along themselves, and come back to where they were."""
+    task = cube_task(channels=1, orientation="LPS", spacing=spacing)
+    array, grid = read_volume(_oblique(tmp_path, 0.4))
+    assert grid.spacing == pytest.approx(SPACING, rel=1e-6)
+    ramp = np.broadcast_to(np.arange(array.shape[-1], dtype=np.float32), array.shape).copy()
+    there, here = turned(ramp, grid, task)
+    assert here.spacing == pytest.approx(tuple(spacing or SPACING), rel=1e-5)
+    assert there.shape[1:3] == SHAPE[:2]
+    back = turned_back(torch.as_tensor(there), here, grid, task).numpy()
+    np.testing.assert_allclose(back, ramp, atol=0 if spacing is None else 1e-3)
+
+
 def test_oblique_affine_nan_picture_and_other_grid(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"bad.nii: oblique affine, an axis leans 23 degrees away from the patient's; resample"):
-        read_volume(_oblique(tmp_path))
+    with pytest.raises(DataError, match=r"bad.nii: oblique affine, an axis leans 40 degrees away from the patient's; resample"):
+        read_volume(_oblique(tmp_path, 0.7))
     with pytest.raises(DataError, match=r"bad.nii: the image holds NaN or infinite values"):
         read_channels([_bad(tmp_path, np.full(SHAPE, np.nan, np.float32))], 1)
     with pytest.raises(DataError, match=r"bad.nii: 12 x 14 is no volume, the task has spatial_dims 3; give all slices together"):

@@ -7,19 +7,24 @@ import pytest
 
 from medflare.core.errors import ConfigError
 from medflare.data.cache.folder import CacheSettings
-from medflare.data.sites.local import LocalSettings, OutboundLimits, PrivacyLimit, local_settings
+from medflare.data.sites.local import Bounds, LocalSettings, OutboundLimits, PrivacyLimit, local_settings
 
 
 def test_nothing_is_decided_by_an_empty_file() -> None:
     settings = local_settings({})
-    assert settings == LocalSettings(None, CacheSettings(), False, False, "", "cpu", OutboundLimits(None, None), None)
+    assert settings == LocalSettings() and not settings.redact and settings.minimum_patients == 0
+    assert settings.bounds == Bounds(2**26, 2**28, None, None, None, None) and settings.outbound == OutboundLimits(None, None)
 
 
 def test_everything_decided() -> None:
     settings = local_settings(
         {
             "batch_size": 4,
+            "bounds": {"pixels": 1000, "epochs": 3, "memory": 8, "minutes": 30, "model_bytes": 10_000_000},
             "cache": "~/cache",
+            "data_folders": ["/scans"],
+            "minimum_patients": 5,
+            "redact": True,
             "data_root": "/data",
             "device": "cuda:0",
             "outbound": {"entries": ["model"], "bytes": 50_000_000},
@@ -27,6 +32,8 @@ def test_everything_decided() -> None:
         }
     )
     assert (settings.batch_size, settings.cache, settings.data_root, settings.device) == (4, CacheSettings("~/cache"), "/data", "cuda:0")
+    assert settings.bounds == Bounds(1000, 2**28, 3, 8.0, 30.0, 10_000_000) and settings.data_folders == ("/scans",)
+    assert settings.minimum_patients == 5 and settings.redact
     assert settings.outbound == OutboundLimits(("model",), 50_000_000)
     assert settings.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
 
@@ -62,7 +69,11 @@ def test_the_ledger_may_be_the_engines_choice() -> None:
     ("content", "message"),
     [
         ({"batchsize": 4}, "unknown setting 'batchsize'; did you mean batch_size"),
-        ({"root": "/data"}, "unknown setting 'root'; did you mean data_root? known: batch_size, cache, channels_last, compile"),
+        ({"root": "/data"}, "unknown setting 'root'; did you mean data_root? known: batch_size, bounds, cache, channels_last"),
+        ({"bounds": {"pixel": 9}}, "bounds: unknown setting 'pixel'; did you mean pixels"),
+        ({"bounds": {"memory": None}}, "bounds.memory must not be null, which looks like a limit and is none"),
+        ({"bounds": {"pixels": 10**9}}, "bounds.pixels must be at most 1.78957e"),
+        ({"minimum_patients": -1}, "minimum_patients must be at least 0, got -1"),
         ({"batch_size": 1}, "batch_size must be 2 or more, since batch normalisation cannot train on a single image, got 1"),
         ({"batch_size": "4"}, "batch_size must be a whole number, got '4'"),
         ({"batch_size": True}, "batch_size must be a whole number, got True"),

@@ -9,7 +9,7 @@ import torch
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import seeded
-from medflare.data.loading import ENVIRONMENT
+from medflare.data.loading import ENVIRONMENT, FOLDERS
 from medflare.data.sites.local import LocalSettings, local_settings
 from medflare.data.sites.opening import open_site, usable_device
 from medflare.tasks.config import TaskConfig, load_task
@@ -38,6 +38,50 @@ def test_a_site_learns(make_site: SiteOf, make_task: TaskOf) -> None:
 @pytest.fixture(autouse=True)
 def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEDFLARE_CACHE", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "settings", "words"),
+    [
+        ({"pixels": 255}, {}, "site A: task squares has size 16 x 16, more than 255 pixels; make it smaller, or raise bounds.pixels"),
+        ({}, {"size": [60_000, 60_000]}, "size 60000 x 60000, more than 67108864 pixels"),
+        ({"epochs": 2}, {"local_epochs": 3}, "site A: task squares has 3 local_epochs, bounds.epochs in local/medflare.json allows 2"),
+        ({"model_bytes": 100}, {}, r"the network has \d+ bytes, bounds.model_bytes in local/medflare.json allows 100"),
+        ({"memory": 1e-6}, {"batch_size": 10**9}, r"a training step on 5 x \[16, 16\] needs at least .* bounds.memory .* allows 1e-06"),
+    ],
+)
+def test_a_task_beyond_the_sites_bounds(
+    make_site: SiteOf, make_task: TaskOf, bounds: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_site("A", make_task(**settings), data_root=make_site(), local={"bounds": bounds})
+
+
+def test_a_task_within_the_sites_bounds(make_site: SiteOf, make_task: TaskOf) -> None:
+    bounds = {"pixels": 256, "epochs": 1, "model_bytes": 10**6, "memory": 1}
+    assert open_site("A", make_task(), data_root=make_site(), local={"bounds": bounds}).n["train"] == 5
+
+
+def test_an_image_beyond_the_sites_bounds(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site(side=20)
+    with pytest.raises(DataError, match=r"images/0.png: 20 x 20 pixels"):
+        open_site("A", make_task(), data_root=folder, local={"bounds": {"pixels": 399}})
+    assert open_site("A", make_task(), data_root=folder, local={"bounds": {"pixels": 400}}).n["train"] == 5
+
+
+def test_files_elsewhere_are_read_where_the_site_allows_it(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, elsewhere = make_site(), tmp_path / "archive"
+    (folder / "images").rename(elsewhere)
+    (folder / "images").symlink_to(elsewhere)
+    with pytest.raises(DataError, match=r"training\[0\]: .*images/0.png lies outside the site's folder; move it there, or"):
+        open_site("A", make_task(), data_root=folder)
+    assert open_site("A", make_task(), data_root=folder, local={"data_folders": [str(elsewhere)]}).n["train"] == 5
+    monkeypatch.setenv(FOLDERS, str(elsewhere))
+    assert open_site("A", make_task(size=[8, 8]), data_root=folder).n["train"] == 5
+    with pytest.raises(DataError, match="lies outside"):  # the site's own word comes first
+        open_site("A", make_task(), data_root=folder, local={"data_folders": [str(tmp_path / "other")]})
 
 
 def test_opening(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -58,10 +58,11 @@ def _key(task: TaskConfig, source: Source, entries: list[Entry]) -> str:
     settings = task.to_dict()
     used = (
         *("kind", "target", "labels", "channels", "size", "intensity", "slices", "label_values", "unlisted_labels", "spatial_dims"),
-        *("fit", "orientation", "spacing", "missing_channels", "unreadable"),
+        *("fit", "orientation", "spacing", "missing_channels", "pick", "unreadable"),
     )
     labels = [str(entry.label) for entry in entries]
-    content = [_FORMAT, {name: settings[name] for name in used}, source.state(entries), labels]
+    chosen = [entry.split for entry in entries] if task.slices["keep"] == "foreground" else []  # slices are chosen for training alone
+    content = [_FORMAT, {name: settings[name] for name in used}, source.state(entries), labels, *chosen]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 

@@ -10,11 +10,14 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_generator, seeded
 from medflare.data.cache.folder import CacheSettings, placed
 from medflare.data.checking.contact_sheet import write_contact_sheet
+from medflare.data.checking.intensity import IntensityCheck
 from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
 from medflare.data.datalist import Entry, site_folders
 from medflare.data.decoding import target_of
-from medflare.data.loading import load_site_data
+from medflare.data.loading import allowed_folders, load_site_data
+from medflare.data.sites.local import LocalSettings
+from medflare.data.sites.opening import refuse_large_task
 from medflare.data.sources import FileSource
 from medflare.data.splits import SiteData
 from medflare.data.targets import class_counts, encode_label
@@ -27,26 +30,28 @@ from medflare.tasks.losses import build_loss
 _MOST_PROBLEMS = 10  # shown per site
 
 
-def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None) -> CheckReport:
+def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None, own: LocalSettings = LocalSettings()) -> CheckReport:
     """Reads everything below a data root: one site's folder, or a folder with one folder per site.
 
     Args:
         root: holds datalist.json itself, or folders that do.
         task: what the data are for.
         out: folder for the contact sheet `thumbnails.png`, or None.
+        own: the site's own settings: its bounds, and the folders that a datalist may name files in.
 
     Raises:
-        ConfigError: the task itself cannot work, see `check_task`.
+        ConfigError: the task asks more than the site's bounds allow, or itself cannot work, see `check_task`.
         DataError: `root` holds no site. Problems of a site's data are listed in the report instead.
     """
     root = Path(root)
+    refuse_large_task(task, own.bounds, "this site")
     check_task(task)
     folders = site_folders(root)
     report = CheckReport(task, root, {})
     data = {}
     for folder in folders:
         name = folder.resolve().name
-        report.sites[name], found = site, _ = _check_folder(name, folder, task)
+        report.sites[name], found = site, _ = _check_folder(name, folder, task, own)
         site.problems, site.left_out = _shortened(site.problems), _shortened(site.left_out)
         if found is not None:
             data[name] = found
@@ -85,9 +90,9 @@ def check_task(task: TaskConfig) -> None:
         ) from error
 
 
-def _check_folder(name: str, folder: Path, task: TaskConfig) -> tuple[SiteReport, SiteData | None]:
+def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings) -> tuple[SiteReport, SiteData | None]:
     report = SiteReport()
-    source = FileSource(folder, task)
+    source = FileSource(folder, task, allowed_folders(own.data_folders), own.bounds)
     try:
         entries = source.entries()
     except DataError as error:
@@ -98,7 +103,7 @@ def _check_folder(name: str, folder: Path, task: TaskConfig) -> tuple[SiteReport
         return report, None
     report.left_out, report.problems = report.problems, []
     try:
-        data = load_site_data(name, task, folder, cache=placed(CacheSettings()))
+        data = load_site_data(name, task, folder, cache=placed(CacheSettings()), folders=own.data_folders, bounds=own.bounds)
     except DataError as error:
         report.problems.append(str(error))
         return report, None
@@ -118,7 +123,7 @@ def _shortened(lines: list[str]) -> list[str]:
 def _read_everything(source: FileSource, entries: list[Entry], task: TaskConfig, report: SiteReport) -> None:
     """Every file, whatever the others are like: sizes, intensities and problems go into the report."""
     sizes: Counter[str] = Counter()
-    moments = []
+    moments, intensity = [], IntensityCheck(task)
     for entry in entries:
         try:
             if task.kind == "classification" and encode_label(entry.label, task, entry.place) is None:
@@ -129,8 +134,10 @@ def _read_everything(source: FileSource, entries: list[Entry], task: TaskConfig,
             report.problems.append(str(error))
             continue
         sizes[" x ".join(map(str, image.shape[1:]))] += 1
+        intensity.add(image)
         moments.append((image.min(), image.mean(dtype=np.float64), np.square(image, dtype=np.float64).mean(), image.max()))
     report.sizes = dict(sizes.most_common())
+    report.notes += filter(None, [intensity.note()])
     if moments:
         low, mean, square, high = np.array(moments).T
         deviation = float(np.sqrt(max(square.mean() - mean.mean() ** 2, 0.0)))

@@ -16,7 +16,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.datalist import Entry, site_folders
 from medflare.data.decoding import pictures_of, target_of
-from medflare.data.loading import refuse_too_many, used_entries
+from medflare.data.loading import allowed_folders, refuse_too_many, used_entries
 from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
@@ -25,8 +25,8 @@ FORMAT: Final = "medflare fingerprint 1"
 _REMEDY: Final = "write it anew with medflare data fingerprint"
 # What a planned task takes over from the one that the images were looked at with: what is learnt, and what files mean.
 LEARNT: Final = (
-    *("name", "kind", "target", "labels", "label_values", "unlisted_labels", "metric", "spatial_dims", "channels", "missing_channels"),
-    *("orientation", "slices", "surface_tolerance", "resplit", "unreadable", "unreadable_limit", "source"),
+    *("name", "kind", "target", "labels", "label_values", "unlisted_labels", "metric", "spatial_dims", "channels", "pick"),
+    *("missing_channels", "orientation", "slices", "surface_tolerance", "resplit", "unreadable", "unreadable_limit", "source"),
 )
 _DRAWN: Final = 10_000  # intensities of an image that quantiles are taken of, as nnU-Net has it
 _MOST_DRAWN: Final = 2_000_000  # of all images, so that a site with many pictures needs no more memory
@@ -121,7 +121,7 @@ def fingerprints(root: Path | str, task: TaskConfig) -> list[Fingerprint]:
 
 
 def _of_site(site: str, folder: Path, task: TaskConfig) -> Fingerprint:
-    source = FileSource(folder, task)
+    source = FileSource(folder, task, allowed_folders())
     entries = [entry for entry in used_entries(site, task, source)[0] if entry.split == "training"]
     seen = _Seen(task, min(_DRAWN, _MOST_DRAWN // max(1, len(entries))))
     failed: dict[int, str] = {}
@@ -158,7 +158,7 @@ class _Seen:
         target = target_of(self._task, source, entry, image)
         spacing = source.spacing(entry)
         self._patients.add(entry.patient)
-        pictures = list(pictures_of(self._task, entry.name, image, target))  # views, not copies
+        pictures = list(pictures_of(self._task, entry, image, target))  # views, not copies
         for _, picture, label in pictures:
             self.sizes.append(picture.shape[1:])
             self._spacings.append(spacing)

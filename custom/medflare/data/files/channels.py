@@ -46,7 +46,7 @@ def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
         DataError: a file that cannot be read, or channels of different sizes.
     """
     if len(files) == 1 and files[0] is not None:
-        return read_image(files[0], task.image_channels)
+        return read_image(files[0], task.image_channels, task.pick)
     arrays = {file: read_image(file, 1) for file in files if file is not None}
     name, first = next(iter(arrays.items()))
     for file, array in arrays.items():

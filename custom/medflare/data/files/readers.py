@@ -8,7 +8,7 @@ columns to the patient's left, whatever orientation a site stores.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,16 @@ DICOM = (".dcm", ".dicom", ".ima")
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 
 
-def read_image(path: Path, channels: int) -> np.ndarray:
+def read_image(path: Path, channels: int, pick: Sequence[int] = ()) -> np.ndarray:
     """Intensities as stored, float32 (channels, H, W) or (channels, H, W, slices).
 
-    Colour becomes luminance where one channel is wanted; grey is repeated where it is three. A picture's transparency is dropped.
+    Colour becomes luminance where one channel is wanted; grey is repeated where it is three. A picture's transparency is dropped. The
+    volumes of a 4-D NIfTI file are no colours: they are the channels, or those of them that are picked.
 
     Args:
         path: of a picture, or of a volume that is to be cut into slices.
         channels: how many are wanted.
+        pick: which volumes of a 4-D file are the channels; none for all.
 
     Raises:
         DataError: the file is missing, unreadable, of an unknown format, not an image or volume, of other channels, or holds NaN
@@ -42,6 +44,8 @@ def read_image(path: Path, channels: int) -> np.ndarray:
     array = np.moveaxis(array, -1, 0) if has_channels else array[None]
     if suffix(path) in PICTURES and len(array) == 4 and channels != 4:
         array = array[:3]
+    if suffix(path) in NIFTI and (has_channels or pick):
+        return of_channels(picked(array, pick, path), channels, path)
     if len(array) == 3 and channels == 1:
         return np.tensordot(_LUMA, array, axes=1)[None].astype(np.float32)
     if len(array) == 1 and channels == 3:
@@ -65,6 +69,24 @@ def finite(array: np.ndarray, path: Path) -> np.ndarray:
     return array
 
 
+def picked(array: np.ndarray, pick: Sequence[int], path: Path) -> np.ndarray:
+    """Some of the volumes of a file.
+
+    Args:
+        array: (C, ...).
+        pick: their numbers from 0; none for all.
+        path: of the file, for the message.
+
+    Raises:
+        DataError: the file has fewer.
+    """
+    if not pick:
+        return array
+    if max(pick) >= len(array):
+        raise DataError(f"{path}: the image has {len(array)} channels, the task picks number {max(pick)} (from 0); correct the task's pick")
+    return array[list(pick)]
+
+
 def of_channels(array: np.ndarray, channels: int, path: Path) -> np.ndarray:
     """The array itself.
 
@@ -77,7 +99,10 @@ def of_channels(array: np.ndarray, channels: int, path: Path) -> np.ndarray:
         DataError: it has another number.
     """
     if len(array) != channels:
-        raise DataError(f"{path}: the image has {len(array)} channels, the task takes {channels}; correct the file or the task's channels")
+        more = ", or say in the task which of them it means (pick)" if len(array) > channels else ""
+        raise DataError(
+            f"{path}: the image has {len(array)} channels, the task takes {channels}; correct the file or the task's channels{more}"
+        )
     return array
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.readers import DICOM, NIFTI, bright_is_high, explained, finite, is_dicom, kind_of, of_channels
+from medflare.data.files.readers import DICOM, NIFTI, bright_is_high, explained, finite, is_dicom, kind_of, of_channels, picked
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-_ALIGNED = 3.0  # degrees that an axis may lean away from the patient's and still count as one of them
+_ALIGNED = 30.0  # degrees that an axis may lean away from the patient's and still count as one of them, as tilted scans do
 _UNEVEN = 0.1  # of the distance of slices, by which it may vary
 _SAME = 1e-2  # millimetres between two grids that count as one: files round their affines
 
@@ -82,12 +82,13 @@ def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
     return array, Grid(array.shape[1:], affine, known)
 
 
-def read_channels(files: Sequence[Path | None], channels: int) -> tuple[np.ndarray, Grid]:
+def read_channels(files: Sequence[Path | None], channels: int, pick: Sequence[int] = ()) -> tuple[np.ndarray, Grid]:
     """The channels of one image, as stored, float32 (channels, i, j, k): one file with all of them, or a file for each.
 
     Args:
         files: in the order of the channels; None stands for zeros. At least one is a file.
         channels: how many the task takes.
+        pick: which volumes of one file are the channels; none for all.
 
     Raises:
         DataError: a file that cannot be read, of other channels, of another grid than the first one, or with NaN or infinity.
@@ -99,7 +100,8 @@ def read_channels(files: Sequence[Path | None], channels: int) -> tuple[np.ndarr
             arrays.append(None)
             continue
         array, grid = read_volume(file)
-        arrays.append(of_channels(finite(array, file), channels if len(files) == 1 else 1, file))
+        array = picked(finite(array, file), pick if len(files) == 1 else (), file)
+        arrays.append(of_channels(array, channels if len(files) == 1 else 1, file))
         if first is None:
             first = (file, grid)
         elif difference := first[1].difference(grid):

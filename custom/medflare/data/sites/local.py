@@ -1,6 +1,8 @@
 """What a site decides for itself, in its own local/medflare.json. Light to import: torch is not needed to read it."""
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -9,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.cache.folder import CacheSettings
+from medflare.data.files.bounds import ImageBounds
 
 PLACE: Final = "local/medflare.json"
 
@@ -64,31 +67,73 @@ class PrivacyLimit:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Bounds(ImageBounds):
+    """The most that a job may ask of the site, beside how large an image may be; None for no bound.
+
+    Attributes:
+        epochs: passes over the training images in a round.
+        memory: GiB that a training step needs at least.
+        minutes: of one step of the federation.
+        model_bytes: of the task's network.
+    """
+
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    memory: Annotated[float, Field(gt=0)] | None = None
+    minutes: Annotated[float, Field(gt=0)] | None = None
+    model_bytes: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
 class LocalSettings:
     """The content of local/medflare.json; every setting may be left out.
 
     Attributes:
         batch_size: most images that go through a network at once; None as the task says.
+        bounds: the most that an image may be, and that a job may ask.
         cache: where decoded images are kept; true for the engine's folder, a text for another one, false for none.
         channels_last: whether networks keep their channels last in memory, which suits the convolutions of most GPUs.
         compile: whether torch compiles networks when they are first used; needs a C++ compiler.
+        data_folders: folders beside the data's own in which a datalist may name files.
         data_root: folder of the data; "" where it is found otherwise, see `data.loading.resolve_data_root`.
         device: where networks run, as torch spells it; a list of GPUs shares every batch among them.
+        minimum_patients: of how many a metric must be for it to leave the site.
         outbound: limits of what leaves the site.
         privacy: limit of what training gives away; None for no limit.
+        redact: whether names of files and patients become codes in whatever text leaves the site, see `data.sites.redaction`.
         weights: at the server: the file that a task's network starts from, or the folder of such files; "" for the environment's
             MEDFLARE_WEIGHTS.
     """
 
     batch_size: Annotated[int, AfterValidator(_trains)] | None = None
+    bounds: Annotated[Bounds, nested(Bounds)] = Bounds()
     cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = CacheSettings()
     channels_last: bool = False
     compile: bool = False
+    data_folders: tuple[str, ...] = ()
     data_root: str = ""
     device: Annotated[str | tuple[str, ...], AfterValidator(_devices)] = "cpu"
+    minimum_patients: Annotated[int, Field(ge=0)] = 0
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
+    redact: bool = False
     weights: str = ""
+
+
+def read_local(path: Path) -> dict[str, Any]:
+    """The content of a site's local/medflare.json; nothing where the file does not exist.
+
+    Raises:
+        ConfigError: the file is not a JSON object.
+    """
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); correct it or delete it") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: must hold a JSON object with the site's own settings; correct it or delete it")
+    return settings
 
 
 def local_settings(content: Mapping[str, Any]) -> LocalSettings:
@@ -106,7 +151,7 @@ def local_settings(content: Mapping[str, Any]) -> LocalSettings:
 
 
 def _null_limits(content: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("outbound", "privacy"):
+    for name in ("bounds", "outbound", "privacy"):
         limits = content.get(name, {})
         if limits is None:
             yield name

@@ -11,9 +11,10 @@ from medflare.core.errors import ConfigError
 from medflare.data.cache.folder import placed
 from medflare.data.loading import load_site_data, resolve_data_root
 from medflare.data.sites.computing import Computing, check_precision
-from medflare.data.sites.local import PLACE, LocalSettings, local_settings
+from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
 from medflare.data.sites.site import Site
-from medflare.networks.dry_run import check_memory
+from medflare.networks.catalogue import meta_network
+from medflare.networks.dry_run import check_memory, least_bytes
 from medflare.tasks.config import TaskConfig
 
 
@@ -41,8 +42,8 @@ def open_site(
         cache: folder for decoded images, unless the site's own "cache" or MEDFLARE_CACHE says otherwise.
 
     Raises:
-        ConfigError: a setting of local/medflare.json that is unknown or unusable, a precision that the device lacks, or volumes too large
-            for the site's memory.
+        ConfigError: a setting of local/medflare.json that is unknown or unusable, a precision that the device lacks, a task beyond the
+            site's bounds, or volumes too large for its memory.
         DataError: the data cannot be used as they are.
     """
     own = local if isinstance(local, LocalSettings) else local_settings(local or {})
@@ -50,11 +51,14 @@ def open_site(
     used, *further = own_devices if device is None else (torch.device(device),)
     for one in (used, *further):
         check_precision(task.precision, one, f"site {name}")
-    root = resolve_data_root(name, task, own.data_root, data_root)
-    data = load_site_data(name, task, root, role=role, cache=placed(own.cache, cache))
+    refuse_large_task(task, own.bounds, f"site {name}")
+    root, kept = resolve_data_root(name, task, own.data_root, data_root), placed(own.cache, cache)
+    data = load_site_data(name, task, root, role=role, cache=kept, folders=own.data_folders, bounds=own.bounds)
     site = Site(name, task, data, seed, used)
     site.computing = Computing(used, task.precision, tuple(further), own.channels_last, own.compile)
     site.batch_limit = own.batch_size
+    if role == "inside":
+        _refuse_large_step(site, own.bounds)
     if role == "inside" and task.spatial_dims == 3:
         check_memory(task, math.ceil(site.batch_size / (1 + len(further))), site.device, f"site {name}")
     if site.batch_size < task.batch_size:
@@ -79,6 +83,44 @@ def usable_devices(own: LocalSettings) -> tuple[torch.device, ...]:
     if own.compile:
         raise ConfigError(f"{PLACE}: compile is for one device, device names {len(devices)}; leave out compile")
     return devices
+
+
+def refuse_large_task(task: TaskConfig, bounds: Bounds, place: str) -> None:
+    """Nothing where a task asks no more of a site than its bounds allow; before any image is read.
+
+    Args:
+        task: gives size, network and epochs.
+        bounds: the site's.
+        place: the beginning of a message.
+
+    Raises:
+        ConfigError: it asks more.
+    """
+    unit, most = ("pixels", bounds.pixels) if task.spatial_dims == 2 else ("voxels", bounds.voxels)
+    if math.prod(task.size) > most:
+        sides = " x ".join(map(str, task.size))
+        raise ConfigError(f"{place}: task {task.name} has size {sides}, more than {most} {unit}; make it smaller, or raise {_named(unit)}")
+    if bounds.epochs is not None and task.local_epochs > bounds.epochs:
+        raise ConfigError(f"{place}: task {task.name} has {task.local_epochs} local_epochs, {_named('epochs')} allows {bounds.epochs}")
+    if bounds.model_bytes is not None:
+        needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())
+        if needed > bounds.model_bytes:
+            allowed = f"{_named('model_bytes')} allows {bounds.model_bytes}"
+            raise ConfigError(f"{place}: task {task.name}: the network has {needed} bytes, {allowed}")
+
+
+def _refuse_large_step(site: Site, bounds: Bounds) -> None:
+    """ConfigError where a training step certainly needs more than the site's bound of memory."""
+    if bounds.memory is None:
+        return
+    batch = min(site.batch_size, site.n["train"] * site.task.patches_per_image)
+    if (needed := least_bytes(site.task, batch) / 2**30) > bounds.memory:
+        asked = f"a training step on {batch} x {list(site.task.size)} needs at least {needed:.1f} GiB"
+        raise ConfigError(f"site {site.name}: {asked}, {_named('memory')} allows {bounds.memory:g}; make size or batch_size smaller")
+
+
+def _named(bound: str) -> str:
+    return f"bounds.{bound} in {PLACE}"
 
 
 def usable_device(name: str) -> torch.device:

@@ -61,9 +61,9 @@ def _cost(value: object) -> str | None:
 # What the phases of every method report, see `exchange.PHASES_OF_ALL`.
 ENROLS: Final = (Fact("n", "images by split", _images), Fact("class_counts", "training images or pixels by class", listing(count())))
 DELIVERS: Final = (
-    Fact("metrics", "model -> metric -> value on test images", table(_measured)),
+    Fact("metrics", "model -> metric -> value on test images", table(_measured), "test"),
     Fact("n", "images by split", _images),
-    Fact("reports", "what models say of their own work", table()),
+    Fact("reports", "what models say of their own work", table(), "test"),
     Fact("privacy", "what the run has cost the site's patients", _cost),
 )
 

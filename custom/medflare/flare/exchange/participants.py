@@ -3,11 +3,11 @@
 The imports at the top are light, see `executors`.
 """
 
-import json
 import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -20,8 +20,10 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 
 from medflare.core.errors import ConfigError, MedflareError
+from medflare.data.sites.local import local_settings, read_local
 
 if TYPE_CHECKING:
+    from medflare.data.sites.redaction import Redaction
     from medflare.data.sites.site import Site
     from medflare.federation.participant import Participant
     from medflare.tasks.config import TaskConfig
@@ -83,7 +85,6 @@ class ParticipantSpec:
             ConfigError: the task, the method or the site's own settings are wrong.
         """
         from medflare.core.store import StateStore
-        from medflare.data.sites.local import local_settings
         from medflare.data.sites.opening import open_site
         from medflare.federation.delivery import SiteFolder
         from medflare.federation.participant import Participant
@@ -104,14 +105,46 @@ class ParticipantSpec:
 
         def opened(role: str) -> "Site":
             site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=Path(self.local_file).parents[1] / CACHE)
-            site.abort = aborted
+            site.abort = stopped
             for note in site.notes:
                 _log.info("%s: %s", self.name, note)
             return site
 
+        def stopped() -> bool:
+            minutes = local.bounds.minutes
+            if minutes is not None and time.monotonic() - participant.began > 60 * minutes:
+                raise ConfigError(f"site {self.name} stops: the step takes longer than the {minutes:g} minutes of its bounds.minutes")
+            return aborted()
+
         own, store = SiteFolder(folder, self.name, method, task, self.seed), StateStore(self.state_folder)
         budget = budget_of(local.privacy, self.name, Path(self.local_file).with_name(LEDGER))
-        return Participant(self.name, opened, method, self.hyper, store=store, keep=own.keep, show=own.show, budget=budget)
+        least = local.minimum_patients
+        participant = Participant(
+            self.name, opened, method, self.hyper, store=store, keep=own.keep, show=own.show, budget=budget, minimum_patients=least
+        )
+        return participant
+
+    def redaction(self) -> "Redaction | None":
+        """Codes for the names in whatever text leaves the site, with their table in its folder; None where its settings ask for none."""
+        from medflare.core.store import write_json
+        from medflare.data.loading import resolve_data_root
+        from medflare.data.sites.redaction import TABLE, Redaction
+        from medflare.tasks.config import load_task
+
+        root = None
+        try:
+            local = local_settings(read_local(Path(self.local_file)))
+            if not local.redact:
+                return None
+            root = resolve_data_root(self.name, load_task(Path(self.task_file)), local.data_root)
+        except ConfigError:  # of settings or task, said elsewhere; they name no patient
+            return None
+        except MedflareError:
+            pass  # without data, paths alone are to be hidden
+        redaction = Redaction(root)
+        with suppress(OSError):  # a full disk makes nobody's name public
+            write_json(Path(self.folder) / TABLE, redaction.table)
+        return redaction
 
     def _take_up(self, interrupted: Path) -> None:
         """Copy what the site remembers of the interrupted job, once and in one piece; that job's own folder stays as it is."""
@@ -244,23 +277,6 @@ def interrupted(job: str) -> str:
     if not re.fullmatch(r"[\w-]+", job):
         raise ConfigError(f"resume = {job!r} is no job id; give the id that FLARE listed the interrupted job under")
     return job
-
-
-def read_local(path: Path) -> dict[str, Any]:
-    """The site's own settings; none where the file does not exist.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
-    if not path.exists():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON ({error}); correct it or delete it") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: must hold a JSON object with the site's own settings; correct it or delete it")
-    return settings
 
 
 def anchor(variable: str) -> None:

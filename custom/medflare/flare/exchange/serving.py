@@ -12,13 +12,13 @@ from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.events import EventLog
-from medflare.data.sites.local import local_settings
+from medflare.data.sites.local import local_settings, read_local
 from medflare.evaluation.results import FOLDER
 from medflare.federation.checkpoint import take_up
 from medflare.federation.run import Run, refused_run
 from medflare.federation.settings import run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.exchange.participants import LOCAL_FILE, TASK_FILE, authorize, authorize_network, interrupted, read_local, rebuild_hint
+from medflare.flare.exchange.participants import LOCAL_FILE, TASK_FILE, authorize, authorize_network, interrupted, rebuild_hint
 from medflare.flare.exchange.tracking import Tracking
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task

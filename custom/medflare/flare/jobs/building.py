@@ -100,7 +100,7 @@ class FederationJob(FedJob):
         transport = _transport(method, task, hyper)
         self.to_server({"server": {"task_request_interval": _POLL}, **transport})
         self.to_clients({"get_task_timeout": 30.0, "submit_task_result_timeout": 60.0, **transport})
-        write_json(Path(self._files.name) / TASK_FILE, task.to_dict())
+        write_json(Path(self._files.name) / TASK_FILE, task.to_dict(), public=True)
         self.add_file_to_server(str(Path(self._files.name) / TASK_FILE), app_folder_type="config")
         if settings.embed_code:
             self.to_server(str(copy_package(Path(self._files.name) / "custom")))
@@ -154,7 +154,7 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
     client["executors"][0]["executor"]["args"]["resume"] = interrupted
     shutil.copytree(job, out)
     for path, content in zip(configs.values(), (server, client), strict=True):
-        write_json(out / path.relative_to(job), content)
+        write_json(out / path.relative_to(job), content, public=True)
     return out
 
 

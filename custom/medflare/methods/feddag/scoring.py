@@ -30,7 +30,7 @@ PERTURBED = Entry(
 )
 _RANKING = "auc_macro"
 CANDIDATE = Entry("candidate/")  # the model of another site, to be scored
-SCORES = Fact("scores", "site -> score of its model on this site's validation images", table(number(optional=True)))
+SCORES = Fact("scores", "site -> score of its model on this site's validation images", table(number(optional=True)), "validation")
 
 
 class ScoredSite(SiteHalf[Any]):

@@ -37,7 +37,7 @@ GENERATOR = Entry(
 STUDENT = Entry(
     "student", "the site's student, for the mean that students start from", when=lambda plan: plan.site_hyper.distribution == "type2"
 )
-LOSSES = Fact("losses", "mean of each loss of the round", table(number(optional=True)))
+LOSSES = Fact("losses", "mean of each loss of the round", table(number(optional=True)), "train")
 
 
 class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):

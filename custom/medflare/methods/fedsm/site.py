@@ -40,12 +40,12 @@ META = Entry(
 ADAPTED = Entry("personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
 PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
 SELECTOR = Entry("selector")
-LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)))
+LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)), "train")
 UPDATE = Fact("update", "number of the selector's update within a round")
 CANDIDATES = Fact("candidates", "values of γ")
-CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(number(0.0, 1.0)))
-GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)))
-ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0)))
+CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(number(0.0, 1.0)), "validation")
+GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)), "validation")
+ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0, optional=True)), "validation")
 N_VALIDATION = Fact("n_validation", "validation images", count())
 # what a super model is told with
 SUPER = (Fact("gamma"), Fact("choose_by"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)

@@ -26,8 +26,8 @@ from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 
-A_DISTANCE = Fact("a_distance", "between global and local features", number(optional=True))
-STEPS = Fact("steps", "mean length of two-step training's inner and outer step", table(number(0, optional=True)))
+A_DISTANCE = Fact("a_distance", "between global and local features", number(optional=True), "train")
+STEPS = Fact("steps", "mean length of two-step training's inner and outer step", table(number(0, optional=True)), "train")
 
 H = TypeVar("H", bound=LocalModelHyper)
 

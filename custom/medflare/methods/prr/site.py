@@ -55,8 +55,8 @@ PERSONAL = Entry("personal", "the site's personal model, a candidate for outside
 CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites")
 STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count()))
 GAMMA = Fact("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)))
-GAMMAS = Fact("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))))
-TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", table(number(optional=True)))
+GAMMAS = Fact("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))), "train")
+TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", table(number(optional=True)), "validation")
 _RECEIVED: dict[str, Any] = {"sends": (DEPUTY, PROTOTYPES), "tells": (CLASS_TOTALS,)}
 
 

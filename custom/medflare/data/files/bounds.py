@@ -1,0 +1,96 @@
+"""How large an image may be, judged by its header before anything is unpacked: a file of a megabyte can hold many gigabytes."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from medflare.core.errors import DataError
+from medflare.core.packages import installed
+from medflare.core.settings import STRICT
+from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, kind_of
+
+_PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
+_DECODED: Final = 4  # bytes of a float32
+_DICOM_TAGS: Final = ["Rows", "Columns", "NumberOfFrames"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ImageBounds:
+    """The most that one image may be, as stored.
+
+    Attributes:
+        pixels: of a picture, 8192 x 8192 unless a site says otherwise.
+        voxels: of a volume with all its channels, 512 x 512 x 1024 unless a site says otherwise.
+    """
+
+    pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26
+    voxels: Annotated[int, Field(ge=1)] = 2**28
+
+
+def refuse_large(files: Iterable[Path | None], bounds: ImageBounds) -> None:
+    """Nothing where every file, by its header, holds an image within the bounds. Nothing is unpacked.
+
+    Args:
+        files: of an image or of masks; None is passed over.
+        bounds: the site's.
+
+    Raises:
+        DataError: an image is larger, with the size that it would have, or a header that cannot be read.
+    """
+    for file in files:
+        if file is None:
+            continue
+        kind = kind_of(file)
+        with explained(file):
+            shape, volume = _stored(file, kind)
+        most, unit = (bounds.voxels, "voxels") if volume else (bounds.pixels, "pixels")
+        if math.prod(shape) > most:
+            size, memory = " x ".join(map(str, shape)), math.prod(shape) * _DECODED / 2**30
+            raise DataError(
+                f"{file}: {size} {unit}, {memory:.3g} GiB once unpacked; this site takes {most} {unit} (bounds.{unit} in "
+                "local/medflare.json): store the image smaller, or raise the bound"
+            )
+
+
+def _stored(path: Path, kind: str) -> tuple[tuple[int, ...], bool]:
+    """(sides, whether they are a volume's), by the header; none where only the reader can say what is wrong with the file."""
+    if kind in PICTURES and installed("PIL"):
+        return _picture(path), False
+    if kind in NIFTI and installed("nibabel"):
+        import nibabel
+
+        return tuple(map(int, nibabel.load(path).shape)), True
+    if kind == "folder" and installed("pydicom"):
+        slices = [_dicom(file) for file in sorted(path.iterdir()) if file.is_file() and is_dicom(file)]
+        same = len(set(slices)) == 1
+        return ((len(slices), *slices[0]) if same else (sum(map(math.prod, slices)),)), True
+    if kind == ".dcm" and installed("pydicom"):
+        shape = _dicom(path)
+        return shape, len(shape) > 2
+    return (), False
+
+
+def _picture(path: Path) -> tuple[int, ...]:
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the site's own bound decides
+        try:
+            with Image.open(path) as image:
+                return image.height, image.width
+        except Image.DecompressionBombError as error:
+            raise DataError(f"{path}: {str(error).rstrip('.')}; store the picture smaller") from error
+
+
+def _dicom(path: Path) -> tuple[int, ...]:
+    from pydicom import dcmread
+
+    header: Any = dcmread(path, stop_before_pixels=True, specific_tags=_DICOM_TAGS)
+    frames = int(header.get("NumberOfFrames") or 1)
+    plane = (int(header.get("Rows") or 0), int(header.get("Columns") or 0))
+    return (frames, *plane) if frames > 1 else plane

@@ -1,0 +1,43 @@
+"""What a site keeps back of its own reply: numbers that were measured on fewer patients than it lets them be told of."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Final
+
+from medflare.core.manifest import Fact
+from medflare.data.sites.site import Site
+
+SPLITS: Final = ("train", "validation", "test")
+
+
+def too_few(site: Site, minimum: int) -> tuple[str, ...]:
+    """The splits with patients, but fewer than a site's minimum.
+
+    Args:
+        site: whose patients are counted, not its images.
+        minimum: "minimum_patients" of its own settings; 0 and 1 keep nothing back.
+    """
+    patients = {split: len(set(site.data.split(split).patients)) for split in SPLITS}
+    return tuple(split for split in SPLITS if 0 < patients[split] < minimum)
+
+
+def withhold(facts: dict[str, Any], declared: Iterable[Fact], splits: tuple[str, ...]) -> None:
+    """Take the numbers out of every fact that was measured on one of these splits, in place.
+
+    Args:
+        facts: of a reply.
+        declared: facts with the split that they were measured on.
+        splits: see `too_few`.
+    """
+    for fact in declared:
+        if fact.measured in splits and fact in facts:
+            facts[fact] = _without_numbers(facts[fact])
+
+
+def _without_numbers(value: Any) -> Any:
+    """Tables keep their names, lists become empty. What is not finite tells of a failure and of no patient, and stays."""
+    if isinstance(value, dict):
+        return {name: _without_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return []
+    return value if isinstance(value, float) and not math.isfinite(value) else None

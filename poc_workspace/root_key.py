@@ -1,0 +1,75 @@
+"""The federation's root key under a passphrase: whoever has the key can let anybody in, so it does not lie about in the clear.
+
+    python root_key.py unlock WORKSPACE        before provisioning: cert.json from cert.json.locked, where there is one
+    python root_key.py lock WORKSPACE          after it: cert.json.locked in place of cert.json
+
+WORKSPACE is that of `nvflare provision`; the passphrase stands in MEDFLARE_ROOT_PASSPHRASE. The file is encrypted with Fernet (AES and
+HMAC) under a key that scrypt makes of the passphrase.
+"""
+
+import base64
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+
+OPEN, LOCKED = "cert.json", "cert.json.locked"
+VARIABLE = "MEDFLARE_ROOT_PASSPHRASE"
+_COST = {"n": 2**16, "r": 8, "p": 1}  # 64 MiB and a fraction of a second for every guess
+
+
+def main() -> None:
+    if len(sys.argv) != 3 or sys.argv[1] not in ("lock", "unlock"):
+        sys.exit("usage: root_key.py lock|unlock WORKSPACE")
+    passphrase = os.environ.get(VARIABLE, "")
+    if len(passphrase) < 12:
+        sys.exit(f"{VARIABLE} must hold a passphrase of at least 12 characters")
+    action, name = (lock, OPEN) if sys.argv[1] == "lock" else (unlock, LOCKED)
+    for file in sorted(Path(sys.argv[2]).glob(f"*/state/{name}")):
+        action(file, passphrase)
+
+
+def lock(file: Path, passphrase: str) -> None:
+    """The encrypted file beside the open one, then the open one overwritten and removed."""
+    salt = secrets.token_bytes(16)
+    token = _cipher(passphrase, salt).encrypt(file.read_bytes())
+    content = {"format": "medflare root key 1", "salt": base64.b64encode(salt).decode(), "token": token.decode()}
+    _write(file.with_name(LOCKED), json.dumps(content).encode())
+    size = file.stat().st_size
+    with file.open("r+b") as old:  # a disk with snapshots may keep it all the same
+        old.write(bytes(size))
+        old.flush()
+        os.fsync(old.fileno())
+    file.unlink()
+
+
+def unlock(file: Path, passphrase: str) -> None:
+    """The open file beside the encrypted one, which stays."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        found = _cipher(passphrase, base64.b64decode(content["salt"])).decrypt(content["token"].encode())
+    except InvalidToken:
+        sys.exit(f"{file}: wrong passphrase, or a damaged file; nothing was changed")
+    _write(file.with_name(OPEN), found)
+
+
+def _cipher(passphrase: str, salt: bytes) -> Fernet:
+    return Fernet(base64.urlsafe_b64encode(Scrypt(salt=salt, length=32, **_COST).derive(passphrase.encode())))
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}")
+    partial.unlink(missing_ok=True)
+    with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What a site keeps back, and what it says of its data."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from medflare.core.manifest import Fact
+from medflare.core.message import Message
+from medflare.data.sites.site import Site
+from medflare.federation.exchange import DELIVER, ENROL
+from medflare.federation.participant import Participant
+from medflare.federation.screening.replies import unreadable
+from medflare.federation.screening.withholding import too_few, withhold
+from medflare.methods.catalogue import get_method
+from methods import squares
+from small import stacked
+
+INVITATION = {"role": "inside", "sites": ["A", "B"]}
+
+
+def _site(left_out: int = 0, notes: int = 0) -> Site:
+    site = squares.site("A")  # 12 training, 4 validation and 5 test patients
+    site.data = replace(site.data, left_out=tuple(f"{number}.png: damaged {'x' * 1000}" for number in range(left_out)))
+    site.notes = [f"note {number}" for number in range(notes)]
+    return site
+
+
+def _asked(minimum: int) -> dict[str, Message]:
+    """Replies to enrolment, one round and delivery of FedAvg."""
+    site = _site()
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, minimum_patients=minimum)
+    replies = {ENROL: participant.answer(ENROL, 0, Message({}, dict(INVITATION)))}
+    for phase in ("train", DELIVER):
+        incoming = Message({"model": site.network().state_dict()}, {"step": len(replies) - 1, "run_rounds": 1})
+        replies[phase] = participant.answer(phase, 0, incoming)
+    return replies
+
+
+def test_many_images_that_were_left_out_fit_through_the_servers_gate() -> None:
+    site = _site(left_out=300, notes=100)
+    reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    assert unreadable(reply, "A") is None
+    messages = [event["message"] for event in reply.facts["events"] if event["kind"] == "left_out"]
+    assert messages[0].startswith("0.png: damaged") and messages[-1] == "and 255 more, which the site's own data check names"
+
+
+@pytest.mark.parametrize(("minimum", "validation", "test"), [(0, True, True), (4, True, True), (5, False, True), (6, False, False)])
+def test_metrics_of_few_patients_stay_at_the_site(minimum: int, validation: bool, test: bool) -> None:
+    replies = _asked(minimum)
+    trained, delivered = replies["train"].facts, replies[DELIVER].facts
+    assert (trained["validation"]["global"] is not None) == validation and trained["loss"] is not None
+    assert (delivered["metrics"]["global"]["dice"] is not None) == test and delivered["n"]["test"] == 5
+    said = [event["message"] for event in replies[ENROL].facts["events"]]
+    expected = [split for split, tells in (("validation", validation), ("test", test)) if not tells]
+    assert said == [f"no metric of its {split} patients leaves the site: they are fewer than {minimum}" for split in expected]
+    assert all(unreadable(reply, "A") is None for reply in replies.values())
+
+
+def test_patients_are_counted_and_not_images() -> None:
+    site = squares.site("A")
+    site.data = replace(site.data, test=replace(stacked(site.data.test), patients=("one",) * 5))
+    assert too_few(site, 2) == ("test",) and too_few(site, 1) == () == too_few(squares.site("A"), 4)
+
+
+def test_tables_keep_their_names_and_a_failure_is_told() -> None:
+    facts: dict[str, Any] = {"loss": math.nan, "validation": {"global": 0.5, "personal": None}, "scores": {"A": 0.5}, "n": 3}
+    withhold(facts, (Fact("loss", measured="train"), Fact("validation", measured="validation"), Fact("n")), ("train", "validation"))
+    assert math.isnan(facts.pop("loss"))
+    assert facts == {"validation": {"global": None, "personal": None}, "scores": {"A": 0.5}, "n": 3}

@@ -1,0 +1,52 @@
+"""The root key of a provisioned federation is not left in the clear."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "poc_workspace"
+SECRET = "-----BEGIN PRIVATE KEY-----"
+
+
+def _run(*command: object, passphrase: str | None = "correct horse battery") -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "MEDFLARE_ROOT_PASSPHRASE"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    if passphrase is not None:
+        environment["MEDFLARE_ROOT_PASSPHRASE"] = passphrase
+    return subprocess.run(
+        list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    folder = tmp_path / "medflare/state"
+    folder.mkdir(parents=True)
+    (folder / "cert.json").write_text(json.dumps({"root_pri_key": SECRET}))
+    return folder
+
+
+def test_locked_and_unlocked(tmp_path: Path, state: Path) -> None:
+    script = (sys.executable, SCRIPTS / "root_key.py")
+    assert _run(*script, "lock", tmp_path).returncode == 0
+    assert [path.name for path in state.iterdir()] == ["cert.json.locked"]
+    locked = state / "cert.json.locked"
+    assert SECRET not in locked.read_text() and stat.S_IMODE(locked.stat().st_mode) == 0o600
+    wrong = _run(*script, "unlock", tmp_path, passphrase="incorrect horse")
+    assert wrong.returncode == 1 and "wrong passphrase, or a damaged file" in wrong.stderr and not (state / "cert.json").exists()
+    assert _run(*script, "unlock", tmp_path).returncode == 0
+    assert json.loads((state / "cert.json").read_text()) == {"root_pri_key": SECRET}
+    assert stat.S_IMODE((state / "cert.json").stat().st_mode) == 0o600
+    assert _run(*script, "lock", tmp_path).returncode == 0 and not (state / "cert.json").exists(), "a second lock replaces the first"
+
+
+@pytest.mark.parametrize("passphrase", [None, "short"])
+def test_no_kit_is_made_without_a_passphrase(tmp_path: Path, passphrase: str | None) -> None:
+    done = _run("bash", SCRIPTS / "provision.sh", SCRIPTS / "project.yml", tmp_path / "federation", passphrase=passphrase)
+    assert done.returncode == 1 and "MEDFLARE_ROOT_PASSPHRASE" in done.stderr
+    assert not (tmp_path / "federation").exists()
