@@ -8,7 +8,8 @@ from medflare.core.errors import ConfigError
 from medflare.core.hyper import halved
 from medflare.evaluation.contract import validate_results
 from medflare.methods.catalogue import get_method
-from medflare.studies.grid import Candidate, run_study
+from medflare.studies.candidates import Candidate
+from medflare.studies.grid import run_study
 from medflare.studies.references import CENTRALISED, POOLED, SINGLE_SITE
 from medflare.studies.setting import Setting
 from medflare.tasks.config import load_task
@@ -41,6 +42,7 @@ def test_candidates_are_checked_before_anything_runs() -> None:
         ("fedavg:site.selection=last", "'site.selection'"),
         ("fedavgg", "unknown method 'fedavgg'"),
         ("centralised:server_half=grace", "leave the halves out"),
+        ("constant:selection=last", "trains nothing"),
     ],
 )
 def test_a_wrong_candidate_is_refused_in_one_line(text: str, reason: str) -> None:
@@ -69,9 +71,13 @@ def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:
     assert [line for line in table.splitlines() if line.startswith("#")] == [
         "# phantom, 1 rounds",
         "## dice",
+        "## dice, what the mean hides",
         "## iou",
+        "## iou, what the mean hides",
         "## hd95",
-        "## dice, differences seed by seed",
+        "## hd95, what the mean hides",
+        "## dice, differences",
+        "## dice, learning curves",
     ]
     assert run_study(candidates, SETTING, [0], tmp_path, say=said.append) == groups
     assert len(said) == 3  # nothing was run again

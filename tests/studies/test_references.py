@@ -47,7 +47,7 @@ def test_the_optimizer_is_kept_unless_somebody_says_otherwise(
         assert settings["seed"] == 3
         raise Started
 
-    monkeypatch.setattr(references, "run_local", run)
+    monkeypatch.setattr(references, "recorded_run", run)
     with pytest.raises(Started):
         reference(Setting(load_task("phantom"), ("A", "B"), 1), 3, hyper=given)
 
@@ -59,11 +59,14 @@ def test_sites_alone_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         reason = None if sites == ["A"] else "no images"
         site = {sites[0]: {"role": "inside", "metrics": value}}
         outcome = {"status": "FAILED" if reason else "COMPLETED", "reason": reason, "seconds": {"total": 2.0}, "events": [sites[0]]}
-        return {**outcome, "method": method, "sites": site, "mean": means, "traffic": {"down_bytes": 9, "up_bytes": 9}}
+        recorded = {"curves": {"global": {sites[0]: [[1, 0.5]]}}, "scores": {sites[0]: {"global": {}}}}
+        return {**outcome, **recorded, "method": method, "sites": site, "mean": means, "traffic": {"down_bytes": 9, "up_bytes": 9}}
 
-    monkeypatch.setattr(references, "run_local", run)
+    monkeypatch.setattr(references, "recorded_run", run)
     results = single_site(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, outside=("C",))
     assert (results["method"], results["status"], results["reason"]) == ("single-site", "FAILED", "B: no images")
     assert list(results["sites"]) == results["events"] == ["A", "B"]
+    assert results["curves"] == {"global": {"A": [[1, 0.5]], "B": [[1, 0.5]]}}
+    assert results["scores"] == {"A": {"global": {}}, "B": {"global": {}}}
     assert results["mean"]["inside"]["deployed"]["dice"] == 0.5
     assert (results["seconds"], results["traffic"]) == ({"total": 4.0}, {"down_bytes": 0, "up_bytes": 0})
