@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from medflare.cli import main
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.studies.archive import write_run
+from medflare.tasks.config import load_task
 
 ROOT = "MEDFLARE_DATA_ROOT"
 EMPTY: dict[str, dict[str, Any]] = {"site": {}, "server": {}}

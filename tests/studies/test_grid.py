@@ -65,6 +65,9 @@ def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:
         validate_results(runs[0])
         assert set(runs[0]["sites"]) == {"site-1", "site-2"} and POOLED not in runs[0]["sites"]
         assert runs[0]["mean"]["inside"]["deployed"]["dice"] is not None
+        assert set(runs[0]["scores"]) == {"site-1", "site-2"}, "patient by patient, for tests that pair rows"
+    patients = [runs[0]["scores"]["site-1"]["deployed"]["patients"] for runs in groups.values()]
+    assert patients[0] and all(of == patients[0] for of in patients), "all rows were tested on the same patients"
     assert groups[SINGLE_SITE][0]["traffic"] == {"down_bytes": 0, "up_bytes": 0}
     table = (tmp_path / "table.md").read_text()
     assert all(label in table for label in groups)
@@ -83,10 +86,23 @@ def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:
     assert len(said) == 3  # nothing was run again
 
 
+def test_a_row_that_the_task_cannot_have_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"batch-statistics: .* no BatchNorm"):
+        run_study([Candidate.parse("fedavg"), Candidate.parse("batch-statistics")], SETTING, [0], tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_leaving_one_site_out_measures_it_as_outside(tmp_path: Path) -> None:
-    groups = run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path, leave_one_out=True)
-    roles = [{name: site["role"] for name, site in run["sites"].items()} for run in groups["fedavg"]]
-    assert roles == [{"site-1": "outside", "site-2": "inside"}, {"site-1": "inside", "site-2": "outside"}]
+    groups = run_study([Candidate.parse(row) for row in ("fedavg", "constant")], SETTING, [0], tmp_path, leave_one_out=True)
+    for runs in groups.values():
+        roles = [{name: site["role"] for name, site in run["sites"].items()} for run in runs]
+        assert roles == [{"site-1": "outside", "site-2": "inside"}, {"site-1": "inside", "site-2": "outside"}]
+    (line,) = [
+        line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| constant | global, deployed | outside |")
+    ]
+    over_seeds, over_patients = line.split(" | ")[4:7], line.split(" | ")[7:]
+    assert over_seeds == ["–", "–", "1"], "one seed has no spread"
+    assert " to " in over_patients[0] and "Wilcoxon" in over_patients[1]
 
 
 def test_the_seed_draws_the_split_anew(tmp_path: Path) -> None:

@@ -125,11 +125,14 @@ def test_a_curve_that_swings_does_not_rise() -> None:
 
 def test_the_oracle_is_shown_as_what_it_is_and_wins_nothing(record: RunRecord) -> None:
     run = measured(record, 0, A={"global": 0.5, "personal": 0.75}, B={"global": 0.5, "personal": 0.25})
-    groups = with_oracle({"m": [run], "centralised": [measured(record, 0, "centralised", A={"global": 0.5, "personal": 0.6})]}, "dice")
+    groups = {"m": [run], "constant": [measured(record, 0, "constant", A={"global": 0.5, "personal": 0.6})]}
+    groups = with_oracle({**groups, "fedavg": [measured(record, 0, A={"global": 0.5, "personal": 0.5})]}, "dice")
     table = sites_table(groups, "dice")
     assert line_of(table, "m", "oracle (chosen on test)") == ["last", "0.750", "0.500", "0.625", "1"]
     assert line_of(table, "m", "personal") == ["last", "**0.750**", "0.250", "0.500", "1"]
-    assert "centralised | oracle" not in table, "a reference has no oracle"
+    assert table.count("oracle") == 1, "a reference has no oracle, and one model for all purposes leaves nothing to choose"
+    plain = [measured(record, 0, A={"deployed": 0.5}, B={"deployed": 0.5})]
+    assert "| m | oracle (chosen on test) | inside | +0.125 |" in differences_table({"plain": plain, "m": groups["m"]}, "dice")
 
 
 def test_unequal_rows_are_called_unequal(record: RunRecord) -> None:

@@ -77,7 +77,7 @@ def compare_patients(
 
     Args:
         first: results dicts with the scores of single patients, and the model's name in them.
-        second: the same, runs with the same seed and the same sites outside are pairs.
+        second: the same, runs with the same seed and the same sites inside are pairs.
         metric: its name.
         role: of the sites, "inside" or "outside".
         resamples: of the bootstrap.
@@ -191,8 +191,8 @@ def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str],
 
 
 def _split(run: Run) -> tuple[int, tuple[str, ...]]:
-    """What makes two runs a pair: the seed, which draws the split, and the sites that stayed outside."""
-    return run["seed"], tuple(sorted(name for name, site in run["sites"].items() if site["role"] == "outside"))
+    """What makes two runs a pair: the seed, which draws the split, and the sites that trained (every site alone has no others)."""
+    return run["seed"], tuple(sorted(name for name, site in run["sites"].items() if site["role"] == "inside"))
 
 
 def _cases(run: Run, site: str, model: str) -> CaseDict:

@@ -6,7 +6,7 @@ from medflare.evaluation.presentation import UNDEFINED
 from medflare.studies.statistics.patients import compare_patients
 from medflare.studies.statistics.seeds import Run, compare, values_of
 from medflare.studies.tables.markdown import interval, markdown, p_value
-from medflare.studies.tables.rows import Groups, models_of, places_of
+from medflare.studies.tables.rows import Groups, models_of, named, places_of
 
 
 def differences_table(groups: Groups, metric: str) -> str:
@@ -28,7 +28,7 @@ def differences_table(groups: Groups, metric: str) -> str:
                     rows.setdefault((label, role, *cells), []).append(model)
     over = ["95 % over seeds", "t-test over seeds, p", "seeds", "95 % over patients", "test over patients, p", "patients"]
     lines = [["method", "model", "sites", f"difference to {first}", *over]]
-    lines += [[label, ", ".join(models), *cells] for (label, *cells), models in rows.items()]
+    lines += [[label, named(models), *cells] for (label, *cells), models in rows.items()]
     return markdown(lines, left=3)
 
 

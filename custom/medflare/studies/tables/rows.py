@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from medflare.evaluation.presentation import UNDEFINED, lower_is_better
+from medflare.evaluation.presentation import UNDEFINED
 from medflare.evaluation.results import MODELS
 from medflare.studies.candidates import REFERENCES
 from medflare.studies.recorded import SCORES
@@ -14,7 +14,6 @@ Groups: TypeAlias = Mapping[str, Sequence[Run]]  # label -> results dicts that d
 Place: TypeAlias = tuple[str, str | None]  # (role, site), or (role, None) for the mean over the sites of the role
 
 ORACLE: Final = "oracle"
-_ORACLE_SHOWN: Final = "oracle (chosen on test)"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Row:
     @property
     def shown(self) -> str:
         """The models' names in a cell."""
-        return ", ".join(_ORACLE_SHOWN if model == ORACLE else model for model in self.models)
+        return named(self.models)
 
     @property
     def reachable(self) -> bool:
@@ -63,7 +62,17 @@ def rows_of(groups: Groups, metric: str, places: Sequence[Place], models: Sequen
             if twin is not None:
                 found.remove(twin)
             found.append(Row(label, (*twin.models, model) if twin else (model,), cells, runs))
-    return [row for row in found if row.label not in REFERENCES or row.reachable]
+    return found
+
+
+def named(models: Iterable[str]) -> str:
+    """Names of models as they stand in a cell.
+
+    Examples:
+        >>> named(["global", "oracle"])
+        'global, oracle (chosen on test)'
+    """
+    return ", ".join(f"{ORACLE} (chosen on test)" if model == ORACLE else model for model in models)
 
 
 def models_of(runs: Sequence[Run]) -> list[str]:
@@ -100,23 +109,27 @@ def with_oracle(groups: Groups, metric: str) -> dict[str, list[Run]]:
 
     Args:
         groups: the runs.
-        metric: by which the better one is chosen, whatever metric is shown.
+        metric: the task's, by which the better one is chosen, whatever metric is shown; higher is better.
     """
-    return {label: [_with_oracle(run, metric) for run in runs] for label, runs in groups.items()}
+    return {label: [run if run["method"] in REFERENCES else _with_oracle(run, metric) for run in runs] for label, runs in groups.items()}
 
 
 def _with_oracle(run: Run, metric: str) -> Run:
     sites, scores = dict(run["sites"]), dict(run.get(SCORES, {}))
+    if all(site["metrics"]["personal"] in (site["metrics"]["global"], _nothing(site)) for site in sites.values()):
+        return run  # one model for all purposes: there is nothing to choose
     for name, site in sites.items():
-        values = {model: site["metrics"].get(model, {}).get(metric) for model in ("global", "personal")}
-        if None in values.values() or site["metrics"]["global"] == site["metrics"]["personal"]:
+        values = {model: site["metrics"][model].get(metric) for model in ("global", "personal")}
+        defined = {model: value for model, value in values.items() if value is not None}
+        if len(defined) < len(values):
             continue
-        chosen = (min if lower_is_better(metric) else max)(values, key=lambda model: _number(values[model]))
+        chosen = max(defined, key=lambda model: defined[model])
         sites[name] = {**site, "metrics": {**site["metrics"], ORACLE: site["metrics"][chosen]}}
         if chosen in scores.get(name, {}):
             scores[name] = {**scores[name], ORACLE: scores[name][chosen]}
     return {**run, "sites": sites, SCORES: scores}
 
 
-def _number(value: Any) -> float:
-    return float(value)
+def _nothing(site: Mapping[str, Any]) -> dict[str, None]:
+    """The metrics of a model that a site does not have."""
+    return dict.fromkeys(site["metrics"]["personal"])
