@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.data.splits import Samples, joined
+from medflare.evaluation.record import mean_of_defined
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.methods.parts.training import finite_or_none
 from medflare.studies.recorded import SCORES
@@ -45,7 +46,8 @@ def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = (), hy
     sites = {name: open_site(name, task, seed=seed, role=role, data_root=setting.data_root) for name, role in roles.items()}
     training = {name: site.data.train for name, site in sites.items() if roles[name] == "inside"}
     everybody = joined(list(training.values()), list(training))
-    records, scores = {}, {}
+    records: dict[str, SiteRecord] = {}
+    scores: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
         judges = [site] if name in training else [sites[other] for other in training]
         found = {"global": _best(task, everybody, judges, site)}
@@ -64,9 +66,8 @@ def _best(task: TaskConfig, training: Samples, judges: Sequence[Site], site: Sit
     answers = list(answers_of(task, training.targets))
 
     def value(answer: Tensor) -> float:
-        found = [_scores(judge, answer, "validation").values.get(task.metric) for judge in judges]
-        defined = [value for value in found if value is not None]
-        return sum(defined) / len(defined) if defined else float("-inf")
+        found = mean_of_defined(_scores(judge, answer, "validation").values.get(task.metric) for judge in judges)
+        return float("-inf") if found is None else found
 
     chosen = answers[0] if len(answers) == 1 else max(answers, key=value)
     return _scores(site, chosen, "test")

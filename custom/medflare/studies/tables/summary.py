@@ -39,7 +39,7 @@ def summary_table(groups: Groups, metric: str) -> str:
             if not sites:
                 continue
             cell = row.cells[places.index((role, None))]
-            worst = (max if lower_is_better(metric) else min)(sites, key=lambda site: sites[site])
+            worst = sorted(sites, key=lambda site: sites[site])[-1 if lower_is_better(metric) else 0]
             pooled = estimate(pooled_values(row.runs, row.models[0], metric, role=role))
             lost = sites_below(row, alone, metric, list(sites)) if role == "inside" and alone and row.runs is not alone else None
             numbers = [
