@@ -50,11 +50,11 @@ def delong(first: Floats, second: Floats, truth: NDArray[np.bool_]) -> Areas:
     if not m or not n:
         return Areas(np.nan, np.nan, np.nan)
     positives, negatives = zip(*(_components(scores, truth) for scores in (first, second)), strict=True)
-    areas = [float(of.mean()) for of in positives]
+    one, other = (float(of.mean()) for of in positives)
     if m < 2 or n < 2:
-        return Areas(*areas, np.nan)
+        return Areas(one, other, np.nan)
     variance = np.var(positives[1] - positives[0], ddof=1) / m + np.var(negatives[1] - negatives[0], ddof=1) / n
-    return Areas(*areas, float(variance))
+    return Areas(one, other, float(variance))
 
 
 def _components(scores: Floats, truth: NDArray[np.bool_]) -> tuple[Floats, Floats]:
