@@ -1,6 +1,7 @@
 """A study on disk: runs, rows in their order, and the same tables without training."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from medflare.studies.statistics.seeds import Run
 from medflare.studies.tables.report import study_report
 
 
-def kept(out: Path, label: str, runs: list[Run]) -> list[Run]:
+def kept(out: Path, label: str, runs: Sequence[Run]) -> Sequence[Run]:
     named = [{**run, "configuration": {**run["configuration"], "settings": {"label": label}}} for run in runs]
     for run in named:
         write_run(run_folder(out, label, run["seed"]), run)

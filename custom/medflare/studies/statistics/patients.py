@@ -167,8 +167,8 @@ def _delong(site: _SitePairs) -> tuple[float, float]:
     """Mean difference and mean variance over the site's runs."""
     found = []
     for pair in site.runs:
-        scores = [np.array(cases["probabilities"], dtype=float)[:, -1] for cases in (pair.first, pair.second)]
-        areas = delong(*scores, np.array(pair.first["targets"]) == 1)
+        one, other = (np.array(cases["probabilities"], dtype=float)[:, -1] for cases in (pair.first, pair.second))
+        areas = delong(one, other, np.array(pair.first["targets"]) == 1)
         found.append((areas.second - areas.first, areas.variance))
     difference, variance = _nanmean(np.array(found), axis=0)
     return float(difference), float(variance)
