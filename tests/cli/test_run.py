@@ -8,8 +8,10 @@ import pytest
 
 import small
 from medflare.cli import main
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
+from medflare.studies.archive import write_run
 from medflare.tasks.config import load_task
 
 ROOT = "MEDFLARE_DATA_ROOT"
@@ -165,11 +167,44 @@ def test_a_study_gets_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "the table" in capsys.readouterr().out
 
 
+def test_a_study_takes_references_and_a_rule_of_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = Engine({})
+    monkeypatch.setattr("medflare.studies.grid.run_study", study)
+    (tmp_path / "table.md").write_text("the table")
+
+    def rows(*options: str) -> dict[str, Any]:
+        assert main(["study", *options, "--sites", "2", "--out", str(tmp_path)]) == 0
+        return {candidate.label: candidate.hyper for candidate in study.calls[-1][0][0]}
+
+    assert list(rows("fedavg", "constant", "--reference", "single-site,constant")) == ["fedavg", "constant", "single-site"]
+    assert list(rows("fedavg", "--reference", "all")) == ["fedavg", "constant", "single-site", "centralised"], "phantom has no BatchNorm"
+    batch_norm = ("--set", "task.network.norm=batch")
+    assert list(rows("--reference", "all", *batch_norm)) == ["constant", "single-site", "batch-statistics", "centralised"]
+    chosen = rows("fedavg", "fedsm:selection=best", "--reference", "constant", "--selection", "last")
+    assert [hyper["server"] for hyper in chosen.values()] == [{"selection": "last"}, {"selection": "best"}, {}]
+    assert rows("fedavg", "--selection", "iou")["fedavg"]["server"] == {"selection": "best"}
+    assert study.calls[-1][0][1].task.metric == "iou"
+
+
+def test_tables_are_made_again_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = RunRecord("fedavg", load_task("phantom"), 0, 3, {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})})
+    write_run(tmp_path / "fedavg" / "seed0", build_results(record))
+    assert main(["study", "--tables", str(tmp_path)]) == 0
+    assert "| fedavg | deployed | – | 0.625 | 0.625 | 1 |" in capsys.readouterr().out
+    assert "leave the methods" in refused(capsys, "study", "fedavg", "--tables", str(tmp_path))
+    assert "no run of a study here" in refused(capsys, "study", "--tables", str(tmp_path / "fedavg"))
+
+
 def test_a_study_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin = ("study", "fedavg", "--sites", "2", "--out", str(tmp_path))
     for seeds in ("a", "1,2.5", ","):
         assert f"--seeds {seeds!r}" in refused(capsys, *begin, "--seeds", seeds)
     assert "task.NAME=VALUE" in refused(capsys, *begin, "--set", "lam=3")
+    assert "give --sites" in refused(capsys, "study", "fedavg", "--out", str(tmp_path))
+    assert "at least one method" in refused(capsys, "study", *begin[2:])
+    assert "there are all, constant" in refused(capsys, *begin, "--reference", "oracel")
+    assert "choose best, last, dice, iou" in refused(capsys, *begin, "--selection", "hd95")
+    assert "batch-statistics" in refused(capsys, *begin, "--reference", "batch-statistics")
     assert "leave the halves out" in refused(capsys, "study", "single-site:site_half=moon", *begin[2:])
     assert not [*tmp_path.iterdir()]
 

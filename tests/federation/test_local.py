@@ -57,6 +57,16 @@ class TestResults:
         assert (folder / "models" / "personal" / "site-2" / "card.json").exists()
         assert not (folder / "sites" / "site-9" / "personal").exists()
 
+    def test_what_single_patients_scored_stays_at_the_site(self, kept: tuple[dict[str, Any], Path]) -> None:
+        results, folder = kept
+        home = folder / "sites" / "site-2"
+        cases = json.loads((home / "scores" / "global.json").read_text())
+        defined = [value for value in cases["values"]["dice"] if value is not None]
+        assert sum(defined) / len(defined) == pytest.approx(results["sites"]["site-2"]["metrics"]["global"]["dice"], abs=1e-5)
+        assert not [*home.glob("*/*scores*")], "not beside a model that may be handed on"
+        for file in ("results.json", "metrics.jsonl", "report.html"):
+            assert not any(patient in (folder / file).read_text() for patient in cases["patients"])
+
     def test_a_delivered_model_answers_as_in_the_run(self, kept: tuple[dict[str, Any], Path]) -> None:
         results, folder = kept
         model = load_model(folder / "sites" / "site-1" / "deployed")

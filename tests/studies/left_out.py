@@ -1,6 +1,6 @@
 """A run in which another site is left out."""
 
-from medflare.studies.statistics import Run
+from medflare.studies.statistics.seeds import Run
 
 
 def leaving_out(site: str, value: float, run: Run) -> Run:

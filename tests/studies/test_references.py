@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from medflare.data.splits import SiteData, Split
+from medflare.evaluation.contract import validate_results
+from medflare.federation.local.loop import run_local
 from medflare.studies import references
-from medflare.studies.references import centralised, pooled, single_site
+from medflare.studies.references import batch_statistics, centralised, pooled, single_site
 from medflare.studies.setting import Setting
 from medflare.tasks.config import load_task
-from small import stacked
+from small import stacked, tiny_phantom
 
 
 def split(count: int, value: float) -> Split:
@@ -47,9 +49,25 @@ def test_the_optimizer_is_kept_unless_somebody_says_otherwise(
         assert settings["seed"] == 3
         raise Started
 
-    monkeypatch.setattr(references, "run_local", run)
+    monkeypatch.setattr(references, "recorded_run", run)
     with pytest.raises(Started):
         reference(Setting(load_task("phantom"), ("A", "B"), 1), 3, hyper=given)
+
+
+def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
+    """The networks are equal, the numbers are not; a site outside has both too."""
+    task = load_task(tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))
+    setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
+    results = batch_statistics(setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}})
+    plain = run_local("fedavg", task, ["site-1", "site-2"], rounds=1, seed=0, resplit=0, outside=["site-3"], selection="last")
+    validate_results({name: content for name, content in results.items() if name not in ("scores", "curves")})
+    for name, site in results["sites"].items():
+        assert site["metrics"]["global"] == plain["sites"][name]["metrics"]["global"]
+        assert site["metrics"]["deployed"]["dice"] != site["metrics"]["global"]["dice"]
+        values = [value for value in results["scores"][name]["deployed"]["values"]["dice"] if value is not None]
+        assert sum(values) / len(values) == pytest.approx(site["metrics"]["deployed"]["dice"], abs=1e-5)
+    assert [at for at, _ in results["curves"]["global"]["site-1"]] == [0, 1]
+    assert results["traffic"] == plain["traffic"]
 
 
 def test_sites_alone_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +77,14 @@ def test_sites_alone_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         reason = None if sites == ["A"] else "no images"
         site = {sites[0]: {"role": "inside", "metrics": value}}
         outcome = {"status": "FAILED" if reason else "COMPLETED", "reason": reason, "seconds": {"total": 2.0}, "events": [sites[0]]}
-        return {**outcome, "method": method, "sites": site, "mean": means, "traffic": {"down_bytes": 9, "up_bytes": 9}}
+        recorded = {"curves": {"global": {sites[0]: [[1, 0.5]]}}, "scores": {sites[0]: {"global": {}}}}
+        return {**outcome, **recorded, "method": method, "sites": site, "mean": means, "traffic": {"down_bytes": 9, "up_bytes": 9}}
 
-    monkeypatch.setattr(references, "run_local", run)
+    monkeypatch.setattr(references, "recorded_run", run)
     results = single_site(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, outside=("C",))
     assert (results["method"], results["status"], results["reason"]) == ("single-site", "FAILED", "B: no images")
     assert list(results["sites"]) == results["events"] == ["A", "B"]
+    assert results["curves"] == {"global": {"A": [[1, 0.5]], "B": [[1, 0.5]]}}
+    assert results["scores"] == {"A": {"global": {}}, "B": {"global": {}}}
     assert results["mean"]["inside"]["deployed"]["dice"] == 0.5
     assert (results["seconds"], results["traffic"]) == ({"total": 4.0}, {"down_bytes": 0, "up_bytes": 0})

@@ -131,7 +131,7 @@ def _task_init(options: argparse.Namespace) -> int:
     proposed = propose(options.root, _answers(options))
     if sys.stdin.isatty() and not options.yes and _asked(options, proposed.settings):
         proposed = propose(options.root, _answers(options))
-    write_json(options.out, proposed.settings)
+    write_json(options.out, proposed.settings, public=True)
     print(proposed.render())
     root, task = shlex.quote(str(options.root)), shlex.quote(str(options.out))
     print(f"written: {options.out}")

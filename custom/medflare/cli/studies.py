@@ -1,7 +1,9 @@
 """`medflare study`: methods side by side over seeds and splits."""
 
 import argparse
+import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medflare.cli.options import (
     Commands,
@@ -18,6 +20,10 @@ from medflare.cli.options import (
 )
 from medflare.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from medflare.studies.candidates import Candidate
+    from medflare.tasks.config import TaskConfig
+
 
 def add_commands(commands: Commands) -> None:
     """Declare it."""
@@ -25,38 +31,77 @@ def add_commands(commands: Commands) -> None:
         commands,
         "study",
         _study,
-        help="compare methods over seeds and splits; prints and keeps a Markdown table",
+        help="compare methods over seeds and splits; prints and keeps Markdown tables",
+        description=(
+            "Compare methods over seeds and splits; prints and keeps Markdown tables. A comparison says little without rows that a method "
+            "has to beat: --reference all adds them. Every table says by what its models were selected, and warns of rows that are "
+            "still rising or that sit at the constant answer. Differences to the first row have 95 %% intervals over seeds and over "
+            "patients. Finished runs are kept, and --tables makes the tables of a folder again."
+        ),
         examples=(
-            "medflare study single-site fedavg fedsm centralised --sites 3 --rounds 5 --out study",
+            "medflare study fedavg fedsm --reference all --sites 3 --rounds 5 --out study",
             "medflare study fedsm fedsm:lam=0.3 fedsm:selection=last,gamma=0.9 --sites 4 --out study",
             "medflare study fedavg moon:server_half=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
+            "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
+            "medflare study --tables study",
         ),
     )
     parser.add_argument(
         "candidates",
-        nargs="+",
+        nargs="*",
         metavar="METHOD[:NAME=VALUE,...]",
-        help="a method with its hyper-parameters (and site_half=METHOD, server_half=METHOD), or single-site or centralised",
+        help="a method with its hyper-parameters (and site_half=METHOD, server_half=METHOD), or a reference (below)",
+    )
+    parser.add_argument(
+        "--reference",
+        default="",
+        metavar="NAMES",
+        help=(
+            "comma-separated rows to hold the methods against, or all. constant: the best answer that looks at no image; single-site: "
+            "every site alone; batch-statistics: FedAvg normalised by the test images at hand (networks with BatchNorm); centralised: "
+            "everybody's images in one place. A method with personal models also gets a row 'oracle': the better of global and "
+            "personal at each site, chosen on test images as nobody can"
+        ),
     )
     add_task_options(parser)
-    parser.add_argument("--sites", required=True, help="number of sites (site-1, ...) or comma-separated names")
+    parser.add_argument("--sites", help="number of sites (site-1, ...) or comma-separated names")
     add_rounds(parser)
     parser.add_argument("--seeds", default="0,1,2", help="each also draws the split anew by patient (default: %(default)s)")
     parser.add_argument(
         "--leave-one-out", action="store_true", help="each site in turn is outside: never trains, receives the final models"
     )
+    parser.add_argument(
+        "--selection",
+        metavar="best|last|METRIC",
+        help="how rows that do not say it themselves choose the round they deliver: the best by the task's metric on validation images "
+        "(best), the last one, or the best by another metric, which becomes the task's",
+    )
     add_data_root(parser)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at the same time (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for every run's results.json and table.md; finished runs are kept")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument(
+        "--out", type=Path, help="folder for table.md and every run's results.json and scores.json (scores of single patients)"
+    )
+    place.add_argument("--tables", type=Path, metavar="FOLDER", help="train nothing: print the tables of the runs in this folder")
 
 
 def _study(options: argparse.Namespace) -> int:
     from medflare.evaluation.results import COMPLETED
-    from medflare.studies.grid import Candidate, Setting, run_study
-    from medflare.studies.report import TABLE_FILE
+    from medflare.studies.archive import read_study
+    from medflare.studies.grid import run_study
+    from medflare.studies.setting import Setting
+    from medflare.studies.tables.report import TABLE_FILE, study_report
 
-    candidates = [Candidate.parse(text) for text in options.candidates]
-    setting = Setting(task_with(options.task, set_values(options.set)), tuple(site_names(options.sites)), options.rounds)
+    if options.tables is not None:
+        if options.candidates or options.reference:
+            raise ConfigError("--tables shows what was run; leave the methods and --reference out, or run them with --out")
+        print(study_report(read_study(options.tables)))
+        return 0
+    if options.sites is None:
+        raise ConfigError("study: give --sites, a number of sites or their names")
+    task, selection = _selected(task_with(options.task, set_values(options.set)), options.selection)
+    candidates = _candidates(options.candidates, options.reference, task, selection)
+    setting = Setting(task, tuple(site_names(options.sites)), options.rounds)
     seeds = _seeds(options.seeds)
     with data_root(options.data_root):
         refuse_strangers(setting.sites, setting.task)
@@ -65,6 +110,38 @@ def _study(options: argparse.Namespace) -> int:
         )
     print((options.out / TABLE_FILE).read_text(encoding="utf-8"))
     return 0 if all(run["status"] == COMPLETED for runs in groups.values() for run in runs) else 1
+
+
+def _candidates(methods: list[str], references: str, task: "TaskConfig", selection: str | None) -> "list[Candidate]":
+    """The rows in their order: methods as they were given, then the references that are not among them.
+
+    Raises:
+        ConfigError: there is none, a method is wrong, or there is no such reference.
+    """
+    from medflare.studies.candidates import REFERENCES, Candidate
+
+    names = names_in(references)
+    if unknown := [name for name in names if name not in (*REFERENCES, "all")]:
+        raise ConfigError(f"--reference {unknown[0]!r}: there are all, {', '.join(REFERENCES)}")
+    rows = [Candidate.parse(text, selection) for text in methods]
+    wanted = [name for name in (REFERENCES if "all" in names else names) if name not in methods]
+    for reference in (Candidate.parse(name, selection) for name in dict.fromkeys(wanted)):
+        if reference.label in names or reference.takes(task):  # of all, those that the task can have
+            rows.append(reference)
+    if not rows:
+        raise ConfigError("study: name at least one method, for example fedavg, or a --reference")
+    return rows
+
+
+def _selected(task: "TaskConfig", selection: str | None) -> "tuple[TaskConfig, str | None]":
+    """The task, by whose metric rounds are chosen, and the hyper-parameter `selection` of rows that do not say it themselves."""
+    if selection in (None, "best", "last"):
+        return task, selection
+    from medflare.tasks.metrics_table import selection_metrics
+
+    if selection not in selection_metrics(task.kind):
+        raise ConfigError(f"--selection {selection!r}: choose best, last, {', '.join(selection_metrics(task.kind))}")
+    return dataclasses.replace(task, metric=selection), "best"
 
 
 def _seeds(text: str) -> list[int]:

@@ -10,17 +10,20 @@ from torch import nn
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
-from medflare.core.store import write_atomically
+from medflare.core.store import write_atomically, write_json
 from medflare.data.sites.montage import montage
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
 from medflare.methods.parts.training import finite_or_none
+from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
 
 ROLES = ("global", "personal", "deployed")
-Keep = Callable[[str, Message, Mapping[str, Any]], None]  # (role, delivered model, metrics)
+SCORES = "scores"  # below a site's folder: what each model scored patient by patient; not beside the models, which may be handed on
+Metrics = dict[str, float | None]
+Keep = Callable[[str, Message, Mapping[str, Any], Cases], None]  # (role, delivered model, metrics, what they are made of)
 
 
 @runtime_checkable
@@ -41,9 +44,9 @@ class Noticing(Protocol):
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """A site's own folder in a run, for `Participant`'s `keep` and `show`: delivered models with their cards, and pictures.
+    """A site's own folder in a run, for `Participant`'s `keep` and `show`: delivered models with their cards, scores and pictures.
 
-    Pictures show patients: they stay here.
+    Scores of single patients and pictures speak of patients: they stay here.
     """
 
     folder: Path
@@ -52,16 +55,18 @@ class SiteFolder:
     task: TaskConfig
     seed: int
 
-    def keep(self, role: str, model: Message, metrics: Mapping[str, Any]) -> None:
-        """Write a delivered model and its card.
+    def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
+        """Write a delivered model and its card, and what it scored patient by patient.
 
         Args:
             role: "global", "personal", "deployed" or another that the method compares; names the subfolder.
             model: the delivered model.
             metrics: metric -> test value or None, for the card.
+            cases: what they are made of.
         """
         card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
         save_model(self.folder / role, self.task, model, card)
+        write_json(self.folder / SCORES / f"{role}.json", cases.to_dict())
 
     def show(self, title: str, png: bytes) -> None:
         """Write a picture."""
@@ -75,15 +80,15 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
         site: measures with its test images.
         models: role -> delivered model. A method may deliver further roles, to be compared with its own; equal objects are
             measured once.
-        keep: called with (role, model, metrics) for every delivered model.
+        keep: called with (role, model, metrics, cases) for every delivered model. Cases are in no fact: what is in a fact leaves the site.
 
     Returns:
         Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), "n" and "events", which name
             no site: the server knows whose they are.
     """
     log = EventLog()
-    metrics: dict[str, dict[str, float | None]] = {}
-    seen: dict[int, dict[str, float | None]] = {}
+    metrics: dict[str, Metrics] = {}
+    seen: dict[int, tuple[Metrics, Cases]] = {}
     reports: dict[str, Any] = {}
     for role in dict.fromkeys([*ROLES, *models]):
         if role not in models:
@@ -98,8 +103,8 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
             if isinstance(module, Noticing):
                 for line in module.notices():
                     log.add("reverted", f"{role}: {line}")
-        metrics[role] = seen[id(models[role])]
-        keep(role, models[role], metrics[role])
+        metrics[role], cases = seen[id(models[role])]
+        keep(role, models[role], metrics[role], cases)
     return {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
 
 
@@ -117,7 +122,7 @@ def volume_picture(site: Site, models: Mapping[str, Message]) -> dict[str, bytes
     return {"middle slices": montage(site, module)}
 
 
-def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> dict[str, float | None]:
+def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Metrics, Cases]:
     scores = site.score(module, "test")
     for metric, reason in scores.undefined.items():
         log.add("undefined", f"{role} {metric}: {reason}")
@@ -125,4 +130,4 @@ def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> dict[s
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means")
-    return {metric: finite_or_none(value) for metric, value in scores.values.items()}
+    return {metric: finite_or_none(value) for metric, value in scores.values.items()}, scores.cases

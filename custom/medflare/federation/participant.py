@@ -80,7 +80,8 @@ class Participant:
         method: whose site half runs.
         hyper: the method's hyper-parameters, see `core.hyper.halved`.
         store: where the half's memory goes after every task, so that the next one may run in a new process; None keeps it in memory.
-        keep: called at delivery with (role, delivered model, metrics) for each final model, so that an engine can put it on disk.
+        keep: called at delivery with (role, delivered model, metrics, scores patient by patient) for each final model, so that an
+            engine can put it on disk.
         show: called at delivery with (name, PNG content) for each picture that the method makes for the site itself.
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
         minimum_patients: of how many a metric must be for it to leave the site.
@@ -97,7 +98,7 @@ class Participant:
         hyper: Mapping[str, Any],
         *,
         store: Store | None = None,
-        keep: Keep = lambda role, message, metrics: None,
+        keep: Keep = lambda role, message, metrics, cases: None,
         show: Callable[[str, bytes], None] = lambda name, png: None,
         budget: Budget | None = None,
         minimum_patients: int = 0,

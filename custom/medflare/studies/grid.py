@@ -1,93 +1,24 @@
-"""Studies: methods side by side over seeds and splits, with single-site and centralised training as the two references.
+"""Studies: methods side by side over seeds and splits, beside the references that they have to beat.
 
-A study is a grid of plain-loop runs. Every finished run is kept as results.json under the study's folder and not run again, so
-a study can be interrupted, extended and re-tabulated.
+A study is a grid of plain-loop runs. Every finished run is kept under the study's folder and not run again, so a study can be
+interrupted, extended and tabulated anew.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import halved, parsed_value
-from medflare.core.store import write_atomically, write_json
-from medflare.evaluation.results import RESULTS_FILE, load_results
-from medflare.federation.local.loop import run_local
-from medflare.methods.catalogue import get_method
-from medflare.studies.references import CENTRALISED, SINGLE_SITE, TRAINED_AS, centralised, single_site
-from medflare.studies.report import TABLE_FILE, study_report
+from medflare.core.store import write_atomically
+from medflare.studies.archive import Groups, is_finished, read_run, run_folder, write_rows, write_run
+from medflare.studies.candidates import Candidate
 from medflare.studies.setting import Setting
-
-_REFERENCES: Final = {SINGLE_SITE: single_site, CENTRALISED: centralised}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One row of a study: a method (or reference) with its hyper-parameters.
-
-    Attributes:
-        method: name of a method, "single-site" or "centralised".
-        hyper: hyper-parameters under their halves, those that differ from the defaults.
-        site_half, server_half: see `run_local`.
-    """
-
-    label: str
-    method: str
-    hyper: Mapping[str, Any] = field(default_factory=dict)
-    site_half: str | None = None
-    server_half: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "Candidate":
-        """From "fedsm", "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1" or "moon:server_half=grace".
-
-        Raises:
-            ConfigError: no such method or hyper-parameter, a value that it cannot have, or a reference with halves of its own.
-        """
-        method, _, settings = text.partition(":")
-        pairs = [setting.partition("=") for setting in settings.split(",") if setting]
-        if bad := [name for name, equals, _ in pairs if not equals]:
-            raise ConfigError(f"method {text!r}: {bad[0]!r} has no value; write METHOD:NAME=VALUE,NAME=VALUE")
-        values = {name: parsed_value(value) for name, _, value in pairs}
-        halves = {name: values.pop(name, None) for name in ("site_half", "server_half")}
-        if method in _REFERENCES and any(halves.values()):
-            raise ConfigError(f"{text}: {method} is no federation, it trains with {TRAINED_AS}'s halves alone; leave the halves out")
-        trained = get_method(TRAINED_AS if method in _REFERENCES else method, site=halves["site_half"], server=halves["server_half"])
-        trained.check(values)
-        return cls(text, method, halved(values, trained.hyper_classes, trained.name), **halves)
-
-    def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
-        """Results dict of one run; the seed also draws the split anew by patient.
-
-        Args:
-            setting: task, sites, data and rounds.
-            seed: of everything that is drawn.
-            outside: sites that never train.
-        """
-        if self.method in _REFERENCES:
-            return _REFERENCES[self.method](setting, seed, outside, self.hyper)
-        return run_local(
-            self.method,
-            setting.task,
-            [site for site in setting.sites if site not in outside],
-            rounds=setting.rounds,
-            seed=seed,
-            outside=outside,
-            data_root=setting.data_root,
-            resplit=seed,
-            site_half=self.site_half,
-            server_half=self.server_half,
-            **self.hyper,
-        )
-
-
-# -- the grid ------------------------------------------------------------------------------------------------------------------
+from medflare.studies.tables.report import TABLE_FILE, study_report
 
 
 @dataclass(frozen=True)
@@ -102,7 +33,7 @@ class _Job:
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
         results["configuration"]["settings"] |= {"label": self.candidate.label, "resplit": self.seed}
-        write_json(self.folder / RESULTS_FILE, results, public=True)
+        write_run(self.folder, results)
         left_out = f" without {', '.join(self.outside)}" if self.outside else ""
         return f"{self.candidate.label}{left_out}, seed {self.seed}: {results['status']}, {results['seconds']['total']:.0f} s"
 
@@ -116,14 +47,14 @@ def run_study(
     leave_one_out: bool = False,
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
-) -> dict[str, list[dict[str, Any]]]:
+) -> Groups:
     """Run what is not there yet and tabulate everything.
 
     Args:
         candidates: the rows.
         setting: task, sites, data and rounds.
         seeds: every candidate runs with each.
-        out: folder for the results of every run, and for table.md (`study_report`).
+        out: folder for every run (`archive`), and for table.md (`study_report`).
         leave_one_out: each site in turn is outside (it never trains and receives the final models) instead of all inside.
         processes: runs at the same time, one thread each.
         say: takes a line for every run that ended.
@@ -132,25 +63,28 @@ def run_study(
         Label of a candidate -> results of all its runs.
 
     Raises:
-        ConfigError: the task or a site's name is wrong, or there is nobody left to train.
+        ConfigError: the task or a site's name is wrong, a row cannot have the task, or there is nobody left to train.
         StateError: the results of an earlier run in `out` are damaged.
     """
     if leave_one_out and len(setting.sites) < 2:
         raise ConfigError(f"leaving out {', '.join(setting.sites)} leaves nobody to train; name at least two sites")
+    for candidate in candidates:
+        candidate.check(setting.task)
     splits: list[tuple[str, ...]] = [(site,) for site in setting.sites] if leave_one_out else [()]
     jobs = [
-        _Job(candidate, setting, seed, outside, out / _folder_name(candidate.label) / "-".join([f"seed{seed}", *outside]))
+        _Job(candidate, setting, seed, outside, run_folder(out, candidate.label, seed, outside))
         for seed in seeds
         for candidate in candidates
         for outside in splits
     ]
-    missing = [job for job in jobs if not (job.folder / RESULTS_FILE).is_file()]
+    write_rows(out, (candidate.label for candidate in candidates))
+    missing = [job for job in jobs if not is_finished(job.folder)]
     for done, line in enumerate(_finished(missing, processes), start=1):
         say(f"[{done}/{len(missing)}] {line}")
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: Groups = {}
     for job in jobs:
-        groups.setdefault(job.candidate.label, []).append(load_results(job.folder))
-    write_atomically(out / TABLE_FILE, study_report(groups, setting.task, setting.rounds).encode(), public=True)
+        groups.setdefault(job.candidate.label, []).append(read_run(job.folder))
+    write_atomically(out / TABLE_FILE, study_report(groups).encode(), public=True)
     return groups
 
 
@@ -163,7 +97,3 @@ def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[str]:
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for future in as_completed([pool.submit(job) for job in jobs]):
             yield future.result()
-
-
-def _folder_name(label: str) -> str:
-    return "".join(sign if sign.isalnum() or sign in "-_.=" else "_" for sign in label)

@@ -1,4 +1,4 @@
-"""The two references of a study: every site alone, and one model of everybody's images."""
+"""References that are trained: every site alone, one model of everybody's images, FedAvg's model with the statistics of each batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,10 +8,14 @@ from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, joined
 from medflare.evaluation.results import FAILED, mean_over_sites
-from medflare.federation.local.loop import run_local
+from medflare.inference.adaptation import check_adaptable
+from medflare.inference.batch_statistics import with_batch_statistics
+from medflare.methods.catalogue import build_deployed
+from medflare.methods.parts.training import finite_or_none
+from medflare.studies.recorded import CURVES, SCORES, Models, recorded_run
 from medflare.studies.setting import Setting
 
-SINGLE_SITE, CENTRALISED = "single-site", "centralised"
+SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "single-site", "centralised", "batch-statistics"
 TRAINED_AS: Final = "fedavg"  # the method whose halves the references train with, and whose hyper-parameters they take
 POOLED: Final = "all-sites"  # name of the one site that centralised training has
 
@@ -29,7 +33,7 @@ def single_site(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
         One results dict for all sites.
     """
     runs = {
-        site: run_local(
+        site: recorded_run(
             TRAINED_AS,
             setting.task,
             [site],
@@ -44,6 +48,8 @@ def single_site(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
     }
     merged = next(iter(runs.values()))
     merged["sites"] = {site: run["sites"][site] for site, run in runs.items()}
+    merged[SCORES] = {site: run[SCORES].get(site, {}) for site, run in runs.items()}
+    merged[CURVES] = _merged_curves(runs)
     merged["events"] = [event for run in runs.values() for event in run["events"]]
     merged["seconds"] = {"total": sum(run["seconds"]["total"] for run in runs.values())}
     failed = [f"{site}: {run['reason']}" for site, run in runs.items() if run["reason"]]
@@ -71,7 +77,7 @@ def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
 
         return Site(name, task, pooled([real(site, "inside").data for site in inside]), seed) if name == POOLED else real(name, role)
 
-    results = run_local(
+    results = recorded_run(
         TRAINED_AS,
         task,
         [POOLED],
@@ -82,9 +88,62 @@ def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
         **_uninterrupted(hyper or {}),
     )
     del results["sites"][POOLED]
+    results[SCORES].pop(POOLED, None)
     for name, site in results["sites"].items():
         site["role"] = "outside" if name in outside else "inside"
     return _reference(CENTRALISED, results)
+
+
+def batch_statistics(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """FedAvg, whose model is also measured normalising by the test images at hand: "deployed" beside the plain "global".
+
+    What adapts to a site's images at test time does this too; what it gains beyond this row is its own.
+
+    Args:
+        setting: task, sites, data and rounds.
+        seed: of everything that is drawn, the split included.
+        outside: sites that never train.
+        hyper: of `TRAINED_AS`, under their halves.
+
+    Raises:
+        ConfigError: the task's network has no BatchNorm.
+    """
+    check_adaptable(setting.task)
+    task = replace(setting.task, resplit=seed)
+    sites: dict[str, Site] = {}
+    models: Models = {}
+
+    def opened(name: str, role: str) -> Site:
+        sites[name] = open_site(name, task, seed=seed, role=role, data_root=setting.data_root)
+        return sites[name]
+
+    inside = [site for site in setting.sites if site not in outside]
+    results = recorded_run(
+        TRAINED_AS,
+        task,
+        inside,
+        rounds=setting.rounds,
+        seed=seed,
+        outside=outside,
+        opener=opened,
+        models=models,
+        **(hyper or {}),
+    )
+    for name, delivered in models.items():
+        module, _ = with_batch_statistics(build_deployed(task, delivered["global"]).to(sites[name].device))
+        scores = sites[name].score(module, "test")
+        results["sites"][name]["metrics"]["deployed"] = {metric: finite_or_none(value) for metric, value in scores.values.items()}
+        results[SCORES][name]["deployed"] = scores.cases.to_dict()
+    return _reference(BATCH_STATISTICS, results, results["traffic"])
+
+
+def _merged_curves(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The curves of runs that have one site each."""
+    curves: dict[str, dict[str, Any]] = {}
+    for run in runs.values():
+        for model, sites in run[CURVES].items():
+            curves.setdefault(model, {}).update(sites)
+    return curves
 
 
 def _uninterrupted(hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,10 +151,10 @@ def _uninterrupted(hyper: Mapping[str, Any]) -> dict[str, Any]:
     return {**hyper, "site": {"reset_optimizer": False, **hyper.get("site", {})}}
 
 
-def _reference(method: str, results: dict[str, Any]) -> dict[str, Any]:
-    """The results under the reference's name: nothing was sent, and the means are those of the sites that are left."""
+def _reference(method: str, results: dict[str, Any], traffic: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The results under the reference's name: the means are those of the sites that are left, and by default nothing was sent."""
     mean = mean_over_sites(results["sites"], results["mean"]["inside"])
-    return results | {"method": method, "traffic": {"down_bytes": 0, "up_bytes": 0}, "mean": mean}
+    return results | {"method": method, "traffic": dict(traffic or {"down_bytes": 0, "up_bytes": 0}), "mean": mean}
 
 
 def pooled(parts: Sequence[SiteData]) -> SiteData:

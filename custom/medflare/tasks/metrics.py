@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.core.packages import installed
+from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import METRICS
 
@@ -28,12 +29,14 @@ class Scores:
         undefined: metric -> why it is None.
         left_out: (patient, class) pairs whose Dice and IoU are 0/0: neither truth nor prediction has a pixel.
         hd95_left_out: (patient, class) pairs without an image in which truth and prediction both have pixels.
+        cases: what the values are made of, patient by patient; none where nothing could be scored.
     """
 
     values: dict[str, float | None]
     undefined: dict[str, str] = field(default_factory=dict)
     left_out: int = 0
     hd95_left_out: int = 0
+    cases: Cases = field(default_factory=Cases, repr=False, compare=False)
 
     def set(self, metric: str, value: float, reason: str) -> None:
         """Record a value, or None with the reason where it is NaN.
@@ -100,7 +103,7 @@ def score_portions(portions: Iterable[Portion], patients: Sequence[str], task: T
     found = {name: torch.cat([part[name] for part in measured]) for name in measured[0]}
     if task.kind == "segmentation":
         return _score_segmentation(found, patients, metrics)
-    return _score_classification(found["probabilities"], found["targets"], task, metrics)
+    return _score_classification(found["probabilities"], found["targets"], patients, task, metrics)
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
@@ -286,14 +289,17 @@ def _score_segmentation(measured: dict[str, Tensor], patients: Sequence[str], me
     names = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
     groups = torch.tensor([names[patient] for patient in patients])
     dice, iou = pooled_overlap(measured.pop(_OVERLAP), groups, len(names))
-    scores = Scores({}, left_out=int(dice.isnan().sum()))
+    per_patient: dict[str, Tensor] = {}
+    scores = Scores({}, left_out=int(dice.isnan().sum()), cases=Cases(tuple(names), per_patient))
     for metric, values in (("dice", dice), ("iou", iou)):
         if metric in metrics:
+            per_patient[metric] = values.nanmean(dim=1)
             scores.set(metric, patient_mean(values), "no image has a foreground pixel, true or predicted (0/0)")
     for metric, parts in measured.items():
         values = by_patient(parts, groups, len(names))
         if metric != "surface_dice":
             scores.hd95_left_out = int(values.isnan().sum())
+        per_patient[metric] = values.nanmean(dim=1)
         scores.set(metric, patient_mean(values), _UNDEFINED[metric])
     for metric in metrics:
         if metric not in scores.values:
@@ -320,8 +326,10 @@ _UNDEFINED: Final = {
 }
 
 
-def _score_classification(probabilities: Tensor, targets: Tensor, task: TaskConfig, metrics: Sequence[str]) -> Scores:
-    scores = Scores({})
+def _score_classification(
+    probabilities: Tensor, targets: Tensor, patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]
+) -> Scores:
+    scores = Scores({}, cases=Cases(tuple(patients), {}, probabilities, targets))
     for metric in metrics:
         if task.target == "multilabel":
             columns = [_of_classes(metric, _two_classes(probabilities[:, [c]]), targets[:, c]) for c in range(len(task.labels))]

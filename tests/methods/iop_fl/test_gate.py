@@ -147,7 +147,7 @@ def test_a_collapse_is_kept_out_and_named() -> None:
 
 def test_the_event_names_what_was_kept_and_why() -> None:
     half, models = delivered(counts=(0, 0, 8), **{**COLLAPSING, "gate_information": 1.0, "gate_agreement": 1.0})
-    facts = evaluated(half.site, models, lambda role, model, metrics: None)
+    facts = evaluated(half.site, models, lambda role, model, metrics, cases: None)
     (event,) = [event for event in facts["events"] if event["kind"] == "reverted"]
     assert event["message"].startswith("deployed: routing kept the start")
     quiet, models = delivered(counts=(0, 0, 8), route_epochs=0)

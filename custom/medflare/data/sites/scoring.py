@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,16 @@ class PatientWise(Protocol):
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
         """Probabilities (N, outputs, ...) of all images of one patient, which come in batches."""
+
+
+def asks_patients(predictor: object, images: int) -> TypeGuard[PatientWise]:
+    """Whether a predictor is to be asked patient by patient.
+
+    Args:
+        predictor: any.
+        images: of the split.
+    """
+    return images > 0 and isinstance(predictor, PatientWise) and predictor.of_patients
 
 
 def predict_patients(predictor: PatientWise, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int) -> Tensor:

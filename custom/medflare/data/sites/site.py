@@ -22,7 +22,7 @@ from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
-from medflare.tasks.metrics import Images, Scores
+from medflare.tasks.metrics import Images, Scores, score
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
 
@@ -155,20 +155,22 @@ class Site:
         """Probabilities of a whole split in its order, on the CPU: (N, outputs, ...) or, with `fit` "patch", (outputs, ...) each."""
         if self.task.fit == "patch":
             return scoring.predict_each(predictor, (batch.images for batch in self._whole(split)), self.task, self.scoring_batch)
-        if isinstance(predictor, scoring.PatientWise) and predictor.of_patients and self.n[split]:
+        if scoring.asks_patients(predictor, self.n[split]):
             return scoring.predict_patients(predictor, self.data.split(split), self._batch, self.scoring_batch)
         return scoring.predict(predictor, self._whole(split), self.task.outputs)
 
     def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of a model on a split, measured batch by batch.
+        """Metrics of a model on a split, measured batch by batch; of a model that looks at whole patients, when it has answered.
 
         Args:
             predictor: images (N, C, H, W) to probabilities; a module is put in evaluation mode meanwhile.
             split: "train", "validation" or "test".
             metrics: which of `task.metrics`; None means all of them on the test split, elsewhere those by which models are selected.
         """
-        chosen = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind))
-        return scoring.score(predictor, self._whole(split), self.data.split(split), self.task, chosen, self.scoring_batch)
+        chosen, data = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind)), self.data.split(split)
+        if self.task.fit == "resize" and scoring.asks_patients(predictor, len(data)):
+            return score(self.predict(predictor, split), data.targets, data.patients, self.task, chosen, data.spacings)
+        return scoring.score(predictor, self._whole(split), data, self.task, chosen, self.scoring_batch)
 
     def _whole(self, split: str) -> Iterator[Batch]:
         """A split as a finished model is given it."""

@@ -15,14 +15,17 @@ from medflare.federation.checkpoint import stored_plan
 from medflare.federation.delivery import SiteFolder
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
+from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.federation.settings import check_rounds, run_settings
 from medflare.methods.catalogue import get_method
+from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig, load_task
 
 SITES = "sites"  # below `out`: what each site would keep at home
 STATE = "state"  # below a site's folder: what it remembers between two steps
+Delivered = Callable[[str, str, Message, Cases], None]  # (site, role, delivered model, its test scores patient by patient)
 
 
 def run_local(
@@ -48,6 +51,8 @@ def run_local(
     resume: bool = False,
     workers: int | None = None,
     say: Callable[[str], None] = lambda line: None,
+    observe: Callable[[StepReport], None] = lambda report: None,
+    delivered: Delivered = lambda site, role, model, cases: None,
     **hyper: Any,
 ) -> dict[str, Any]:
     """Run a federation on this machine and return its results dict (the content of results.json).
@@ -75,6 +80,8 @@ def run_local(
         workers: how many sites train at the same time, each in a process of its own with OMP_NUM_THREADS threads (one where that
             is not set); any number gives the same models. None: one after the other in this process, on all of torch's threads.
         say: takes a progress line a step.
+        observe: called after every step.
+        delivered: called at a site with every final model that it measured; with several workers that is in the site's process.
         hyper: the method's hyper-parameters: by name where one half owns the name, else `site={name: value}`, `server={name: value}`.
 
     Raises:
@@ -94,14 +101,14 @@ def run_local(
     settings = run_settings(steering)
     check_rounds(settings.rounds, config)
     folder, about = None if out is None else Path(out), {"engine": "local"}
-    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say)
+    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe)
     run.weights = None if weights is None else Path(weights)
 
     def opened(name: str, role: str) -> Site:
         return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
 
     def participant(name: str) -> Participant:
-        return _participant(run, name, opened)
+        return _participant(run, name, opened, delivered)
 
     names = (*inside, *apart)
     with nullcontext() if workers is None else threads_of_a_site():
@@ -112,13 +119,14 @@ def run_local(
             return run.execute(exchange, resume=resume)
 
 
-def _participant(run: Run, name: str, opened: Callable[[str, str], Site]) -> Participant:
+def _participant(run: Run, name: str, opened: Callable[[str, str], Site], delivered: Delivered) -> Participant:
     """A site of the run, which keeps what is its own below the run's folder; `opened` makes it from (name, role)."""
     home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
 
-    def keep(role: str, model: Message, metrics: Mapping[str, Any]) -> None:
+    def keep(role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
+        delivered(name, role, model, cases)
         if home is not None:
-            home.keep(role, model, metrics)
+            home.keep(role, model, metrics, cases)
 
     def show(title: str, png: bytes) -> None:
         run.pictures[f"{name}: {title}"] = png

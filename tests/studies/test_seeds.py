@@ -6,7 +6,7 @@ import math
 import pytest
 
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
-from medflare.studies.statistics import Comparison, Estimate, Run, compare, estimate, values_of
+from medflare.studies.statistics.seeds import Comparison, Estimate, Run, compare, estimate, values_of
 from studies.left_out import leaving_out
 
 
@@ -40,11 +40,11 @@ def test_estimate_of_little() -> None:
 
 def test_compare_by_hand() -> None:
     # Differences 1, 2, 3: t = 2 / (1 / sqrt(3)) = 3.4641 with 2 degrees of freedom, p = 1 - t / sqrt(t^2 + 2) = 0.0742;
-    # signed ranks all positive: p = 2 * (1/2)^3 = 0.25.
+    # the 97.5 % point of that t is 4.3027, so the interval is 2 ± 4.3027 / sqrt(3).
     found = compare([1.0, 1.0, 1.0], [2.0, 3.0, 4.0])
     assert found.difference == 2.0
-    assert found.t_test == pytest.approx(1 - 12**0.5 / 14**0.5)
-    assert found.wilcoxon == pytest.approx(0.25)
+    assert found.p == pytest.approx(1 - 12**0.5 / 14**0.5)
+    assert found.interval == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5))
     assert found.n == 3
 
 
@@ -53,17 +53,18 @@ def test_compare_is_antisymmetric() -> None:
     one, other = compare(first, second), compare(second, first)
     assert one.difference is not None and other.difference is not None
     assert one.difference == pytest.approx(-other.difference)
-    assert (one.t_test, one.wilcoxon) == pytest.approx((other.t_test, other.wilcoxon))
+    assert one.p == pytest.approx(other.p)
+    assert one.interval is not None and other.interval is not None
+    assert one.interval == pytest.approx((-other.interval[1], -other.interval[0]))
 
 
 def test_compare_degenerate() -> None:
     assert compare([], []) == Comparison(None, None, None, 0)
     assert compare([0.5], [0.75]) == Comparison(0.25, None, None, 1)
     assert compare([0.5, None, math.nan], [None, 0.5, 0.5]) == Comparison(None, None, None, 0)
-    assert compare([0.5, 0.2], [0.5, 0.2]) == Comparison(0.0, None, 1.0, 2)
+    assert compare([0.5, 0.2], [0.5, 0.2]) == Comparison(0.0, None, None, 2)
     shifted = compare([0.1, 0.2, 0.3], [0.6, 0.7, 0.8])
-    assert shifted.t_test is None, "equal differences have no spread"
-    assert shifted.wilcoxon == pytest.approx(0.25)
+    assert (shifted.interval, shifted.p) == (None, None), "equal differences have no spread"
     with pytest.raises(ValueError, match="pairs"):
         compare([0.5], [0.5, 0.5])
 

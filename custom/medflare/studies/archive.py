@@ -1,0 +1,102 @@
+"""A study on disk: a folder for every run, small enough to be committed, from which the tables can be made again.
+
+    OUT/study.json                            the rows in their order
+    OUT/<row>/seed<seed>[-<outside>]/results.json, scores.json
+    OUT/table.md
+
+scores.json holds what single patients scored, under their names. It is read where it is there; without it the tables lack what needs
+it. A study whose patients nobody may name is handed on without.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from medflare.core.errors import StateError
+from medflare.core.store import write_atomically, write_json
+from medflare.evaluation.results import RESULTS_FILE, load_results
+from medflare.studies.recorded import SCORES
+
+STUDY_FILE: Final = "study.json"
+SCORES_FILE: Final = "scores.json"
+Groups: TypeAlias = dict[str, list[dict[str, Any]]]  # row -> results of all its runs
+
+
+def run_folder(out: Path, label: str, seed: int, outside: Sequence[str] = ()) -> Path:
+    """Where a run lies.
+
+    Args:
+        out: the study's folder.
+        label: the row.
+        seed: of the run.
+        outside: sites that did not train.
+    """
+    row = "".join(sign if sign.isalnum() or sign in "-_.=" else "_" for sign in label)
+    return out / row / "-".join([f"seed{seed}", *outside])
+
+
+def write_rows(out: Path, labels: Iterable[str]) -> None:
+    """Write down the rows in their order, after those of an earlier study in the same folder that are not among them."""
+    rows = list(labels)
+    earlier = [row for row in _rows(out) if row not in rows]
+    write_json(out / STUDY_FILE, {"rows": rows + earlier}, public=True)
+
+
+def write_run(folder: Path, results: Mapping[str, Any]) -> None:
+    """Write a run: the scores of single patients first, apart from the results, which alone say that the run is there."""
+    scores = json.dumps(results.get(SCORES, {}), allow_nan=False, separators=(",", ":"), sort_keys=True)
+    write_atomically(folder / SCORES_FILE, scores.encode() + b"\n")
+    kept = {name: content for name, content in results.items() if name != SCORES}
+    write_json(folder / RESULTS_FILE, kept, public=True)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run lies there."""
+    return (folder / RESULTS_FILE).is_file()
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The results dict of a run, with its scores where they were kept.
+
+    Raises:
+        StateError: there is none, or it is damaged.
+    """
+    results, file = load_results(folder / RESULTS_FILE), folder / SCORES_FILE
+    if not file.is_file():
+        return results
+    try:
+        return results | {SCORES: json.loads(file.read_bytes())}
+    except ValueError as error:
+        raise StateError(f"{file}: {error}; delete it to do without, or the run's folder to run it again") from error
+
+
+def read_study(out: Path) -> Groups:
+    """All runs of a study, row by row; rows that study.json does not name come last, by their names.
+
+    Args:
+        out: the study's folder.
+
+    Raises:
+        StateError: no run lies there, or one is damaged.
+    """
+    runs = [read_run(file.parent) for file in sorted(out.glob(f"*/*/{RESULTS_FILE}"))]
+    if not runs:
+        raise StateError(f"{out}: no run of a study here (no */*/{RESULTS_FILE}); name the folder that `medflare study --out` wrote")
+    groups: Groups = {}
+    for run in runs:
+        groups.setdefault(run["configuration"]["settings"].get("label", run["method"]), []).append(run)
+    order = _rows(out)
+    return {
+        label: groups[label] for label in sorted(groups, key=lambda label: (order.index(label) if label in order else len(order), label))
+    }
+
+
+def _rows(out: Path) -> list[str]:
+    file = out / STUDY_FILE
+    if not file.is_file():
+        return []
+    try:
+        return [str(row) for row in json.loads(file.read_bytes())["rows"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{file}: {error!r}; delete it to have the rows sorted by name") from error

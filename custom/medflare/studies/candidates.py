@@ -1,0 +1,113 @@
+"""The rows of a study: methods with their hyper-parameters, and the references that methods are held against."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import halved, parsed_value
+from medflare.inference.adaptation import check_adaptable
+from medflare.methods.catalogue import get_method
+from medflare.studies.constant import CONSTANT, constant_answer
+from medflare.studies.recorded import recorded_run
+from medflare.studies.references import BATCH_STATISTICS, CENTRALISED, SINGLE_SITE, TRAINED_AS, batch_statistics, centralised, single_site
+from medflare.studies.setting import Setting
+from medflare.tasks.config import TaskConfig
+
+REFERENCES: Final = {
+    CONSTANT: constant_answer,
+    SINGLE_SITE: single_site,
+    BATCH_STATISTICS: batch_statistics,
+    CENTRALISED: centralised,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of a study: a method (or reference) with its hyper-parameters.
+
+    Attributes:
+        method: name of a method or of one of `REFERENCES`.
+        hyper: hyper-parameters under their halves, those that differ from the defaults.
+        site_half, server_half: see `run_local`.
+    """
+
+    label: str
+    method: str
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+    site_half: str | None = None
+    server_half: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, selection: str | None = None) -> "Candidate":
+        """From "fedsm", "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1" or "moon:server_half=grace".
+
+        Args:
+            text: a method or reference with settings.
+            selection: "best" or "last", for a row that does not say it itself; None: the method's default.
+
+        Raises:
+            ConfigError: no such method or hyper-parameter, a value that it cannot have, or a reference with halves of its own.
+        """
+        method, _, settings = text.partition(":")
+        pairs = [setting.partition("=") for setting in settings.split(",") if setting]
+        if bad := [name for name, equals, _ in pairs if not equals]:
+            raise ConfigError(f"method {text!r}: {bad[0]!r} has no value; write METHOD:NAME=VALUE,NAME=VALUE")
+        if method == CONSTANT and pairs:
+            raise ConfigError(f"{text}: {method} trains nothing and has no settings; leave {pairs[0][0]!r} out")
+        values = {name: parsed_value(value) for name, _, value in pairs}
+        halves = {name: values.pop(name, None) for name in ("site_half", "server_half")}
+        if method in REFERENCES and any(halves.values()):
+            raise ConfigError(f"{text}: {method} is no federation, it trains with {TRAINED_AS}'s halves alone; leave the halves out")
+        trained = get_method(TRAINED_AS if method in REFERENCES else method, site=halves["site_half"], server=halves["server_half"])
+        trained.check(values)
+        hyper = halved(values, trained.hyper_classes, trained.name)
+        if selection is not None and method != CONSTANT:
+            hyper["server"] = {"selection": selection, **hyper["server"]}
+        return cls(text, method, hyper, **halves)
+
+    def check(self, task: TaskConfig) -> None:
+        """Refuse a task that the row cannot have, before anything runs.
+
+        Raises:
+            ConfigError: what is wrong, after the row's name.
+        """
+        try:
+            if self.method == BATCH_STATISTICS:
+                check_adaptable(task)
+            if self.method not in REFERENCES:
+                get_method(self.method, site=self.site_half, server=self.server_half).check(self.hyper, task)
+        except ConfigError as error:
+            raise ConfigError(f"{self.label}: {error}") from error
+
+    def takes(self, task: TaskConfig) -> bool:
+        """Whether `check` has nothing against a task."""
+        try:
+            self.check(task)
+        except ConfigError:
+            return False
+        return True
+
+    def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
+        """Results dict of one run, with curves and scores; the seed also draws the split anew by patient.
+
+        Args:
+            setting: task, sites, data and rounds.
+            seed: of everything that is drawn.
+            outside: sites that never train.
+        """
+        if self.method in REFERENCES:
+            return REFERENCES[self.method](setting, seed, outside, self.hyper)
+        return recorded_run(
+            self.method,
+            setting.task,
+            [site for site in setting.sites if site not in outside],
+            rounds=setting.rounds,
+            seed=seed,
+            outside=outside,
+            data_root=setting.data_root,
+            resplit=seed,
+            site_half=self.site_half,
+            server_half=self.server_half,
+            **self.hyper,
+        )

@@ -1,0 +1,91 @@
+"""The metrics of a site from its single cases, under weights: what a bootstrap over patients needs, many resamples at a time.
+
+With all weights one they are those of `tasks.metrics`.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+CaseDict: TypeAlias = Mapping[str, Any]  # `tasks.cases.Cases.to_dict`
+
+
+def patients_of(cases: CaseDict) -> list[str]:
+    """The patient of every case, in order."""
+    return list(cases["patients"])
+
+
+def has_metric(cases: CaseDict, metric: str) -> bool:
+    """Whether a metric can be computed from these cases."""
+    return metric in cases["values"] if "values" in cases else bool(cases["patients"])
+
+
+def joined_cases(parts: Sequence[CaseDict], metric: str) -> CaseDict:
+    """The cases of several sites as those of one.
+
+    Args:
+        parts: of one task.
+        metric: the one that is kept, where there are values.
+    """
+    patients = [patient for part in parts for patient in part["patients"]]
+    if "values" in parts[0]:
+        return {"patients": patients, "values": {metric: [value for part in parts for value in part["values"][metric]]}}
+    names = ("probabilities", "targets")
+    return {"patients": patients, **{name: [row for part in parts for row in part[name]] for name in names}}
+
+
+def weighted_metric(cases: CaseDict, metric: str, weights: Floats) -> Floats:
+    """A metric of one model at one site.
+
+    Args:
+        cases: what the model scored.
+        metric: its name.
+        weights: (..., cases), how often each case counts.
+
+    Returns:
+        (...); NaN where the weighted cases leave the metric undefined.
+
+    Examples:
+        >>> weighted_metric({"patients": ["a", "b"], "values": {"dice": [0.5, None]}}, "dice", np.array([[1.0, 1.0], [0.0, 2.0]]))
+        array([0.5, nan])
+    """
+    with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing, which is NaN here as well
+        if "values" in cases:
+            values = np.array(cases["values"][metric], dtype=float)
+            return np.asarray(weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values)))
+        probabilities, targets = np.array(cases["probabilities"], dtype=float), np.array(cases["targets"])
+        if targets.ndim == 2:
+            labels = [_of_classes(_two_classes(probabilities[:, [c]]), targets[:, c], metric, weights) for c in range(targets.shape[1])]
+            return np.asarray(np.nanmean(labels, axis=0))
+        return _of_classes(_two_classes(probabilities) if probabilities.shape[1] == 1 else probabilities, targets, metric, weights)
+
+
+def _two_classes(positive: Floats) -> Floats:
+    return np.concatenate([1 - positive, positive], axis=1)
+
+
+def _of_classes(probabilities: Floats, targets: NDArray[Any], metric: str, weights: Floats) -> Floats:
+    """As `tasks.metrics` has it: classes that cannot be judged are left out of the mean over classes."""
+    chosen, classes = probabilities.argmax(axis=1), range(probabilities.shape[1])
+    if metric == "accuracy":
+        return np.asarray(weights @ (chosen == targets) / weights.sum(axis=-1))
+    if metric == "auc_macro":
+        return np.asarray(np.nanmean([_area(probabilities[:, c], targets == c, weights) for c in classes], axis=0))
+    found = []
+    for c in classes:
+        hits, true, said = (weights @ mask for mask in ((targets == c) & (chosen == c), targets == c, chosen == c))
+        found.append(hits / true if metric == "balanced_accuracy" else 2 * hits / (true + said))
+    return np.asarray(np.nanmean(found, axis=0))
+
+
+def _area(scores: Floats, truth: NDArray[np.bool_], weights: Floats) -> Floats:
+    """The area under the ROC curve: the weighted share of (positive, negative) pairs in the right order, ties by half."""
+    above = scores[truth][:, None] > scores[~truth]
+    ordered = above + 0.5 * (scores[truth][:, None] == scores[~truth])
+    positive, negative = weights[..., truth], weights[..., ~truth]
+    return np.asarray(((positive @ ordered) * negative).sum(axis=-1) / (positive.sum(axis=-1) * negative.sum(axis=-1)))

@@ -1,0 +1,89 @@
+"""table.md: what a study found, as Markdown tables that say how their models were selected and what warns of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from medflare.core.errors import StateError
+from medflare.studies.constant import CONSTANT
+from medflare.studies.references import SINGLE_SITE
+from medflare.studies.statistics.seeds import Run
+from medflare.studies.tables.curves import curves_table
+from medflare.studies.tables.differences import differences_table
+from medflare.studies.tables.rows import Groups, with_oracle
+from medflare.studies.tables.sites import sites_table
+from medflare.studies.tables.summary import summary_table
+
+TABLE_FILE: Final = "table.md"
+
+
+def study_tables(groups: Groups) -> dict[str, str]:
+    """Title -> Markdown table: for each of the task's metrics, its main one first, what every site reached and what the mean hides; then
+    paired differences and learning curves in the main one.
+
+    Args:
+        groups: label -> results dicts that differ in their seed and in who is outside.
+
+    Raises:
+        StateError: no run got as far as its task.
+    """
+    task = _task(groups)
+    main = task["metric"]
+    every = [run for runs in groups.values() for run in runs]
+    found = dict.fromkeys(metric for run in every for site in run["sites"].values() for of in site["metrics"].values() for metric in of)
+    groups = with_oracle(groups, main)
+    tables = {}
+    for metric in sorted(found, key=lambda metric: metric != main):
+        tables[metric] = sites_table(groups, metric)
+        tables[f"{metric}, what the mean hides"] = summary_table(groups, metric)
+    tables[f"{main}, differences"] = differences_table(groups, main)
+    tables[f"{main}, learning curves"] = curves_table(groups, main)
+    return {title: table for title, table in tables.items() if table}
+
+
+def study_report(groups: Groups) -> str:
+    """Markdown: what the runs have in common, what to beware of, and `study_tables`.
+
+    Args:
+        groups: as for `study_tables`.
+    """
+    rounds = sorted({run["rounds"] for runs in groups.values() for run in runs})
+    title = f"# {_task(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"
+    cautions = "".join(f"- {line}\n" for line in _cautions(groups))
+    return "\n".join(
+        [title, *([cautions] if cautions else []), *(f"## {title}\n\n{table}" for title, table in study_tables(groups).items())]
+    )
+
+
+def _cautions(groups: Groups) -> list[str]:
+    """What makes rows hard to compare, one line each."""
+    lines = []
+    moments: dict[bool, list[str]] = {True: [], False: []}
+    for label, runs in groups.items():
+        for reset in {run["configuration"]["hyper"]["site"].get("reset_optimizer") for run in runs} - {None}:
+            moments[bool(reset)].append(label)
+    if all(moments.values()):
+        lines.append(
+            f"Unequal: the optimizer keeps its moments from round to round in {', '.join(moments[False])}, "
+            f"and starts every round afresh in {', '.join(moments[True])} (reset_optimizer)."
+        )
+    rounds = {label: {run["rounds"] for run in runs} for label, runs in groups.items()}
+    if len(set().union(*rounds.values())) > 1:
+        lines.append("Unequal: rows have different numbers of rounds.")
+    missing = [name for name in (CONSTANT, SINGLE_SITE) if not _has(groups, name)]
+    if missing:
+        lines.append(f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`.")
+    failed = [f"{label}, seed {run['seed']}: {run['reason']}" for label, runs in groups.items() for run in runs if run["reason"]]
+    return [*lines, *(f"FAILED: {line}" for line in failed)]
+
+
+def _has(groups: Groups, method: str) -> bool:
+    return any(run["method"] == method for runs in groups.values() for run in runs)
+
+
+def _task(groups: Mapping[str, Sequence[Run]]) -> Mapping[str, Any]:
+    """The configuration of the task, which all runs share."""
+    found = (run["configuration"]["task"] for runs in groups.values() for run in runs if run["configuration"]["task"])
+    task = next(found, None)
+    if task is None:
+        raise StateError("no run of this study got as far as its task; see the reason in each results.json")
+    return task

@@ -1,0 +1,58 @@
+"""A study on disk: runs, rows in their order, and the same tables without training."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from medflare.core.errors import StateError
+from medflare.studies.archive import SCORES_FILE, STUDY_FILE, read_study, run_folder, write_rows, write_run
+from medflare.studies.statistics.seeds import Run
+from medflare.studies.tables.report import study_report
+
+
+def kept(out: Path, label: str, runs: Sequence[Run]) -> Sequence[Run]:
+    named = [{**run, "configuration": {**run["configuration"], "settings": {"label": label}}} for run in runs]
+    for run in named:
+        write_run(run_folder(out, label, run["seed"]), run)
+    return named
+
+
+def test_a_study_comes_back_as_it_was(runs: list[Run], tmp_path: Path) -> None:
+    with_scores = [{**run, "scores": {"A": {"global": {"patients": ["p"], "values": {"dice": [run["seed"] / 10]}}}}} for run in runs]
+    groups = {label: kept(tmp_path, label, with_scores) for label in ("fedsm:lam=0.3", "fedavg")}
+    write_rows(tmp_path, groups)
+    found = read_study(tmp_path)
+    assert found == groups and list(found) == list(groups), "in the order of the rows"
+    assert study_report(found) == study_report(groups)
+
+
+def test_what_single_patients_scored_lies_apart(runs: list[Run], tmp_path: Path) -> None:
+    (run,) = kept(tmp_path, "fedavg", [{**runs[0], "scores": {"A": {"global": {"patients": ["Jane Doe"], "values": {}}}}}])
+    folder = run_folder(tmp_path, "fedavg", run["seed"])
+    assert "Jane Doe" not in (folder / "results.json").read_text()
+    (folder / SCORES_FILE).unlink()
+    assert "scores" not in read_study(tmp_path)["fedavg"][0]
+
+
+def test_rows_without_a_list_are_sorted_and_a_list_grows(runs: list[Run], tmp_path: Path) -> None:
+    for label in ("b", "a"):
+        kept(tmp_path, label, runs[:1])
+    assert list(read_study(tmp_path)) == ["a", "b"]
+    write_rows(tmp_path, ["b"])
+    assert list(read_study(tmp_path)) == ["b", "a"]
+    write_rows(tmp_path, ["c", "a"])
+    assert json.loads((tmp_path / STUDY_FILE).read_text()) == {"rows": ["c", "a", "b"]}
+
+
+def test_what_cannot_be_read_is_one_line(runs: list[Run], tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="no run of a study here"):
+        read_study(tmp_path)
+    kept(tmp_path, "a", runs[:1])
+    for file, text in ((STUDY_FILE, "[]"), (f"a/seed0/{SCORES_FILE}", "{")):
+        (tmp_path / file).write_text(text)
+        with pytest.raises(StateError, match=file.rpartition("/")[2]) as refused:
+            read_study(tmp_path)
+        assert "\n" not in str(refused.value)
+        (tmp_path / file).unlink()

@@ -1,0 +1,134 @@
+"""Paired tests over patients against numbers worked out by hand, and what becomes of them where there is little to test."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medflare.studies.statistics.delong import delong
+from medflare.studies.statistics.patients import PatientComparison, compare_patients
+from medflare.studies.statistics.seeds import Run
+from medflare.studies.statistics.weighted import joined_cases, weighted_metric
+from medflare.tasks.metrics import score
+from small import small_task
+
+Values = Sequence[float | None]
+
+
+def run(seed: int, sites: Mapping[str, Mapping[str, Any]], outside: str = "") -> Run:
+    """A run in which the model "m" scored these cases."""
+    about: dict[str, Any] = {name: {"role": "outside" if name == outside else "inside", "metrics": {}} for name in sites}
+    return {"seed": seed, "sites": about, "scores": {name: {"m": cases} for name, cases in sites.items()}}
+
+
+def dice(**patients: float | None) -> dict[str, Any]:
+    return {"patients": list(patients), "values": {"dice": list(patients.values())}}
+
+
+def answers(positive: Sequence[float], truth: Sequence[int], patients: str = "") -> dict[str, Any]:
+    names = list(patients) or [str(number) for number in range(len(truth))]
+    return {"patients": names, "probabilities": [[1 - p, p] for p in positive], "targets": list(truth)}
+
+
+def test_delong_by_hand() -> None:
+    """Two positive and two negative cases; the second classifier orders all four pairs, the first one three of them.
+
+    V10 = (1, 1/2) against (1, 1), V01 = (1/2, 1) against (1, 1): each difference has the variance 1/8, over two cases 1/16.
+    """
+    found = delong(np.array([4.0, 2.0, 3.0, 1.0]), np.array([4.0, 3.0, 2.0, 1.0]), np.array([True, True, False, False]))
+    assert (found.first, found.second) == (0.75, 1.0)
+    assert found.variance == pytest.approx(1 / 8)
+
+
+def test_delong_of_ties_and_of_little() -> None:
+    same = np.array([1.0, 1.0, 1.0])
+    assert delong(same, same, np.array([True, False, False])).first == 0.5, "a tie is half a pair"
+    assert np.isnan(delong(same, same, np.array([True, False, False])).variance), "one positive case has no variance"
+    assert np.isnan(delong(same, same, np.array([True, True, True])).first), "one kind alone has no area"
+    assert delong(np.arange(4.0), np.arange(4.0), np.array([True, False, True, False])).variance == 0
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "balanced_accuracy", "f1_macro", "auc_macro"])
+@pytest.mark.parametrize("target", ["binary", "multiclass", "multilabel"])
+def test_unweighted_metrics_are_those_of_the_task(metric: str, target: str) -> None:
+    labels = ["bright"] if target == "binary" else ["dark", "medium", "bright"]
+    loss = {"name": "ce"} if target == "multiclass" else {"name": "bce"}
+    task = small_task("classification", target=target, labels=labels, loss=loss)
+    random = np.random.default_rng(3)
+    probabilities = torch.tensor(random.dirichlet([1, 1, 1], size=24) if target == "multiclass" else random.uniform(size=(24, len(labels))))
+    targets = torch.tensor(random.integers(0, 2, (24, 3))) if target == "multilabel" else torch.tensor(random.integers(0, 2, 24))
+    scores = score(probabilities, targets, [str(n) for n in range(24)], task, [metric])
+    assert weighted_metric(scores.cases.to_dict(), metric, np.ones(24)) == pytest.approx(scores.values[metric], abs=1e-6)
+    twice = joined_cases([scores.cases.to_dict(), scores.cases.to_dict()], metric)
+    assert weighted_metric(scores.cases.to_dict(), metric, np.full(24, 2.0)) == pytest.approx(weighted_metric(twice, metric, np.ones(48)))
+
+
+def test_segmentation_cases_make_up_the_mean() -> None:
+    task = small_task()
+    probabilities, targets = torch.zeros(3, 1, 4, 4), torch.zeros(3, 4, 4, dtype=torch.long)
+    probabilities[0, :, :2], targets[0, :2] = 1.0, 1
+    targets[1, :2] = 1
+    scores = score(probabilities, targets, ["a", "b", "c"], task, ["dice"])
+    assert scores.cases.to_dict() == {"patients": ["a", "b", "c"], "values": {"dice": [1.0, 0.0, None]}}
+    assert scores.values["dice"] == pytest.approx(float(weighted_metric(scores.cases.to_dict(), "dice", np.ones(3)))) == 0.5
+
+
+def test_patients_are_compared_within_their_sites() -> None:
+    """A's patients gain 0.1 and 0.3, B's 0 and 0: the mean over sites of 0.2 and 0."""
+    first = [run(0, {"A": dice(a=0.5, b=0.5), "B": dice(c=0.4, d=0.8)})]
+    second = [run(0, {"A": dice(a=0.6, b=0.8), "B": dice(c=0.4, d=0.8)})]
+    found = compare_patients((first, "m"), (second, "m"), "dice")
+    assert found.difference == pytest.approx(0.1)
+    assert found.interval == pytest.approx((0.05, 0.15)), "A's resampled means are 0.1, 0.2 and 0.3"
+    assert found.p == pytest.approx(0.5)
+    assert (found.test, found.patients) == ("Wilcoxon", 4)
+    back = compare_patients((second, "m"), (first, "m"), "dice")
+    assert back.difference == pytest.approx(-0.1)
+
+
+def test_a_patient_of_two_seeds_is_one_patient() -> None:
+    first = [run(0, {"A": dice(a=0.5, b=0.5)}), run(1, {"A": dice(a=0.5, c=0.5)})]
+    second = [run(0, {"A": dice(a=0.7, b=0.5)}), run(1, {"A": dice(a=0.9, c=None)})]
+    found = compare_patients((first, "m"), (second, "m"), "dice")
+    assert found.difference == pytest.approx((0.1 + 0.4) / 2), "0.1 with the first seed, 0.4 with the second, where c is undefined"
+    assert found.patients == 3
+
+
+def test_only_equal_splits_are_paired() -> None:
+    one = run(0, {"A": dice(a=0.5, b=0.5)})
+    assert compare_patients(([one], "m"), ([run(1, {"A": dice(a=0.6, b=0.6)})], "m"), "dice") == PatientComparison()
+    assert compare_patients(([one], "m"), ([run(0, {"A": dice(a=0.6, z=0.6)})], "m"), "dice") == PatientComparison()
+    assert compare_patients(([one], "m"), ([run(0, {"A": dice(a=0.6, b=0.6)}, outside="A")], "m"), "dice") == PatientComparison()
+    assert compare_patients(([one], "m"), ([{**one, "scores": {}}], "m"), "dice") == PatientComparison(), "no scores were kept"
+
+
+def test_one_patient_has_a_difference_and_no_interval() -> None:
+    found = compare_patients(([run(0, {"A": dice(a=0.5)})], "m"), ([run(0, {"A": dice(a=0.75)})], "m"), "dice")
+    assert found == PatientComparison(0.25, None, None, "Wilcoxon", 1)
+
+
+def test_equal_models_have_an_interval_without_width() -> None:
+    runs = [run(0, {"A": dice(a=0.5, b=0.25)})]
+    assert compare_patients((runs, "m"), (runs, "m"), "dice") == PatientComparison(0.0, (0.0, 0.0), 1.0, "Wilcoxon", 2)
+
+
+def test_areas_are_tested_by_delong() -> None:
+    truth = [1, 1, 0, 0]
+    first, second = [run(0, {"A": answers([0.9, 0.5, 0.7, 0.1], truth)})], [run(0, {"A": answers([0.9, 0.7, 0.5, 0.1], truth)})]
+    found = compare_patients((first, "m"), (second, "m"), "auc_macro")
+    assert found.difference == pytest.approx(0.25)
+    assert found.p == pytest.approx(0.4795, abs=1e-4), "z = 0.25 / sqrt(1/8)"
+    assert found.test == "DeLong"
+    assert compare_patients((first, "m"), (first, "m"), "auc_macro").p == 1.0
+    assert compare_patients((first, "m"), (second, "m"), "f1_macro").test == ""
+
+
+def test_several_images_of_a_patient_are_drawn_together_and_not_tested_by_delong() -> None:
+    truth = [1, 1, 0, 0]
+    first = [run(0, {"A": answers([0.9, 0.5, 0.7, 0.1], truth, "xyxy")})]
+    second = [run(0, {"A": answers([0.9, 0.7, 0.5, 0.1], truth, "xyxy")})]
+    found = compare_patients((first, "m"), (second, "m"), "auc_macro")
+    assert (found.p, found.patients) == (None, 2)
+    assert found.interval is not None

@@ -1,0 +1,146 @@
+"""Tables of repeated runs against numbers worked out by hand."""
+
+import dataclasses
+
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.studies.statistics.seeds import Run
+from medflare.studies.tables.curves import curves_table, is_rising
+from medflare.studies.tables.differences import differences_table
+from medflare.studies.tables.report import study_report
+from medflare.studies.tables.rows import with_oracle
+from medflare.studies.tables.sites import sites_table
+from medflare.studies.tables.summary import summary_table
+from studies.left_out import leaving_out
+
+
+def test_sites_table(runs: list[Run]) -> None:
+    table = sites_table({"FedSM": runs, "single-site": runs[:1]}, "dice")
+    assert table.splitlines() == [
+        "| method | model | selection | A | B | mean inside | X (outside) | mean outside | runs |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| FedSM | global | – | **0.500 ± 0.100** | 0.550 ± 0.071 | **0.533 ± 0.058** | – | – | 3 |",
+        "| FedSM | deployed | – | – | – | – | **0.300 ± 0.265** | **0.300 ± 0.265** | 3 |",
+        "| single-site | global | – | 0.400 | **0.600** | 0.500 | – | – | 1 |",
+        "| single-site | deployed | – | – | – | – | 0.100 | 0.100 | 1 |",
+    ]
+
+
+def test_models_of_several_sites_share_a_row(record: RunRecord) -> None:
+    of_sites = {"global": {"dice": 0.1}, "personal/A": {"dice": 0.2}, "personal/B": {"dice": 0.6}}
+    run = build_results(dataclasses.replace(record, sites={"X": SiteRecord("outside", metrics=of_sites)}))
+    assert sites_table({"iop": [run]}, "dice").splitlines()[2:] == [
+        "| iop | global | – | 0.100 | 0.100 | 1 |",
+        "| iop | personal/* | – | **0.400** | **0.400** | 1 |",
+    ]
+
+
+def test_models_with_the_same_numbers_share_a_row(record: RunRecord) -> None:
+    same = {"global": {"dice": 0.5}, "personal": {"dice": 0.5}, "deployed": {"dice": 0.6}}
+    run = build_results(dataclasses.replace(record, sites={"A": SiteRecord("inside", metrics=same)}))
+    rows = sites_table({"FedSM": [run]}, "dice").splitlines()[2:]
+    assert rows == ["| FedSM | global, personal | – | 0.500 | 0.500 | 1 |", "| FedSM | deployed | – | **0.600** | **0.600** | 1 |"]
+
+
+def test_a_table_of_a_distance_marks_the_smallest(runs: list[Run]) -> None:
+    table = sites_table({"all": runs, "first": runs[:1]}, "hd95", ["global"])
+    assert "| first | global | – | **4.0** | – | **4.0** |" in table
+
+
+def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs: list[Run]) -> None:
+    turned = {**runs[0], "sites": {**runs[0]["sites"], "A": {**runs[0]["sites"]["A"], "role": "outside"}}}
+    heading = sites_table({"all": [runs[1], turned]}, "dice").splitlines()[0]
+    assert "| A | B | mean inside | A (outside) | X (outside) |" in heading
+
+
+def test_differences_table(runs: list[Run]) -> None:
+    """Differences of B's method to A's: +0.1 in every seed, where nothing is left to test against."""
+    better = [leaving_out("X", value, run) for run, value in zip(runs, (0.2, 0.3, 0.7), strict=True)]
+    lines = differences_table({"plain": runs, "better": better}, "dice").splitlines()
+    assert lines[0] == (
+        "| method | model | sites | difference to plain | 95 % over seeds | t-test over seeds, p | seeds "
+        "| 95 % over patients | test over patients, p | patients |"
+    )
+    assert "| better | deployed | outside | +0.100 | – | – | 3 | – | – | – |" in lines
+    assert not any(line.startswith("| plain | deployed") for line in lines), "not against itself"
+
+
+# ---- what the mean hides -----------------------------------------------------------------------------------------------------
+
+
+def measured(record: RunRecord, seed: int, method: str = "fedavg", **sites: dict[str, float]) -> Run:
+    """A run whose sites have these Dice by model, with as many equal patients as the seed has room for."""
+    records = {site: SiteRecord("inside", metrics={model: {"dice": value} for model, value in of.items()}) for site, of in sites.items()}
+    run = build_results(
+        dataclasses.replace(record, method=method, seed=seed, sites=records, hyper={"site": {}, "server": {"selection": "last"}})
+    )
+    patients = {"A": ["p", "q", "r"], "B": ["p"]}
+    scores = {
+        site: {model: {"patients": patients[site], "values": {"dice": [value] * len(patients[site])}} for model, value in of.items()}
+        for site, of in sites.items()
+    }
+    return {**run, "scores": scores}
+
+
+def line_of(table: str, label: str, model: str) -> list[str]:
+    """The cells of a row after its method and model."""
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {label} | {model} |")]
+    return [cell.strip() for cell in line.split("|")[3:-1]]
+
+
+def test_the_summary_says_what_the_mean_hides(record: RunRecord) -> None:
+    alone = [measured(record, 0, "single-site", A={"deployed": 0.75}, B={"deployed": 0.25})]
+    method = [measured(record, 0, A={"global": 0.5}, B={"global": 0.75})]
+    table = summary_table({"together": method, "single-site": alone}, "dice")
+    assert line_of(table, "together", "global") == ["last", "inside", "0.625", "0.500 (A)", "0.562", "1 of 2 (A)", "–"]
+    assert line_of(table, "single-site", "deployed") == ["last", "inside", "0.500", "0.250 (B)", "0.625", "–", "–"]
+
+
+def test_without_scores_of_patients_only_their_column_is_empty(record: RunRecord) -> None:
+    run = {**measured(record, 0, A={"global": 0.5}, B={"global": 0.75}), "scores": {}}
+    assert line_of(summary_table({"together": [run]}, "dice"), "together", "global")[2:5] == ["0.625", "0.500 (A)", "–"]
+
+
+def test_a_row_at_the_constant_answer_is_named(record: RunRecord) -> None:
+    flat = [measured(record, seed, "constant", A={"global": 0.2 + seed / 10}, B={"global": 0.4}) for seed in (0, 1)]
+    method = [measured(record, seed, A={"global": 0.205 + seed / 10}, B={"global": 0.6}) for seed in (0, 1)]
+    table = summary_table({"together": method, "constant": flat}, "dice")
+    assert line_of(table, "together", "global")[-1] == "constant answer at A", "seed by seed, since splits differ"
+    assert line_of(table, "constant", "global")[-1] == "–", "not against itself"
+
+
+def test_a_row_that_still_rises_is_named(record: RunRecord) -> None:
+    run = measured(record, 0, A={"global": 0.5}, B={"global": 0.5})
+    rising = {**run, "curves": {"global": {site: [[at, at / 20] for at in range(13)] for site in ("A", "B")}}}
+    assert line_of(summary_table({"m": [rising]}, "dice"), "m", "global")[-1] == "still rising"
+    curves = curves_table({"m": [rising], "n": [run]}, "dice").splitlines()
+    assert curves[0] == "| method | model | 0 | 2 | 3 | 5 | 7 | 9 | 10 | 12 | rising |"
+    assert curves[2] == "| m | global | 0.000 | 0.100 | 0.150 | 0.250 | 0.350 | 0.450 | 0.500 | 0.600 | yes |"
+    assert curves_table({"n": [run]}, "dice") == ""
+
+
+def test_a_curve_that_swings_does_not_rise() -> None:
+    assert not is_rising({at: 0.5 + 0.1 * (at % 2) for at in range(20)})
+    assert not is_rising({})
+
+
+def test_the_oracle_is_shown_as_what_it_is_and_wins_nothing(record: RunRecord) -> None:
+    run = measured(record, 0, A={"global": 0.5, "personal": 0.75}, B={"global": 0.5, "personal": 0.25})
+    groups = {"m": [run], "constant": [measured(record, 0, "constant", A={"global": 0.5, "personal": 0.6})]}
+    groups = with_oracle({**groups, "fedavg": [measured(record, 0, A={"global": 0.5, "personal": 0.5})]}, "dice")
+    table = sites_table(groups, "dice")
+    assert line_of(table, "m", "oracle (chosen on test)") == ["last", "0.750", "0.500", "0.625", "1"]
+    assert line_of(table, "m", "personal") == ["last", "**0.750**", "0.250", "0.500", "1"]
+    assert table.count("oracle") == 1, "a reference has no oracle, and one model for all purposes leaves nothing to choose"
+    plain = [measured(record, 0, A={"deployed": 0.5}, B={"deployed": 0.5})]
+    assert "| m | oracle (chosen on test) | inside | +0.125 |" in differences_table({"plain": plain, "m": groups["m"]}, "dice")
+
+
+def test_unequal_rows_are_called_unequal(record: RunRecord) -> None:
+    def row(reset: bool, rounds: int) -> list[Run]:
+        hyper = {"site": {"reset_optimizer": reset}, "server": {}}
+        return [build_results(dataclasses.replace(record, rounds=rounds, hyper=hyper))]
+
+    report = study_report({"fresh": row(True, 2), "kept": row(False, 2), "long": row(False, 3)})
+    assert "keeps its moments from round to round in kept, long, and starts every round afresh in fresh" in report
+    assert "different numbers of rounds" in report
+    assert "add `--reference constant,single-site`" in report
