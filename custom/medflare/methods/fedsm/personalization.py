@@ -54,7 +54,7 @@ def train_apfl(
 
     train_epochs(model, site.optimizer(trainable(model)), site, round, "personal", loss=mixed_loss, correct=learn_share)
     local = copy_state(model.state_dict())
-    share = float(learnt) if rate else share
+    share = float(learnt.detach()) if rate else share
     return local, apfl_mixture(local, global_, share, kept=[name for name, _ in model.named_buffers()]), share
 
 
