@@ -76,8 +76,7 @@ class Run:
         Raises:
             Aborted: stopped from outside, after the results were written.
         """
-        started = time.monotonic()
-        outcome, reason = Outcome(), ""
+        started, outcome, reason = time.monotonic(), Outcome(), ""
         _make_readable(self.folder)
         try:
             server = self._server()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class PatientWise(Protocol):
         """Probabilities (N, outputs, ...) of all images of one patient, which come in batches."""
 
 
-def asks_patients(predictor: object, images: int) -> TypeGuard[PatientWise]:
+def asks_patients(predictor: object, images: int) -> bool:
     """Whether a predictor is to be asked patient by patient.
 
     Args:
@@ -58,11 +58,11 @@ def asks_patients(predictor: object, images: int) -> TypeGuard[PatientWise]:
     return images > 0 and isinstance(predictor, PatientWise) and predictor.of_patients
 
 
-def predict_patients(predictor: PatientWise, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int) -> Tensor:
+def predict_patients(predictor: Predictor, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int) -> Tensor:
     """Probabilities of a whole split in its order, one patient at a time.
 
     Args:
-        predictor: a module is put in evaluation mode meanwhile.
+        predictor: one of which `asks_patients` says yes; a module is put in evaluation mode meanwhile.
         data: the split, at least one image.
         placed: (rows, images, targets) -> the batch on the site's device.
         batch: most images at once.
@@ -77,7 +77,7 @@ def predict_patients(predictor: PatientWise, data: Samples, placed: Callable[[Te
     with torch.no_grad(), evaluating(predictor):
         for own in rows.values():
             parts = [placed(part, *data.take(part)).images for part in torch.tensor(own).split(batch)]
-            found |= dict(zip(own, predictor.together(parts).float().cpu(), strict=True))
+            found |= dict(zip(own, cast(PatientWise, predictor).together(parts).float().cpu(), strict=True))
     return torch.stack([found[row] for row in range(len(data))])
 
 
