@@ -21,6 +21,7 @@ from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
 
 HERE = Path(__file__).resolve().parent
+USAGE = "usage.jsonl"  # as idle_executor.py writes it
 LARGER = {"name": "unet", "channels": [32, 64, 128], "norm": "instance"}  # about 2 MB
 
 
@@ -39,15 +40,22 @@ def run(job: Path, workspace: Path, sites: int, threads: int) -> None:
         subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1200, check=False)
 
 
-def idle_rounds(folder: Path, sites: int, rounds: int) -> list[dict[str, Any]]:
-    """Training steps of a federation whose sites send a model of about 2 MB straight back."""
+def idle_rounds(folder: Path, sites: int, rounds: int) -> tuple[list[float], dict[str, list[dict[str, float]]]]:
+    """A federation whose sites send a model of about 2 MB straight back.
+
+    Returns:
+        Seconds of every round, and by site {"threads", "megabytes"} of its process in every round.
+    """
     job = build_job("fedavg", load_task({**load_task("phantom").to_dict(), "network": LARGER}), out=folder / "job", rounds=rounds)
     (job / "app" / "custom" / "idle_executor.py").write_text((HERE / "idle_executor.py").read_text())
     file = job / "app" / "config" / "config_fed_client.json"
     config = json.loads(file.read_text())
     config["executors"][0]["executor"]["path"] = "idle_executor.IdleExecutor"
     file.write_text(json.dumps(config))
-    return [step for step in simulated(job, folder / "workspace", sites, sites) if step["phase"] == "train"]
+    place = folder / "workspace"
+    seconds = [step["seconds"] for step in simulated(job, place, sites, sites) if step["phase"] == "train"]
+    usage = {file.parts[-3]: [json.loads(line) for line in file.read_text().splitlines()] for file in place.glob(f"*/simulate_job/{USAGE}")}
+    return seconds, usage
 
 
 def seconds_per_task(folder: Path, sites: int) -> float:
@@ -81,13 +89,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        steps = idle_rounds(Path(scratch), options.sites, options.rounds)
-        seconds = [step["seconds"] for step in steps[1:]]
-        print(f"round without training, {options.sites} sites: mean {statistics.mean(seconds):.2f} s, max {max(seconds):.2f} s")
-        for site in sorted(steps[0]["sites"]):
-            first, last = (steps[place]["sites"][site] for place in (2, -1))
+        seconds, usage = idle_rounds(Path(scratch), options.sites, options.rounds)
+        print(f"round without training, {options.sites} sites: mean {statistics.mean(seconds[1:]):.2f} s, max {max(seconds[1:]):.2f} s")
+        for site, rounds in sorted(usage.items()):
             for what in ("threads", "megabytes"):
-                print(f"  {site} {what}: {first[what]:.0f} in round 2, {last[what]:.0f} in round {steps[-1]['round']}")
+                print(f"  {site} {what}: {rounds[2][what]:.0f} in round 2, {rounds[-1][what]:.0f} in round {len(rounds) - 1}")
         task, noop = seconds_per_task(Path(scratch), 2), seconds_per_noop(Path(scratch), 2)
         print(f"task in a process of its own: {task:.2f} s, one that does nothing: {noop:.2f} s, ratio {task / noop:.2f}")
 

@@ -1,7 +1,9 @@
 """A site that trains nothing, so that a round costs what FLARE and medflare cost; goes into a job's app/custom/."""
 
+import json
 import os
 import threading
+from pathlib import Path
 
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_context import FLContext
@@ -10,16 +12,24 @@ from nvflare.apis.shareable import Shareable
 from medflare.flare.exchange.wire import FACTS
 from medflare.flare.executors import FedAvgExecutor
 
+USAGE = "usage.jsonl"  # in the site's folder of the job: threads and megabytes of its process, a line a round
+
 
 class IdleExecutor(FedAvgExecutor):
-    """Sends the model back as it came, with the number of threads and the memory of its process."""
+    """Sends the model back as it came, and notes the number of threads and the memory of its process."""
+
+    images = 0
 
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
         if phase != "train":
-            return super()._reply(phase, round, incoming, fl_ctx)
-        usage = {"threads": threading.active_count(), "megabytes": resident_megabytes()}
+            reply = super()._reply(phase, round, incoming, fl_ctx)
+            if phase == "enrol":
+                self.images = from_shareable(reply).data[FACTS].data["n"]["train"]
+            return reply
+        with (Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id())) / USAGE).open("a") as file:
+            file.write(json.dumps({"threads": threading.active_count(), "megabytes": resident_megabytes()}) + "\n")
         parts = from_shareable(incoming).data
-        parts[FACTS] = DXO(DataKind.METRICS, {"n_samples": 1, "loss": 0.0, "validation": {"global": 0.0}, **usage})
+        parts[FACTS] = DXO(DataKind.METRICS, {"n_samples": self.images, "loss": 0.0, "validation": {"global": 0.0}})
         return DXO(DataKind.COLLECTION, parts).to_shareable()
 
 
