@@ -33,6 +33,7 @@ def test_classes_by_their_folders(tmp_path: Path) -> None:
     assert (task.name, task.kind, task.target, task.labels) == ("chest_x_rays", "classification", "multiclass", ("cat", "dog"))
     assert (task.channels, task.size, task.network["name"]) == (1, (16, 16), "small_cnn")
     assert all(choice.reason for choice in plan.choices)
+    assert next(choice.reason for choice in plan.choices if choice.setting == "sampling").startswith("dog is shown "), "both are named"
     assert 'labels: ["cat", "dog"]\n    names from the datalist' in plan.render() and "nnU-Net" not in plan.render()
 
 
