@@ -130,8 +130,8 @@ def _classification(found: Sequence[Fingerprint], modality: Modality, answers: A
     dims, images = learnt["spatial_dims"], sum(item.images for item in found)
     size, why = _size(found, answers, dims)
     shown = {name: sum(item.classes[name].images for item in found) for name in found[0].classes}
-    few, *_ = ordered = sorted(shown, key=shown.__getitem__)
-    many = ordered[-1]
+    ordered = sorted(shown, key=shown.__getitem__)
+    few, many = ordered[0], ordered[-1]
     skewed = learnt["target"] == "multiclass" and shown[many] > _SKEWED * shown[few]
     small = images < _FEW or max(size) < 2 * _STEP
     network = "small_cnn" if small else "resnet18"
