@@ -94,7 +94,9 @@ def test_what_is_not_possible() -> None:
 @pytest.mark.slow
 def test_interrupted_from_the_keyboard_nothing_stays_behind(tmp_path: Path) -> None:
     code = f"""
+import signal
 from medflare import run_local
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
 run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line: print(line, flush=True))
 """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -114,14 +116,14 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
 
 def test_an_interruption_that_python_dropped_ends_the_next_step() -> None:
     """As in the end of an object (`__del__`), where an exception goes nowhere."""
-    before = signal.getsignal(signal.SIGINT)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     exchange = ForkedExchange(["A"], lambda name: None, None, 1, {})  # type: ignore[arg-type, return-value]
     with closing(exchange):
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             exchange(Step("train", 0), {"A": Message()})
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.signal(signal.SIGINT, usual) is signal.default_int_handler
 
 
 def test_parcels() -> None:
