@@ -47,12 +47,16 @@ class Samples(Protocol):
         """Images (B, C, ...) and targets (B, ...) of some rows, long (B,), that have one size."""
 
 
+@dataclass(frozen=True)
 class _InMemory:
-    """What every split in memory can do."""
+    """What every split in memory has and can do."""
 
     in_memory: ClassVar[bool] = True
     images: Any
+    targets: Any
+    patients: tuple[str, ...]
     names: tuple[str, ...]
+    spacings: tuple[Spacing | None, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -80,9 +84,6 @@ class Split(_InMemory):
 
     images: Tensor
     targets: Tensor
-    patients: tuple[str, ...]
-    names: tuple[str, ...]
-    spacings: tuple[Spacing | None, ...] = ()
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Images and targets of some rows.
@@ -105,9 +106,6 @@ class OneByOne(_InMemory):
 
     images: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
-    patients: tuple[str, ...]
-    names: tuple[str, ...]
-    spacings: tuple[Spacing | None, ...] = ()
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Images and targets of some rows that have one size.

@@ -9,7 +9,7 @@ from typing import Any, Final
 from medflare.core.errors import ConfigError
 from medflare.data.checking.check import check_task
 from medflare.data.checking.fingerprint import Fingerprint, fingerprints
-from medflare.data.checking.planning import Choice, Modality, Plan, intensity, plan, pooled
+from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
 from medflare.starting.looking import Said, Seen, look
 from medflare.tasks.config import load_task
 
@@ -19,13 +19,6 @@ _FEW: Final = 2000  # training images below which a small network is enough
 _SKEWED: Final = 3  # from which the largest class outweighs the smallest
 _AIR: Final = -200  # Hounsfield units that nothing but CT stores
 _BATCH: Final = 16
-_PLACEHOLDER: Final = {
-    "network": {"name": "unet"},
-    "loss": {"name": "ce"},
-    "optimizer": {"name": "adam", "lr": 0.001},
-    "batch_size": 1,
-    "local_epochs": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ def propose(root: Path, answers: Answers) -> Plan:
         raise ConfigError(f"--size {','.join(map(str, answers.size))}: images have {dims} dimensions; give as many sides")
     metric = "dice" if seen.settings["kind"] == "segmentation" else "f1_macro"
     learnt = seen.settings | {"metric": metric}
-    found = fingerprints(root, load_task({**_PLACEHOLDER, **learnt, "size": list(answers.size or [64] * dims)}))
+    found = fingerprints(root, load_task({**UNDECIDED, **learnt, "size": list(answers.size or [64] * dims)}))
     modality, why = _modality(found, seen, answers)
     kind = Choice("modality", modality, why)
     if seen.settings["kind"] == "segmentation":

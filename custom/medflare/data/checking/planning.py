@@ -23,7 +23,7 @@ _COUNTED: Final = 0.5  # of the memory, that what `least_bytes` counts may fill
 _MOST_PATCHES: Final = 8  # that an image gives in an epoch
 _KNOWN: Final = (0, 10, 50, 90, 100)  # percentiles of a `Spread`
 # What `load_task` wants to see beside what is learnt, before anything is decided.
-_PLACEHOLDER: Final = {
+UNDECIDED: Final = {
     "network": {"name": "unet"},
     "loss": {"name": "dice"},
     "optimizer": {"name": "adam", "lr": 1.0},
@@ -130,7 +130,7 @@ def _learnt(found: Sequence[Fingerprint]) -> dict[str, Any]:
         raise ConfigError("no fingerprint to plan from; write one with medflare data fingerprint")
     first = found[0]
     for item in found:
-        task = load_task({**item.learnt, **_PLACEHOLDER, "size": [1] * (3 if item.learnt.get("spatial_dims") == 3 else 2)})
+        task = load_task({**item.learnt, **UNDECIDED, "size": [1] * (3 if item.learnt.get("spatial_dims") == 3 else 2)})
         if task.kind != "segmentation":
             raise ConfigError(f"site {item.site}: task {task.name} classifies, the rules are for masks; choose size and network by hand")
         axes = {len(spread.median) for spread in (item.sizes, item.spacings, item.extents) if spread is not None}
