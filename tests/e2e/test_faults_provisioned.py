@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from e2e.components.cable import Cable
 from e2e.provisioned import SERVER, ProvisionedFederation, wait_until
 from e2e.simulation import END_TO_END, problems
+from medflare.core.store import StateStore
 from medflare.evaluation.results import load_results
+from medflare.federation.checkpoint import CHECKPOINT
 from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
 
@@ -39,9 +41,9 @@ def uninterrupted(
 
 
 def steps_done(federation: ProvisionedFederation, job: str) -> int:
-    """Finished steps, as the server's folder of the running job tells."""
-    file = federation.kit(SERVER) / job / "medflare" / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    """Steps that a running job has finished and kept, so that a killed server does not repeat them."""
+    kept = StateStore(federation.kit(SERVER) / "medflare" / job).load(CHECKPOINT)
+    return kept.facts["run"]["finished"] if kept else 0
 
 
 def test_a_killed_server_and_an_aborted_job_are_taken_up(
