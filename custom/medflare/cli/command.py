@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from medflare.cli import data, jobs, methods, models, results, run, starting, studies
+from medflare.cli import data, methods, models, results, run, starting, studies
+from medflare.cli.federation import jobs
 from medflare.core.errors import MedflareError
 
 
