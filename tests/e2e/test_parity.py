@@ -30,7 +30,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def assert_equal_to_local(simulation: Simulation, local: Path, sites: tuple[str, ...]) -> None:
     """Every model, at the server and at the sites, and every number of the results."""
-    assert simulation.results["status"] == "COMPLETED"
+    assert simulation.results["status"] == "COMPLETED", simulation.results["reason"]
     models = sorted(path.relative_to(local) for path in local.rglob("model.safetensors"))
     assert {path.parts[0] for path in models} == {"models", "sites"}
     for path in models:

@@ -23,6 +23,7 @@ from medflare.evaluation.names import FAILED
 from medflare.federation.settings import RUN_SETTINGS
 from medflare.flare.exchange.desk import Desk
 from medflare.flare.exchange.streams import share_cleanup_thread
+from medflare.flare.simulator.ports import keep_ports_apart
 from medflare.flare.simulator.relay import Relay
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class MedflareController(Controller):
         self.step_timeout, self.silence, self.resume = step_timeout, silence, resume
         self.site_half, self.aggregator_id = site_half, aggregator_id
         share_cleanup_thread()
+        keep_ports_apart()
         self._desk = Desk()
         self._events = EventLog()
         self._stop_reason = ""
