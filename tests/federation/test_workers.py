@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ import torch
 
 from medflare import run_local
 from medflare.core.errors import ConfigError
-from medflare.core.message import Message
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.local.parcels import Parcel, receive, send
-from medflare.federation.local.workers import ForkedExchange
-from medflare.methods.base import Step
 from medflare.tasks.config import load_task
 from small import tiny_phantom
 
@@ -112,18 +108,6 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
     while any(site.is_running() and site.status() != psutil.STATUS_ZOMBIE for site in sites):
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_an_interruption_that_python_dropped_ends_the_next_step() -> None:
-    """As in the end of an object (`__del__`), where an exception goes nowhere."""
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    exchange = ForkedExchange(["A"], lambda name: None, None, 1, {})  # type: ignore[arg-type, return-value]
-    with closing(exchange):
-        with suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            exchange(Step("train", 0), {"A": Message()})
-    assert signal.signal(signal.SIGINT, usual) is signal.default_int_handler
 
 
 def test_parcels() -> None:

@@ -8,12 +8,10 @@ import os
 import selectors
 import signal
 import socket
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -44,32 +42,6 @@ class _Fork:
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
 
-class _Interrupt:
-    """Ctrl-C that is not lost: Python drops the exception where it meets the end of an object or a callback of C code."""
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._before = signal.getsignal(signal.SIGINT)
-        self._ours = callable(self._before) and threading.current_thread() is threading.main_thread()
-        if self._ours:
-            signal.signal(signal.SIGINT, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        if callable(self._before):
-            self._before(number, frame)
-
-    def check(self) -> None:
-        """KeyboardInterrupt, once more, where one was asked for."""
-        if self._asked:
-            raise KeyboardInterrupt
-
-    def close(self) -> None:
-        """Leave Ctrl-C as it was."""
-        if self._ours:
-            signal.signal(signal.SIGINT, self._before)
-
-
 class ForkedExchange:
     """As `LocalExchange`, with every site in a process of its own.
 
@@ -97,7 +69,6 @@ class ForkedExchange:
         if torch.cuda.is_initialized():
             raise ConfigError("this process has used a GPU already and cannot be forked: start a new one, or leave 'workers' out")
         import_ahead()
-        self._interrupt = _Interrupt()
         self._local = LocalExchange(sites, opened, absent)
         self._workers = workers
         self._pictures = pictures
@@ -112,7 +83,6 @@ class ForkedExchange:
         replies: dict[str, Reply] = {}
         with selectors.DefaultSelector() as answers:
             while waiting or answers.get_map():
-                self._interrupt.check()
                 while waiting and len(answers.get_map()) < self._workers:
                     site = waiting.pop()
                     fork = self._asked(site, step, outgoing[site])
@@ -124,7 +94,6 @@ class ForkedExchange:
 
     def close(self) -> None:
         """End all processes."""
-        self._interrupt.close()
         for fork in self._forks.values():
             fork.end()
         self._forks.clear()
