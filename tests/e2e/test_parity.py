@@ -75,7 +75,7 @@ class Case(NamedTuple):
 CASES = {
     "fedavg": Case(VOLUMES, 2, 0, 2, process_per_task=False),  # in two dimensions: the method of another distribution below
     "fedsm": Case(VOLUMES, 3, 0, 2, process_per_task=False),  # in two dimensions: the shortest command below
-    "grace": Case(VOLUMES, 2, 0, 2),
+    "grace": Case(VOLUMES, 2, 0, 2, process_per_task=False),
     "scaffold": Case("phantom", 2, 0, 2),  # what a site remembers counts only once the server has it
     # With one thread the same fork answers all tasks of a site, as with a thread a site; what differs is FLARE's, and those above show it.
     "prr": Case("phantom_grades", 2, 1, 2, process_per_task=False),

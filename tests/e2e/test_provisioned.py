@@ -66,7 +66,7 @@ def test_command_line_and_api_give_the_plain_loops_models_and_metrics(
     first = federation.submit(job)
     federation.watch(first)
     shown = federation.script("fetch.sh", federation.kit("lead"), first, tmp_path / "first")
-    assert "COMPLETED" in shown.stdout and "site-3" in shown.stdout
+    assert "COMPLETED" in shown.stdout and "site-2" in shown.stdout
 
     said, _ = api.communicate(timeout=PATIENCE)
     second, status, downloaded = said.strip().splitlines()[-1].split(" ", 2)
@@ -116,13 +116,13 @@ def test_a_job_that_cannot_be_read_leaves_results(federation: ProvisionedFederat
 
 def test_a_site_that_does_not_list_medflare_is_named(federation: ProvisionedFederation, job: Path) -> None:
     """Without "medflare." in class_allow_list the job does not run there, and the message names site, component and remedy."""
-    with allow_lists([federation.kit("site-3")], lambda allowed: allowed.remove("medflare.")):
+    with allow_lists([federation.kit("site-2")], lambda allowed: allowed.remove("medflare.")):
         identity = federation.submit(job)
         watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
-    assert "site-3 does not allow the component medflare.flare.executors.FedSMExecutor" in watched.stdout
+    assert "site-2 does not allow the component medflare.flare.executors.FedSMExecutor" in watched.stdout
     assert "class_allow_list" in watched.stdout and "resources.json" in watched.stdout
-    assert not (federation.kit("site-3") / identity / "medflare").exists()
+    assert not (federation.kit("site-2") / identity / "medflare").exists()
 
 
 def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -141,7 +141,7 @@ def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_
     finally:
         other.stop()
     connected = federation.command("nvflare", "--format", "json", "system", "status", "--startup-kit", federation.kit("admin")).stdout
-    assert "site-3" in connected and "site-4" not in connected
+    assert "site-2" in connected and "site-4" not in connected
 
 
 def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
@@ -158,7 +158,7 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     later = type(federation)(federation.folder, ["site-4"])
     later.environment, later.kits = federation.environment, federation.kits.with_name("prod_01")
     later.command(sys.executable, SCRIPTS / "install_local.py", later.kit("site-4"))
-    job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=4, out=tmp_path / "job")
+    job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=3, out=tmp_path / "job")
     remedy = f'which site-4 does not allow; who trusts it adds "{foreign}." to class_allow_list in local/resources.json'
     kits = [federation.kit(party) for party in (SERVER, *federation.sites)]
     try:
@@ -173,7 +173,7 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     finally:
         later.stop()
     federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
-    plain = run_local(foreign, tiny_task, 4, rounds=1, seed=SEED, out=tmp_path / "plain")
+    plain = run_local(foreign, tiny_task, [*federation.sites, "site-4"], rounds=1, seed=SEED, out=tmp_path / "plain")
     _same_results(load_results(tmp_path / "fetched"), plain)
     _same_models(next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models")
     assert (later.kit("site-4") / identity / "medflare" / "personal" / "model.safetensors").exists()

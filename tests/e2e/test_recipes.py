@@ -16,25 +16,25 @@ pytestmark = END_TO_END
 THREE_LINES = """
 from medflare.flare.recipes import FedSMRecipe
 from nvflare.recipe import PocEnv, SimEnv
-run = FedSMRecipe(task="phantom", num_rounds=1, lam=0.3).execute({environment})
+run = FedSMRecipe(task={task}, num_rounds=1, lam=0.3).execute({environment})
 print("results in", run.get_result(timeout={patience}, clean_up=False), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def local() -> dict[str, Any]:
+def local(tiny_task: dict[str, Any]) -> dict[str, Any]:
     """The results of the plain loop."""
-    return run_local("fedsm", "phantom", 2, rounds=1, seed=0, lam=0.3)
+    return run_local("fedsm", tiny_task, 2, rounds=1, seed=0, lam=0.3)
 
 
 @pytest.mark.parametrize("kind", ["SimEnv(num_clients=2)", "PocEnv(num_clients=2)"])
-def test_recipe(kind: str, local: dict[str, Any], tmp_path: Path) -> None:
+def test_recipe(kind: str, local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path) -> None:
     places = {
         "HOME": str(tmp_path),
         "NVFLARE_POC_WORKSPACE": str(tmp_path / "poc"),
         "NVFLARE_SIMULATOR_WORKSPACE_ROOT": str(tmp_path / "sim"),
     }
-    code = THREE_LINES.format(environment=kind, patience=float(FINISHED_AFTER / 2))
+    code = THREE_LINES.format(environment=kind, task=tiny_task, patience=float(FINISHED_AFTER / 2))
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(**places),

@@ -111,7 +111,10 @@ def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
     interrupted.save(1, under_way())
     take_up(interrupted.folder, own.folder)
     assert own.restore(federation()) == 1
+    with pytest.raises(StateError, match="own took up interrupted and was interrupted before a step of its own; resume interrupted"):
+        take_up(own.folder, tmp_path / "third")
     own.save(2, under_way())
+    take_up(own.folder, tmp_path / "third")
     assert interrupted.restore(federation()) == 1
 
 

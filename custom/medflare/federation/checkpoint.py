@@ -14,6 +14,7 @@ from medflare.federation.screening.past import Past
 
 CHECKPOINT: Final = "checkpoint"
 _RUN = "run"  # the fact that holds what belongs to the run and not to the half
+_TAKEN_UP = "taken_up"  # in it: the run whose checkpoint this still is; gone with the first step of its own
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,19 @@ class Checkpoint:
 def take_up(interrupted: Path, own: Path) -> None:
     """Copy the checkpoint of an interrupted run to where a new run looks for its own.
 
+    Args:
+        interrupted: folder of its checkpoint, which bears the run's name.
+        own: that of the new run.
+
     Raises:
-        StateError: there is none, or it is damaged.
+        StateError: there is none, or it is damaged, or that run had taken up another one and its sites may not know of it yet.
     """
-    reason = "that run did not finish its first step, or it came to its end; start afresh"
-    StateStore(own).save(CHECKPOINT, _stored(interrupted, reason))
+    message = _stored(interrupted, "that run did not finish its first step, or it came to its end; start afresh")
+    run = message.facts[_RUN]
+    if earlier := run.get(_TAKEN_UP):
+        raise StateError(f"{interrupted.name} took up {earlier} and was interrupted before a step of its own; resume {earlier}")
+    message.facts[_RUN] = {**run, _TAKEN_UP: interrupted.name}
+    StateStore(own).save(CHECKPOINT, message)
 
 
 def stored_plan(folder: Path) -> dict[str, Any]:
