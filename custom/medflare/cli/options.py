@@ -20,6 +20,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 DEFAULT_ROUNDS: Final = 10
 EVALUATE: Final = "evaluate"  # in place of a method: no rounds, the final models are the one that was given
 _METHODS: Final = "fedavg, fedsm, ...; `medflare methods` lists them with their hyper-parameters"
+_NO_TRAINING: Final = f"nobody trains, and every site does what the name says: {EVALUATE} (--model) or fingerprint (its training images)"
 _PHANTOM: Final = "phantom"
 _TASK: Final = "task."  # before the name of a task's setting
 
@@ -66,7 +67,7 @@ def add_command(
 
 def add_federation_options(parser: argparse.ArgumentParser) -> None:
     """The method with its halves and hyper-parameters, the task, and the settings of the run."""
-    add_method_options(parser, about=f"{_METHODS}; or {EVALUATE}: every site tests --model, nobody trains")
+    add_method_options(parser, about=f"{_METHODS}; or {_NO_TRAINING}")
     add_task_options(parser, "a hyper-parameter (lam=0.3, where both halves have it site.beta=1 or server.beta=1)", "that of MODEL, else ")
     about = "go on from a delivered model of one network (its folder), with its task where --task names no other"
     parser.add_argument("--from", "--model", dest="model", type=Path, metavar="MODEL", help=about)
@@ -134,13 +135,15 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_method(options: argparse.Namespace) -> "Method":
-    """The method, with the halves of others where they were asked for; "evaluate" becomes a federation without rounds.
+    """The method, with the halves of others where they were asked for; "evaluate" and surveys become federations without rounds.
 
     Raises:
         ConfigError: no such method, or nothing to evaluate.
     """
-    from medflare.methods.catalogue import get_method
+    from medflare.methods.catalogue import SURVEYS, get_method
 
+    if options.method in SURVEYS:
+        options.rounds = 0
     if options.method == EVALUATE:
         if options.model is None:
             raise ConfigError("evaluate: say which model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")

@@ -90,7 +90,7 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
     metrics: dict[str, Metrics] = {}
     seen: dict[int, tuple[Metrics, Cases]] = {}
     reports: dict[str, Any] = {}
-    for role in dict.fromkeys([*ROLES, *models]):
+    for role in dict.fromkeys([*ROLES, *models]) if models else ():  # a method that trains nothing delivers nothing, and misses none
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.metrics)
             log.add("undefined", f"{role}: a site that did not train has no such model")

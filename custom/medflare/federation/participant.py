@@ -193,7 +193,7 @@ class Participant:
         site = self._opened(role)
         site.start = start
         half = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
-        half.account = self.account
+        half.account, half.minimum_patients = self.account, self.minimum_patients
         return half
 
     # -- delivery --------------------------------------------------------------------------------------------------------------

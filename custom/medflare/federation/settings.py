@@ -12,6 +12,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked
 
 if TYPE_CHECKING:
+    from medflare.methods.method import Method
     from medflare.tasks.config import TaskConfig
 
 FACTS_LIMIT: Final = 65_536  # bytes of JSON in a message: room for counts and metrics, none for a model
@@ -94,17 +95,20 @@ def run_settings(values: Mapping[str, Any]) -> RunSettings:
     return checked(RunSettings, values, "run")
 
 
-def check_rounds(rounds: int, task: "TaskConfig") -> None:
-    """Without rounds every site tests the model that the run starts from; there must be one.
+def check_rounds(rounds: int, task: "TaskConfig", method: "Method") -> None:
+    """Without rounds every site tests the model that the run starts from; there must be one. A method that trains nothing has no rounds.
 
     Args:
         rounds: of the run.
         task: what is to be learnt.
+        method: what runs.
 
     Raises:
-        ConfigError: no rounds, and random weights.
+        ConfigError: no rounds, and random weights; or rounds of what trains nothing.
     """
-    if rounds == 0 and "weights" not in task.network:
+    if not method.trains and rounds > 0:
+        raise ConfigError(f"rounds is {rounds}, and method {method.name!r} trains nothing; give 0")
+    if method.trains and rounds == 0 and "weights" not in task.network:
         raise ConfigError(
             f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; give 1 or more, "
             "or a model to evaluate (network.weights, --model)"

@@ -17,6 +17,7 @@ def add_commands(commands: Commands) -> None:
             "medflare job fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm",
             "medflare job fedsm --no-byoc --out jobs/my_fedsm          # for hospitals that take no code",
             "medflare job evaluate --model MODEL --no-byoc --out jobs/test   # every site tests it, nobody trains",
+            "medflare job fingerprint --task draft.json --no-byoc --out jobs/look   # what the sites have, for medflare plan",
             "medflare job fedsm --step-timeout 600 --min-sites 3 --out jobs/my_fedsm",
         ),
     )

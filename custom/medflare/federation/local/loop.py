@@ -99,7 +99,7 @@ def run_local(
     few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share, "suspects": suspects}
     steering = {"rounds": rounds, "seed": seed, "outside": apart, **few}
     settings = run_settings(steering)
-    check_rounds(settings.rounds, config)
+    check_rounds(settings.rounds, config, chosen)
     folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe)
     run.weights = None if weights is None else Path(weights)

@@ -86,7 +86,7 @@ class FederationJob(FedJob):
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
         method.check(settings.hyper, task)
-        check_rounds(settings.rounds, task)
+        check_rounds(settings.rounds, task, method)
         hyper = method.effective(settings.hyper)  # all of them, so that a reader of the job sees what there is to set
         super().__init__(name=f"{method.name.replace('+', '_')}-{task.name}", min_clients=settings.min_sites or 1)
         self.set_app_packages(["medflare"])  # else FLARE copies the sources of our classes into the job
@@ -186,7 +186,7 @@ def _executor(settings: JobSettings, method: Method, hyper: Halved) -> MedflareE
 
 def _transport(method: Method, task: TaskConfig, hyper: Halved) -> dict[str, int]:
     """FLARE's setting for the way tensors travel: inside the message (0), or fetched afterwards in chunks of so many bytes."""
-    update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper))
+    update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper)) if method.trains else {}
     return {"np_download_chunk_size": 0 if manifest_bytes(update) <= _INLINE else _CHUNK}
 
 
