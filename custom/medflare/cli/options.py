@@ -80,6 +80,7 @@ def add_federation_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--sites-per-round", type=int, metavar="N", help="draw this many sites for each round (default: all)")
     run.add_argument("--max-share", type=float, metavar="SHARE", help="of all training images a site counts for at most (default: any)")
     run.add_argument("--suspects", choices=("used", "rejected"), help="what becomes of updates against all others (default: used)")
+    run.add_argument("--patience", type=int, metavar="ROUNDS", help="end after so many rounds without a better model (default: all rounds)")
     flare = parser.add_argument_group("settings of the run under FLARE (a plain loop waits for nobody)")
     flare.add_argument(
         "--step-timeout", type=float, metavar="SECONDS", help="go on without sites that have not answered by then (default: wait)"
@@ -126,7 +127,7 @@ def add_data_root(parser: argparse.ArgumentParser) -> None:
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of the run and the choice of halves, as both engines take them; what has a default of FLARE's is left out."""
-    names = ("seed", "min_sites", "sites_per_round", "site_half", "server_half")
+    names = ("seed", "min_sites", "sites_per_round", "patience", "site_half", "server_half")
     chosen = {name: value for name in ("step_timeout", "silence", "max_share", "suspects") if (value := getattr(options, name)) is not None}
     return {**{name: getattr(options, name) for name in names}, "outside": names_in(options.outside), **chosen}
 

@@ -43,6 +43,7 @@ class Outcome:
         seconds: stage -> wall-clock seconds.
         elections: model -> {"round": of training behind the delivered one, "candidates": see `Election.record`}.
         tables: see `Telling.tables`.
+        rounds: of training that were done; None in a run that failed before its end.
     """
 
     enrolled: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     elections: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    rounds: int | None = None
 
 
 @runtime_checkable

@@ -135,15 +135,15 @@ class Run:
             manifest,
             self.settings.rules,
             identity,
-            self._after_step,
+            lambda report: self._after_step(report, server.context.rounds),
             keep,
             outcome,
             reports=lambda phase: self.method.site_class.phase(phase).reports,
         )
         return federation
 
-    def _after_step(self, report: StepReport) -> None:
-        place = report.step.phase, report.step.round, self.settings.rounds
+    def _after_step(self, report: StepReport, rounds: int) -> None:
+        place = report.step.phase, report.step.round, rounds
         self.say(round_line(*place, report.facts, report.rejected, report.seconds, report.aggregation))
         if self.folder is not None:
             append_round(self.folder, report.line())
@@ -189,7 +189,7 @@ def keep_what_is_left(run: Run, server: ServerHalf[Any], outcome: Outcome) -> No
     if run.folder is None:
         return
     for path, model in server.models().items():
-        card = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed, "rounds": run.settings.rounds}
+        card = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed, "rounds": server.context.rounds}
         save_model(run.folder / MODELS / path, run.task, model, card)
     for name, content in (server.documents() if isinstance(server, Telling) else {}).items():
         write_json(run.folder / name, content, public=True)
@@ -207,7 +207,7 @@ def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
         method=run.method.name,
         task=run.task,
         seed=run.settings.seed,
-        rounds=run.settings.rounds,
+        rounds=run.settings.rounds if outcome.rounds is None else outcome.rounds,
         sites={site: _site_record(site, run.settings, outcome) for site in (*run.sites, *run.settings.outside)},
         reason=reason,
         events=run.events.to_list(),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
@@ -54,6 +55,18 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
     assert executor == {"path": "medflare.flare.executors.FedSMExecutor", "args": {"seed": 7, "hyper": hyper}}
     assert json.loads((folder / "meta.json").read_text())["min_clients"] == 2
     assert load_task(folder / "app" / "config" / "task.json") == load_task("brain_lgg")
+
+
+def test_a_job_that_asks_what_sites_have(tmp_path: Path) -> None:
+    assert main(["job", "fingerprint", "--task", "phantom", "--no-byoc", "--out", str(tmp_path / "job")]) == 0
+    folder = tmp_path / "job"
+    assert config(folder, "server")["workflows"][0]["args"] == {"rounds": 0, "seed": 0}
+    assert component(folder, "aggregator")["args"]["method"] == "fingerprint"
+    executor = config(folder, "client")["executors"][0]["executor"]
+    assert executor["args"] == {"method": "fingerprint", "seed": 0, "hyper": {"server": {}, "site": {}}}
+    assert config(folder, "client")["np_download_chunk_size"] == 0
+    with pytest.raises(ConfigError, match="rounds is 10, and method 'fingerprint' trains nothing; give 0"):
+        build_job("fingerprint", "phantom", out=tmp_path / "other")
 
 
 def test_jobs_differ_in_their_components_only(tmp_path: Path) -> None:
