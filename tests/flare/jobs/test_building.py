@@ -69,6 +69,19 @@ def test_a_job_that_asks_what_sites_have(tmp_path: Path) -> None:
         build_job("fingerprint", "phantom", out=tmp_path / "other")
 
 
+def test_curves_may_go_to_mlflow_too(tmp_path: Path) -> None:
+    folder = build_job("fedavg", "phantom", out=tmp_path / "job", track="mlflow=http://mlflow.example:5000")
+    tracker = component(folder, "mlflow")
+    assert tracker["path"] == "medflare.flare.exchange.tracking.MLflowTracker"
+    assert tracker["args"] == {"tracking_uri": "http://mlflow.example:5000", "experiment": "medflare phantom", "run_name": "fedavg"}
+    assert component(folder, "tensorboard")
+    assert main(["job", "fedavg", "--track", "mlflow", "--out", str(tmp_path / "local")]) == 0
+    assert "tracking_uri" not in component(tmp_path / "local", "mlflow")["args"]
+    for wrong in ("wandb", "mlflow=", "mlflow http://x"):
+        with pytest.raises(ConfigError, match="track must be mlflow, or mlflow=URI with the address of an MLflow server, got"):
+            build_job("fedavg", "phantom", out=tmp_path / "other", track=wrong)
+
+
 def test_jobs_differ_in_their_components_only(tmp_path: Path) -> None:
     one, other = (build_job(method, "phantom", out=tmp_path / method) for method in ("fedavg", "fedsm"))
     for folder in (one, other):
