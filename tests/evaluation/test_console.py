@@ -48,7 +48,7 @@ def test_round_line_shows_what_the_aggregation_made_of_each_site() -> None:
 
 
 def test_what_a_method_tells_of_its_sites_stands_below(record: RunRecord) -> None:
-    rows = {"A": {"images": 4}, "B": {"images": 5, "size": "8 x 8"}}
+    rows: dict[str, Any] = {"A": {"images": 4}, "B": {"images": 5, "size": "8 x 8"}}
     results = build_results(dataclasses.replace(record, tables={"Training images": rows}))
     lines = [line.split() for line in results_table(results).splitlines()[-3:]]
     assert lines == [["Training", "images", "A", "B"], ["images", "4", "5"], ["size", "8", "x", "8"]]

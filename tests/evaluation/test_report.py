@@ -86,7 +86,7 @@ def test_the_page_shows_the_chosen_round_and_every_vote(record: RunRecord) -> No
 
 
 def test_what_a_method_tells_of_its_sites_is_a_table(record: RunRecord) -> None:
-    rows = {"A": {"images": 4, "size": "8 x 8"}, "B": {"images": 5, "class <b>": 1}}
+    rows: dict[str, Any] = {"A": {"images": 4, "size": "8 x 8"}, "B": {"images": 5, "class <b>": 1}}
     page = Page(render_report(build_results(dataclasses.replace(record, tables={"Training images": rows}))))
     (table,) = (table for table, caption in zip(page.tables, page.captions, strict=True) if caption == "Training images by site")
     assert table == [["site", "images", "size", "class <b>"], ["A", "4", "8 x 8", ""], ["B", "5", "", "1"]]

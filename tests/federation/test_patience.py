@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from medflare.federation.local.loop import resume_local, run_local
-from medflare.federation.schedule import cut_short
+from medflare.federation.schedule import Federation, cut_short
 from medflare.methods.base import SiteHalf, Step
 from small import tiny_phantom
 
@@ -91,6 +91,20 @@ class TestEarlyEnd:
         kinds = [event["kind"] for event in pieced["events"]]
         assert (pieced["rounds"], kinds.count("stopped_early")) == (5, 1) and kinds.count("resumed") == 5
         assert whole["elections"] == pieced["elections"] and same(tmp_path / "whole", tmp_path / "pieced")
+
+    @pytest.mark.parametrize("method", ["fedavg", "fedsm"])
+    def test_one_that_is_taken_up_after_its_end_trains_no_more(self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Killed while the final models are delivered: all that ends the run is done, and counts as it did."""
+        whole = run(method, tmp_path / "whole", patience=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Federation, "_deliver", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                run(method, tmp_path / "pieced", patience=2)
+        lines: list[str] = []
+        pieced = resume_local(tmp_path / "pieced", say=lines.append)
+        assert not lines and pieced["rounds"] == whole["rounds"] == 5
+        assert [event["kind"] for event in pieced["events"]].count("stopped_early") == 1
+        assert same(tmp_path / "whole", tmp_path / "pieced")
 
     @pytest.mark.parametrize("patience", [None, 3, 6])
     def test_with_patience_all_rounds_are_trained(self, patience: int | None) -> None:

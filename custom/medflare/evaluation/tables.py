@@ -30,7 +30,7 @@ def plain_table(results: Mapping[str, Any]) -> str:
     Args:
         results: content of results.json.
     """
-    parts = _summary(results), _table(results, metric_names(results)), *_told(results)
+    parts: list[Text | Table] = [_summary(results), _table(results, metric_names(results)), *_told(results)]
     buffer = io.StringIO()
     console = Console(file=buffer, force_terminal=False, color_system=None, width=10_000, legacy_windows=False, highlight=False)
     console.width = max(80, *(Measurement.get(console, console.options, part).maximum for part in parts))

@@ -192,7 +192,7 @@ def steps_now(federation: Federation, finished: int) -> list[Step]:
         return steps
     context.rounds = done
     shorter = federation.server.steps()
-    if not cut_short(steps, shorter, finished, asked):
+    if not cut_short(steps, shorter, done, asked):
         context.rounds = asked
         return steps
     if not federation.events.of("stopped_early"):  # a run that is taken up has it already
@@ -201,14 +201,15 @@ def steps_now(federation: Federation, finished: int) -> list[Step]:
     return shorter
 
 
-def cut_short(steps: Sequence[Step], shorter: Sequence[Step], finished: int, rounds: int) -> bool:
-    """Whether a shorter schedule begins with what is done and goes on with what ends a run: not where rounds of training would be left out.
+def cut_short(steps: Sequence[Step], shorter: Sequence[Step], done: int, asked: int) -> bool:
+    """Whether a shorter schedule has the rounds that are done, and after them only what ends a run.
 
     Args:
         steps: the schedule as it was.
-        shorter: that of fewer rounds.
-        finished: steps that are done.
-        rounds: of the schedule as it was.
+        shorter: that of as many rounds as are done.
+        done: rounds that are done.
+        asked: rounds of the schedule as it was.
     """
-    endings = {step.phase for step in steps if step.round >= rounds}
-    return list(shorter[:finished]) == list(steps[:finished]) and {step.phase for step in shorter[finished:]} <= endings
+    before, after = ([step for step in shorter if (step.round >= done) == ended] for ended in (False, True))
+    endings = {step.phase for step in steps if step.round >= asked}
+    return before == [step for step in steps if step.round < done] and {step.phase for step in after} <= endings

@@ -64,7 +64,7 @@ class Experiments:
         self.curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
         self.ended: list[str] = []
         named = {name: namedtuple(name, "key value timestamp step", defaults=[0, 0]) for name in ("Metric", "Param", "RunTag")}
-        parts = {
+        parts: dict[str, dict[str, Any]] = {
             "mlflow": {"set_tracking_uri": lambda uri: setattr(self, "uri", uri)},
             "mlflow.entities": named,
             "mlflow.tracking": {},

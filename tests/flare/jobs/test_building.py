@@ -42,11 +42,11 @@ def test_committed_job_is_not_stale(method: str, tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_components(tmp_path: Path) -> None:
-    settings = {"rounds": 20, "seed": 7, "hyper": {"lam": 0.3}, "outside": ["HT"], "min_sites": 2, "step_timeout": 600.0}
+    settings = {"rounds": 20, "seed": 7, "hyper": {"lam": 0.3}, "outside": ["HT"], "min_sites": 2, "patience": 4, "step_timeout": 600.0}
     folder = build_job("fedsm", "brain_lgg", out=tmp_path / "job", **settings)
     workflow = config(folder, "server")["workflows"][0]
     assert workflow["path"] == "medflare.flare.controller.MedflareController"
-    assert workflow["args"] == {"rounds": 20, "seed": 7, "outside": ["HT"], "min_sites": 2, "step_timeout": 600.0}
+    assert workflow["args"] == {"rounds": 20, "seed": 7, "outside": ["HT"], "min_sites": 2, "patience": 4, "step_timeout": 600.0}
     assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.SoftPullAggregator"
     hyper = component(folder, "aggregator")["args"]["hyper"]
     assert hyper["server"]["lam"] == 0.3 and hyper["server"]["gamma"] == "tune"  # what is not set is there with its default

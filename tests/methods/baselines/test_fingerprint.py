@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flare.server import SITES, Server, in_this_process
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import Aborted, ConfigError, DataError
 from medflare.core.message import Message
 from medflare.data.checking.fingerprint import fingerprints, read_fingerprints, to_json
 from medflare.data.checking.planning import plan
@@ -130,6 +130,14 @@ def test_images_in_memory_have_no_fingerprint(squares: Any) -> None:
     assert isinstance(half, FingerprintSite)
     with pytest.raises(DataError, match="site A: its images were made in memory"):
         half.perform("describe", 0, Message())
+
+
+def test_a_site_that_is_stopped_reads_no_further(volumes: Path) -> None:
+    site, answers = open_site("A", CUBES, data_root=volumes), iter((False, True))
+    site.abort = lambda: next(answers)
+    with pytest.raises(Aborted, match="site A: stopped on request"):
+        METHOD.make_site(site, METHOD.plan(CUBES, ("A", "B"), {})).perform("describe", 0, Message())
+    assert list(answers) == []
 
 
 # ---- what no server takes ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import DataError
+from medflare.core.errors import Aborted, DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.datalist import Entry, site_folders
@@ -117,12 +117,18 @@ def fingerprints(root: Path | str, task: TaskConfig) -> list[Fingerprint]:
     Raises:
         DataError: no site, no training image, or one that cannot be used (unless the task skips those).
     """
-    places = {folder.resolve().name: folder for folder in site_folders(Path(root))}
-    found = [fingerprint_of(site, task, partial(source_of, site, root=folder)) for site, folder in places.items()]
+    places = [(folder.resolve().name, folder) for folder in site_folders(Path(root))]
+    found = [fingerprint_of(site, task, partial(source_of, site, root=folder)) for site, folder in places]
     return [item for item in found if item is not None]
 
 
-def fingerprint_of(site: str, task: TaskConfig, source_of_task: Callable[[TaskConfig], Source], minimum: int = 0) -> Fingerprint | None:
+def fingerprint_of(
+    site: str,
+    task: TaskConfig,
+    source_of_task: Callable[[TaskConfig], Source],
+    minimum: int = 0,
+    aborted: Callable[[], bool] = lambda: False,
+) -> Fingerprint | None:
     """Of one site's training images, read one at a time.
 
     Args:
@@ -132,12 +138,14 @@ def fingerprint_of(site: str, task: TaskConfig, source_of_task: Callable[[TaskCo
         minimum: of how many patients a number must be for it to be told. Then nothing is told of fewer training patients; nothing of a
             class or of a foreground that fewer of them show; and as the smallest and largest image of a `Spread`, which are single
             ones, stand its 10th and 90th percentile. 0 and 1 hold nothing back.
+        aborted: asked before every image.
 
     Returns:
         The fingerprint; None where there are too few patients to tell of any.
 
     Raises:
         DataError: see `fingerprints`.
+        Aborted: `aborted` answered True.
     """
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)
@@ -145,6 +153,8 @@ def fingerprint_of(site: str, task: TaskConfig, source_of_task: Callable[[TaskCo
     seen = _Seen(task, min(_DRAWN, _MOST_DRAWN // max(1, len(entries))))
     failed: dict[int, str] = {}
     for number, entry in enumerate(entries):
+        if aborted():
+            raise Aborted(f"site {site}: stopped on request")
         try:
             seen.add(source, entry, numpy_generator(0, site, number, "fingerprint"))
         except DataError as error:
@@ -269,7 +279,7 @@ def _classes(target: np.ndarray, task: TaskConfig) -> Iterable[tuple[str, int]]:
 
 
 _ALL: Final = (0, 10, 50, 90, 100)
-_INNER: Final = (10, 10, 50, 90, 90)  # none of them is a single image's
+_INNER: Final = (10, 10, 50, 90, 90)  # without the ends, which are single images
 
 
 def _spread(rows: Any, percentiles: tuple[int, ...]) -> Spread:

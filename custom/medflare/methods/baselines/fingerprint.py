@@ -64,9 +64,10 @@ class FingerprintSite(SiteHalf[SiteHyper]):
         Raises:
             DataError: an image cannot be used, or the site has its images in memory alone.
         """
-        if self.site.source is None:
-            raise DataError(f"site {self.site.name}: its images were made in memory; a fingerprint is of stored ones, see open_site")
-        found = fingerprint_of(self.site.name, self.site.task, self.site.source, self.minimum_patients)
+        site = self.site
+        if site.source is None:
+            raise DataError(f"site {site.name}: its images were made in memory; a fingerprint is of stored ones, see open_site")
+        found = fingerprint_of(site.name, site.task, site.source, self.minimum_patients, site.abort)
         numbers = {} if found is None else json.loads(json.dumps(dataclasses.asdict(found)))
         return Message({}, {FINGERPRINT: {name: value for name, value in numbers.items() if name not in _KNOWN}})
 
