@@ -28,6 +28,20 @@ def test_fingerprints_and_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no file of fingerprints" in capsys.readouterr().err
 
 
+def test_a_federation_finds_the_fingerprints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("A", "B"):
+        make_volumes(tmp_path / "data" / name, shape=(16, 16, 16))
+    task = tmp_path / "cubes.json"
+    task.write_text(json.dumps(TASK))
+    common = ["--task", str(task), "--sites", "A,B", "--data-root", str(tmp_path / "data"), "--engine", "local", "--out", str(tmp_path)]
+    assert main(["run", "fingerprint", *common]) == 0
+    said = capsys.readouterr().out
+    assert "fingerprint on cubes, 0 rounds" in said and "Training images" in said and "spacing, mm" in said
+    found = tmp_path / "fingerprint-cubes-seed0" / "fingerprints.json"
+    assert main(["plan", str(found), "--memory", "4", "--out", str(tmp_path / "task.json")]) == 0
+    assert "planned from 6 training images (A, B)" in capsys.readouterr().out
+
+
 def test_without_a_file_the_numbers_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = tmp_path / "cubes.json"
     task.write_text(json.dumps(TASK))

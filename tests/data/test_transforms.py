@@ -1,13 +1,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import monai.transforms
 import numpy as np
 import pytest
 import torch
 from monai.data.meta_obj import get_track_meta
 
 from medflare.core.errors import ConfigError
-from medflare.data.transforms import Augmentation, Preprocessing, photometric_augmentations, spatial_augmentations
+from medflare.data.transforms import (
+    Augmentation,
+    Preprocessing,
+    photometric_augmentations,
+    plain_tensors,
+    smooth_augmentations,
+    spatial_augmentations,
+)
 from medflare.tasks.config import TaskConfig
 
 TaskOf = Callable[..., TaskConfig]
@@ -73,10 +81,13 @@ def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: 
         "RandCoarseShuffle": {"holes": 2, "spatial_size": 4},
         "RandShiftIntensity": {"offsets": 0.5},
         "RandCoarseDropout": {"holes": 2, "spatial_size": 4},
+        "RandSmoothDeform": {"rand_size": [3, 3], "def_range": 0.3},
+        "RandSmoothFieldAdjustContrast": {"rand_size": [3, 3]},
+        "RandSmoothFieldAdjustIntensity": {"rand_size": [3, 3], "gamma": [0.5, 1.5]},
     }
     augment = Augmentation(make_task(augment=[{"name": name, "prob": 1.0, **needed.get(name, {})}]))
     images, masks = _disc()
-    images = 0.2 + 0.6 * images
+    images = 0.2 + 0.5 * images + torch.linspace(0, 0.1, 16)  # a picture of two values has no contrast to change
     once, twice, other = (augment(images, masks, np.random.RandomState(seed)) for seed in (5, 5, 6))
     assert once[0].shape == images.shape and once[1].shape == masks.shape
     assert once[0].dtype == torch.float32 and once[1].dtype == torch.int64 and set(once[1].unique().tolist()) <= {0, 1}
@@ -97,6 +108,7 @@ def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: 
         {"name": "RandAffine", "rotate_range": 1.0, "translate_range": 3, "padding_mode": "zeros"},
         {"name": "RandZoom", "min_zoom": 0.7, "max_zoom": 1.3},
         {"name": "Rand2DElastic", "spacing": [6, 6], "magnitude_range": [1, 2]},
+        {"name": "RandSmoothDeform", "rand_size": [3, 3], "def_range": 0.3, "grid_mode": "bilinear"},
     ],
 )
 def test_image_and_mask_move_together(make_task: TaskOf, settings: dict[str, object]) -> None:
@@ -105,6 +117,37 @@ def test_image_and_mask_move_together(make_task: TaskOf, settings: dict[str, obj
     assert not torch.equal(target, masks)
     disagreement = ((moved[:, 0] > 0.5) != (target == 1)).float().sum() / (target == 1).sum()
     assert disagreement < 0.25  # linear and nearest interpolation differ along the outline alone
+
+
+@pytest.mark.parametrize("name", smooth_augmentations())
+@pytest.mark.parametrize("shape", [(16, 16), (8, 10, 6)], ids=["pictures", "volumes"])
+def test_smooth_fields_have_the_tasks_size(make_task: TaskOf, name: str, shape: tuple[int, ...]) -> None:
+    """By hand: the same field from the same draws, applied to image and mask one after the other."""
+    volumes = {"spatial_dims": 3, "network": {"name": "unet", "channels": [2, 4]}} if len(shape) == 3 else {}
+    settings = {"name": name, "prob": 1.0, "rand_size": [3] * len(shape)}
+    augment = Augmentation(make_task(size=list(shape), augment=[settings], **volumes))
+    images = torch.rand(1, 1, *shape, generator=torch.Generator().manual_seed(0))
+    masks = (images[:, 0] > 0.5).long()
+    found, target = augment(images, masks, np.random.RandomState(3))
+    by_hand = getattr(monai.transforms, name)(spatial_size=shape, rand_size=(3,) * len(shape), prob=1.0)
+    random = np.random.RandomState(3)
+    random.random_sample()  # of the dictionary form, which decides by itself whether anything is done
+    by_hand.set_random_state(state=random)
+    with plain_tensors():
+        expected = by_hand(images[0].clone())
+        moved = by_hand(masks.float(), randomize=False) if name == "RandSmoothDeform" else masks
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
+    torch.testing.assert_close(target.float(), moved.float(), rtol=0, atol=0)
+    assert not torch.equal(found, images)
+
+
+def test_a_smooth_field_that_cannot_be_drawn_is_refused(make_task: TaskOf) -> None:
+    name = "RandSmoothDeform"
+    for wrong in ({}, {"rand_size": [3]}, {"rand_size": [1, 1]}, {"rand_size": 3}):
+        with pytest.raises(ConfigError, match="augment RandSmoothDeform: rand_size must be 2 numbers of random points, one an axis"):
+            Augmentation(make_task(augment=[{"name": name, **wrong}]))
+    with pytest.raises(ConfigError, match="spatial_size is not the task's to set, it follows from its images; leave it out"):
+        Augmentation(make_task(augment=[{"name": name, "rand_size": [3, 3], "spatial_size": [9, 9]}]))
 
 
 def test_multilabel_and_class_targets(make_task: TaskOf) -> None:

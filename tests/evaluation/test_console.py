@@ -47,6 +47,16 @@ def test_round_line_shows_what_the_aggregation_made_of_each_site() -> None:
     assert line == f"round 0 (1/2) score: {' | '.join(shown)} | 1.00 s"
 
 
+def test_what_a_method_tells_of_its_sites_stands_below(record: RunRecord) -> None:
+    rows: dict[str, Any] = {"A": {"images": 4}, "B": {"images": 5, "size": "8 x 8"}}
+    results = build_results(dataclasses.replace(record, tables={"Training images": rows}))
+    lines = [line.split() for line in results_table(results).splitlines()[-3:]]
+    assert lines == [["Training", "images", "A", "B"], ["images", "4", "5"], ["size", "8", "x", "8"]]
+    terminal = Terminal()
+    print_results(results, terminal)
+    assert "Training images" in terminal.getvalue()
+
+
 def test_without_rich_one_line_says_how_it_ended(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "installed", lambda module: False)
     results = build_results(dataclasses.replace(record, reason="site B: mask of another size"))

@@ -85,6 +85,13 @@ def test_the_page_shows_the_chosen_round_and_every_vote(record: RunRecord) -> No
     assert table[1:] == [["1delivered", "0.700", "0.700", "0.700", "–"], ["2", "0.500", "0.500", "0.400", "0.900"]]
 
 
+def test_what_a_method_tells_of_its_sites_is_a_table(record: RunRecord) -> None:
+    rows: dict[str, Any] = {"A": {"images": 4, "size": "8 x 8"}, "B": {"images": 5, "class <b>": 1}}
+    page = Page(render_report(build_results(dataclasses.replace(record, tables={"Training images": rows}))))
+    (table,) = (table for table, caption in zip(page.tables, page.captions, strict=True) if caption == "Training images by site")
+    assert table == [["site", "images", "size", "class <b>"], ["A", "4", "8 x 8", ""], ["B", "5", "", "1"]]
+
+
 def test_hyper_parameters_stand_under_their_half(record: RunRecord) -> None:
     page = Page(render_report(build_results(record)))
     tables = {caption: table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Hyper")}

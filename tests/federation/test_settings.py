@@ -22,12 +22,13 @@ def test_all_that_a_run_fixes_has_a_name_and_a_default_but_rounds_and_seed() -> 
         "sites_per_round",
         "max_share",
         "suspects",
+        "patience",
         "step_timeout",
         "silence",
         "resume",
     )
     assert run_settings(NEEDED) == RunSettings(rounds=3, seed=1)
-    few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_share": None, "suspects": "used"}
+    few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_share": None, "suspects": "used", "patience": None}
     defaults = {**few, "step_timeout": 0.0, "silence": 120.0, "resume": ""}
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
@@ -41,6 +42,7 @@ def test_what_json_has_is_taken_and_comes_back() -> None:
         "sites_per_round": 3,
         "max_share": 0.5,
         "suspects": "rejected",
+        "patience": 4,
         "step_timeout": 60,
         "silence": 30.5,
         "resume": "id",
@@ -73,6 +75,7 @@ def test_the_schedule_is_told_its_rules() -> None:
         ({"sites_per_round": 0}, "sites_per_round must be at least 1, got 0"),
         ({"max_share": 1.5}, "max_share must be at most 1, got 1.5"),
         ({"max_share": 0}, "max_share must be above 0, got 0"),
+        ({"patience": 0}, "patience must be at least 1, got 0"),
         ({"suspects": "hanged"}, "suspects must be one of"),
         ({"step_timeout": -1}, "step_timeout must be at least 0, got -1"),
         ({"step_timeout": "1"}, "step_timeout must be a number, got '1'"),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update
     assert words in line and f"the outbound guard of site {SITE} kept back the answer to 'train'" in line
     (row,) = report(spec)
     assert row["sent"] == "no" and words in row["purpose"]
+
+
+def test_a_fingerprint_leaves_as_facts_alone(spec: ParticipantSpec) -> None:
+    survey = replace(spec, method="fingerprint")
+    fl_ctx = prepared(survey, Message())
+    fl_ctx.set_prop(SITE_TASK, SiteTask("describe", 0, to_shareable(Message()), survey), private=True, sticky=False)
+    sent = to_shareable(Message({}, {"fingerprint": {"images": 3}}))
+    assert OutboundGuard().process(sent, fl_ctx) is sent
+    (row,) = report(survey)
+    assert (row["phase"], row["entry"], row["purpose"], row["sent"]) == ("describe", "facts", "fingerprint", "yes")
+    extra = to_shareable(Message({"scan": {"x": torch.ones(3)}}, {"fingerprint": {}}))
+    assert "unexpected entry 'scan'" in kept_back(OutboundGuard().process(extra, fl_ctx))
 
 
 def test_headers_carry_no_data(context: FLContext, update: Message) -> None:

@@ -20,6 +20,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 DEFAULT_ROUNDS: Final = 10
 EVALUATE: Final = "evaluate"  # in place of a method: no rounds, the final models are the one that was given
 _METHODS: Final = "fedavg, fedsm, ...; `medflare methods` lists them with their hyper-parameters"
+_NO_TRAINING: Final = f"nobody trains, and every site does what the name says: {EVALUATE} (--model) or fingerprint (its training images)"
 _PHANTOM: Final = "phantom"
 _TASK: Final = "task."  # before the name of a task's setting
 
@@ -66,7 +67,7 @@ def add_command(
 
 def add_federation_options(parser: argparse.ArgumentParser) -> None:
     """The method with its halves and hyper-parameters, the task, and the settings of the run."""
-    add_method_options(parser, about=f"{_METHODS}; or {EVALUATE}: every site tests --model, nobody trains")
+    add_method_options(parser, about=f"{_METHODS}; or {_NO_TRAINING}")
     add_task_options(parser, "a hyper-parameter (lam=0.3, where both halves have it site.beta=1 or server.beta=1)", "that of MODEL, else ")
     about = "go on from a delivered model of one network (its folder), with its task where --task names no other"
     parser.add_argument("--from", "--model", dest="model", type=Path, metavar="MODEL", help=about)
@@ -79,6 +80,7 @@ def add_federation_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--sites-per-round", type=int, metavar="N", help="draw this many sites for each round (default: all)")
     run.add_argument("--max-share", type=float, metavar="SHARE", help="of all training images a site counts for at most (default: any)")
     run.add_argument("--suspects", choices=("used", "rejected"), help="what becomes of updates against all others (default: used)")
+    run.add_argument("--patience", type=int, metavar="ROUNDS", help="end after so many rounds without a better model (default: all rounds)")
     flare = parser.add_argument_group("settings of the run under FLARE (a plain loop waits for nobody)")
     flare.add_argument(
         "--step-timeout", type=float, metavar="SECONDS", help="go on without sites that have not answered by then (default: wait)"
@@ -125,7 +127,7 @@ def add_data_root(parser: argparse.ArgumentParser) -> None:
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of the run and the choice of halves, as both engines take them; what has a default of FLARE's is left out."""
-    names = ("seed", "min_sites", "sites_per_round", "site_half", "server_half")
+    names = ("seed", "min_sites", "sites_per_round", "patience", "site_half", "server_half")
     chosen = {name: value for name in ("step_timeout", "silence", "max_share", "suspects") if (value := getattr(options, name)) is not None}
     return {**{name: getattr(options, name) for name in names}, "outside": names_in(options.outside), **chosen}
 
@@ -134,13 +136,15 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_method(options: argparse.Namespace) -> "Method":
-    """The method, with the halves of others where they were asked for; "evaluate" becomes a federation without rounds.
+    """The method, with the halves of others where they were asked for; "evaluate" and surveys become federations without rounds.
 
     Raises:
         ConfigError: no such method, or nothing to evaluate.
     """
-    from medflare.methods.catalogue import get_method
+    from medflare.methods.catalogue import SURVEYS, get_method
 
+    if options.method in SURVEYS:
+        options.rounds = 0
     if options.method == EVALUATE:
         if options.model is None:
             raise ConfigError("evaluate: say which model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")

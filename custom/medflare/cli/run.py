@@ -47,6 +47,7 @@ def _add_run(commands: Commands) -> None:
             "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
             "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  # go on from a delivered model",
             "medflare run evaluate --model runs/fedsm-phantom-seed0/models/global  # every site tests it, nobody trains",
+            "medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  # what they have, for medflare plan",
         ),
     )
     add_federation_options(parser)
@@ -77,7 +78,8 @@ def _run(options: argparse.Namespace) -> int:
     settings = run_arguments(options)
     sites = list(dict.fromkeys([*site_names(options.sites), *settings["outside"]]))
     weights = options.weights or options.model
-    folder = options.out / f"{method.name if options.rounds else EVALUATE}-{task.name}-seed{options.seed}"
+    name = method.name if options.rounds or not method.trains else EVALUATE
+    folder = options.out / f"{name}-{task.name}-seed{options.seed}"
     with data_root(options.data_root):
         refuse_strangers(sites, task)
     if options.engine == "local":

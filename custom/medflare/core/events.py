@@ -23,6 +23,7 @@ KINDS: Final = (
     "left",  # a site went away before the last round
     "repeated",  # a step or round was done again, for example after a restart
     "resumed",  # a run or a site went on from its stored state
+    "stopped_early",  # training ended before its last round, since nothing became better any more
     "aborted",  # stopped from outside
     "warning",  # everything else that a reader of the results should know
 )

@@ -104,7 +104,7 @@ def load_site_data(
     Raises:
         DataError: anything wrong with the data; the message names the file or value and the remedy.
     """
-    source: Source = PhantomSource(site, task) if root is None else FileSource(root, task, allowed_folders(folders), bounds)
+    source = source_of(site, task, root, folders, bounds)
     entries, dropped = used_entries(site, task, source, role=role)
     _refuse_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
@@ -116,6 +116,19 @@ def load_site_data(
         counts = class_counts(splits["training"].targets, task)
         notes += [f"class {name} is absent from the training images" for name, n in zip(task.classes, counts, strict=True) if n == 0]
     return SiteData(splits["training"], splits["validation"], splits["test"], tuple(notes), tuple(decoded.failed.values()))
+
+
+def source_of(site: str, task: TaskConfig, root: Path | None, folders: Sequence[str] = (), bounds: ImageBounds = ImageBounds()) -> Source:
+    """Where a site's images come from, as they are stored.
+
+    Args:
+        site: its name.
+        task: what the images are for.
+        root: see `load_site_data`.
+        folders: see `allowed_folders`.
+        bounds: how large an image may be.
+    """
+    return PhantomSource(site, task) if root is None else FileSource(root, task, allowed_folders(folders), bounds)
 
 
 def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[Entry], int]:

@@ -29,13 +29,21 @@ def intensity_transforms() -> tuple[str, ...]:
 @cache
 def spatial_augmentations() -> tuple[str, ...]:
     """Names of MONAI's random transforms that move the pixels of an image, and its mask along with them."""
-    return tuple(name for name in _dictionary_forms("spatial") if name.startswith("Rand") and name not in _NOT_SPATIAL)
+    found = tuple(name for name in _dictionary_forms("spatial") if name.startswith("Rand") and name not in _NOT_SPATIAL)
+    return (*found, "RandSmoothDeform")
 
 
 @cache
 def photometric_augmentations() -> tuple[str, ...]:
     """Names of MONAI's random transforms that change intensities alone."""
-    return ("RandSimulateLowResolution", *(name for name in _dictionary_forms("intensity") if name.startswith("Rand")))
+    smooth = (name for name in smooth_augmentations() if name not in spatial_augmentations())
+    return ("RandSimulateLowResolution", *(name for name in _dictionary_forms("intensity") if name.startswith("Rand")), *smooth)
+
+
+@cache
+def smooth_augmentations() -> tuple[str, ...]:
+    """Names of MONAI's random transforms by a smooth field, a few random points with values between them; they know an image's size."""
+    return tuple(_dictionary_forms("smooth_field"))
 
 
 def _dictionary_forms(room: str) -> list[str]:
@@ -99,7 +107,7 @@ class Augmentation:
     """Random part, by MONAI's dictionary transforms: image and mask move together, intensities change in the image alone."""
 
     def __init__(self, task: TaskConfig):
-        self._masks = task.kind == "segmentation"
+        self._masks, self._size = task.kind == "segmentation", task.size
         self._transforms = [self._build(settings) for settings in task.augment]
 
     def _build(self, settings: Mapping[str, Any]) -> Any:
@@ -107,6 +115,10 @@ class Augmentation:
         spatial = name in spatial_augmentations() and self._masks
         keys = ["image", "target"] if spatial else ["image"]
         extra: dict[str, Any] = {"keys": keys}
+        if name in smooth_augmentations():
+            extra |= _of_field(settings, self._size)
+        if spatial and name == "RandSmoothDeform":
+            extra["grid_mode"] = [settings.get("grid_mode", "nearest"), "nearest"]
         if spatial and "mode" in inspect.signature(_transform_class(f"{name}d")).parameters:
             nearest = "nearest-exact" if name == "RandZoom" else "nearest"  # the other transforms sample a grid
             extra["mode"] = [settings.get("mode", "bilinear"), nearest]
@@ -138,6 +150,21 @@ class Augmentation:
         for transform in self._transforms:
             sample = transform(sample)
         return sample
+
+
+def _of_field(settings: Mapping[str, Any], size: tuple[int, ...]) -> dict[str, Any]:
+    """What a transform by a smooth field is given beside its settings: the size of the images, and where the field lies.
+
+    On the CPU, whatever the images are on: the draws come from there, and the deformation samples where its grid is.
+    """
+    place = f"augment {settings['name']}"
+    if given := [name for name in ("spatial_size", "device") if name in settings]:
+        raise ConfigError(f"{place}: {given[0]} is not the task's to set, it follows from its images; leave it out")
+    points = settings.get("rand_size")
+    if not isinstance(points, list | tuple) or len(points) != len(size) or max(points) < 2:
+        wanted = f"{len(size)} numbers of random points, one an axis and one of them 2 or more"
+        raise ConfigError(f"{place}: rand_size must be {wanted}, got {points!r}")
+    return {"spatial_size": size, "device": torch.device("cpu")}
 
 
 def _construct(setting: str, known: tuple[str, ...], ending: str, settings: Mapping[str, Any]) -> Any:

@@ -54,6 +54,7 @@ class RunRecord:
         pictures: title -> PNG file content, shown in the report.
         elections: model that the sites chose together -> {"round": of training behind the delivered one, "candidates": [{"round",
             "value": what the votes came to, "votes": site -> metric}]}.
+        tables: title -> site -> column -> number or text: what a method tells of its sites beside metrics.
     """
 
     method: str
@@ -71,6 +72,7 @@ class RunRecord:
     history: list[dict[str, Any]] = field(default_factory=list)
     pictures: Mapping[str, bytes] = field(default_factory=dict)
     elections: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 def build_results(record: RunRecord) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "versions": installed_versions(),
         "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
     }
-    return json_ready(results)
+    return json_ready(results | ({"tables": record.tables} if record.tables else {}))
 
 
 def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...], share: float | None) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def render_report(
         elections=_elections(results),
         rule=results["configuration"]["hyper"]["server"].get("selection", ""),
         reports=_reports(results),
+        tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
         privacy=privacy_costs(results),
         pictures={title: base64.b64encode(content).decode() for title, content in (pictures or {}).items()},
         seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
@@ -115,13 +116,16 @@ def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _reports(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Model -> {"columns", "rows": site -> values}: what models say of their own work, one table for each kind of model."""
-    tables: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, site in ordered_sites(results).items():
         for model, report in site.get("reports", {}).items():
-            table = tables.setdefault(model, {"columns": {}, "rows": {}})
-            table["rows"][name] = _flattened(report)
-            table["columns"].update(dict.fromkeys(table["rows"][name]))
-    return tables
+            rows.setdefault(model, {})[name] = _flattened(report)
+    return {model: _with_columns(found) for model, found in rows.items()}
+
+
+def _with_columns(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{"columns", "rows": site -> column -> value} of rows that need not have all columns."""
+    return {"columns": list(dict.fromkeys(column for row in rows.values() for column in row)), "rows": rows}
 
 
 def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:

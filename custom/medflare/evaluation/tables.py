@@ -30,7 +30,7 @@ def plain_table(results: Mapping[str, Any]) -> str:
     Args:
         results: content of results.json.
     """
-    parts = _summary(results), _table(results, metric_names(results))
+    parts: list[Text | Table] = [_summary(results), _table(results, metric_names(results)), *_told(results)]
     buffer = io.StringIO()
     console = Console(file=buffer, force_terminal=False, color_system=None, width=10_000, legacy_windows=False, highlight=False)
     console.width = max(80, *(Measurement.get(console, console.options, part).maximum for part in parts))
@@ -51,7 +51,7 @@ def print_table(results: Mapping[str, Any], terminal: IO[str]) -> None:
     table = _table(results, metrics)
     fits = Measurement.get(console, console.options.update_width(10_000), table).maximum <= console.width
     console.print(_summary(results))
-    console.print(table if fits else _table(results, metrics[:1]))
+    console.print(table if fits else _table(results, metrics[:1]), *_told(results), sep="\n")
 
 
 def _summary(results: Mapping[str, Any]) -> Text:
@@ -85,6 +85,19 @@ def _table(results: Mapping[str, Any], metrics: Sequence[str]) -> Table:
         if sum(site["role"] == role for site in sites.values()) > 1:
             table.add_row("mean", role, "", *_cells(results["mean"][role], columns), style="bold")
     return table
+
+
+def _told(results: Mapping[str, Any]) -> list[Table]:
+    """What a method tells of its sites beside metrics: columns down, sites across, as there are more columns than sites."""
+    tables = []
+    for title, rows in results.get("tables", {}).items():
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for heading in (title, *rows):
+            table.add_column(Text(heading))
+        for column in dict.fromkeys(name for row in rows.values() for name in row):
+            table.add_row(Text(column), *(Text(str(row.get(column, ""))) for row in rows.values()))
+        tables.append(table)
+    return tables
 
 
 def _cells(models: Mapping[str, Mapping[str, float | None]], columns: list[tuple[str, str]]) -> list[Text]:

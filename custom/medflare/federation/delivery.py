@@ -1,5 +1,6 @@
 """What a site does with its final models: measure them on its own test images, and keep them with their cards."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
+from medflare.data.sites.local import PLACE
 from medflare.data.sites.montage import montage
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import save_model
@@ -22,6 +25,7 @@ from medflare.tasks.config import TaskConfig
 
 ROLES = ("global", "personal", "deployed")
 SCORES = "scores"  # below a site's folder: what each model scored patient by patient; not beside the models, which may be handed on
+KEPT = "kept"  # fact of a model that is deployed by the site's own choice: how it was chosen, for the card
 Metrics = dict[str, float | None]
 Keep = Callable[[str, Message, Mapping[str, Any], Cases], None]  # (role, delivered model, metrics, what they are made of)
 
@@ -65,12 +69,63 @@ class SiteFolder:
             cases: what they are made of.
         """
         card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
-        save_model(self.folder / role, self.task, model, card)
+        chosen = {KEPT: model.facts[KEPT]} if KEPT in model.facts else {}
+        save_model(self.folder / role, self.task, model, {**card, **chosen})
         write_json(self.folder / SCORES / f"{role}.json", cases.to_dict())
 
     def show(self, title: str, png: bytes) -> None:
         """Write a picture."""
         write_atomically(self.folder / "pictures" / f"{title}.png", png)
+
+
+def check_choice(site: Site, role: str, keep: str | None) -> None:
+    """Before anything is trained, refuse a choice that the site cannot make.
+
+    Args:
+        site: whose choice it is.
+        role: "inside" or "outside".
+        keep: see `LocalSettings.keep`.
+
+    Raises:
+        ConfigError: a personal model of a site that never trains, or the best one without validation images.
+    """
+    place = f"site {site.name}: keep in its {PLACE} is {keep!r}"
+    if keep == "personal" and role == "outside":
+        raise ConfigError(f"{place}, and a site that never trains has no model of its own; write 'global' or leave it out")
+    if keep == "best" and not site.n["validation"]:
+        raise ConfigError(f"{place}, and it has no validation images to compare models on; write another model or leave it out")
+
+
+def chosen_here(site: Site, models: Mapping[str, Message], keep: str | None) -> tuple[dict[str, Message], list[str]]:
+    """The final models with what the site deploys by its own choice.
+
+    The best one is that with the highest validation metric of the task at this site; of equals what the method deploys, then the
+    personal model.
+
+    Args:
+        site: whose choice it is.
+        models: role -> delivered model.
+        keep: see `LocalSettings.keep`.
+
+    Returns:
+        The models, and what is to be said of the choice, one line each.
+    """
+    if keep is None or "deployed" not in models:
+        return dict(models), []
+    if keep != "best" and keep not in models:
+        return dict(models), [f"there is no {keep} model to keep, as its {PLACE} asks; deployed is what the method deploys"]
+    role, measured = (keep, {}) if keep != "best" else _best(site, models)
+    message = Message(models[role].states, {**models[role].facts, KEPT: {"keep": keep, "model": role, "validation": measured}})
+    return {**models, "deployed": message}, [f"deployed is its {role} model: its {PLACE} says keep {keep!r}"]
+
+
+def _best(site: Site, models: Mapping[str, Message]) -> tuple[str, Metrics]:
+    """The role of the best model by the site's validation images, and what all have reached."""
+    metric, measured = site.task.metric, Metrics()
+    for role in [role for role in reversed(ROLES) if role in models]:
+        module = build_deployed(site.task, models[role]).to(site.device)
+        measured[role] = finite_or_none(site.score(module, "validation", [metric]).values[metric])
+    return max(measured, key=lambda role: -math.inf if (value := measured[role]) is None else value), measured
 
 
 def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str, Any]:
@@ -90,7 +145,7 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
     metrics: dict[str, Metrics] = {}
     seen: dict[int, tuple[Metrics, Cases]] = {}
     reports: dict[str, Any] = {}
-    for role in dict.fromkeys([*ROLES, *models]):
+    for role in dict.fromkeys([*ROLES, *models]) if models else ():  # a method that trains nothing delivers nothing, and misses none
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.metrics)
             log.add("undefined", f"{role}: a site that did not train has no such model")

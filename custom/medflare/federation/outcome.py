@@ -1,7 +1,7 @@
 """What the schedule leaves behind: a report after every step, and the outcome of the whole."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from medflare.methods.base import Step
 
@@ -42,6 +42,8 @@ class Outcome:
         history: one line a step, see `StepReport.line`.
         seconds: stage -> wall-clock seconds.
         elections: model -> {"round": of training behind the delivered one, "candidates": see `Election.record`}.
+        tables: see `Telling.tables`.
+        rounds: of training that were done; None in a run that failed before its end.
     """
 
     enrolled: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -51,3 +53,16 @@ class Outcome:
     up_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     elections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    rounds: int | None = None
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A server half that ends with more than models: with files beside the results, and with tables in them."""
+
+    def documents(self) -> dict[str, Any]:
+        """Name of a file -> its content, as JSON."""
+
+    def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Title -> site -> column -> number or text."""

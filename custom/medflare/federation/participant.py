@@ -12,7 +12,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
-from medflare.federation.delivery import Keep, evaluated, volume_picture
+from medflare.federation.delivery import Keep, check_choice, chosen_here, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
 from medflare.federation.screening.replies import DELIVERS
@@ -85,6 +85,7 @@ class Participant:
         show: called at delivery with (name, PNG content) for each picture that the method makes for the site itself.
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
         minimum_patients: of how many a metric must be for it to leave the site.
+        chosen: what the site deploys by its own choice, see `LocalSettings.keep`; None: what the method deploys.
 
     Attributes:
         began: when the step at hand did, by `time.monotonic`.
@@ -102,6 +103,7 @@ class Participant:
         show: Callable[[str, bytes], None] = lambda name, png: None,
         budget: Budget | None = None,
         minimum_patients: int = 0,
+        chosen: str | None = None,
     ):
         self.name = name
         self.opened = opened
@@ -110,7 +112,7 @@ class Participant:
         self.store = store or MemoryStore()
         self.keep = keep
         self.show = show
-        self.minimum_patients = minimum_patients
+        self.minimum_patients, self.chosen = minimum_patients, chosen
         self.began = time.monotonic()
         self.account = Account(Ledger(self.store), budget)
         self._half = RememberedHalf(name, self.store, self._made)
@@ -149,6 +151,8 @@ class Participant:
         role, sites = incoming.facts["role"], tuple(incoming.facts["sites"])
         site = self._opened(role)
         self._agree(site, role, incoming.facts)
+        if self.method.trains:
+            check_choice(site, role, self.chosen)
         if incoming.facts.get("finished", 0):
             self._half.recall(incoming.facts["finished"])
         else:
@@ -193,15 +197,16 @@ class Participant:
         site = self._opened(role)
         site.start = start
         half = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
-        half.account = self.account
+        half.account, half.minimum_patients = self.account, self.minimum_patients
         return half
 
     # -- delivery --------------------------------------------------------------------------------------------------------------
 
     def _deliver(self, half: SiteHalf[Any], incoming: Message) -> Message:
         """Final models and pictures made, measured and handed to the engine to keep."""
-        models = half.deliver(incoming)
+        models, said = chosen_here(half.site, half.deliver(incoming), self.chosen)
         facts = evaluated(half.site, models, self.keep)
+        facts["events"] += [{"kind": "warning", "message": line} for line in said]
         withhold(facts, DELIVERS, too_few(half.site, self.minimum_patients))
         for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():
             self.show(name, png)

@@ -10,12 +10,12 @@ from typing import Any
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
-from medflare.core.store import make_folder
+from medflare.core.store import make_folder, write_json
 from medflare.evaluation.console import round_line
 from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.exchange import Exchange
-from medflare.federation.outcome import Outcome, StepReport
+from medflare.federation.outcome import Outcome, StepReport, Telling
 from medflare.federation.participant import identity_of
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import RunSettings, check_rounds
@@ -82,7 +82,7 @@ class Run:
             server = self._server()
             federation = self._federation(server, exchange, outcome)
             federation.run(self._resumed(federation) if resume else 0)
-            self._keep_models(server)
+            keep_what_is_left(self, server, outcome)
         except Aborted as error:
             reason = f"aborted: {error}"
             self.events.add("aborted", str(error))
@@ -103,7 +103,7 @@ class Run:
 
     def _server(self) -> ServerHalf[Any]:
         self.method.check(self.hyper, self.task)
-        check_rounds(self.settings.rounds, self.task)
+        check_rounds(self.settings.rounds, self.task, self.method)
         plan = self.method.plan(self.task, self.sites, self.hyper)
         context = ServerContext(
             plan,
@@ -135,28 +135,19 @@ class Run:
             manifest,
             self.settings.rules,
             identity,
-            self._after_step,
+            lambda report: self._after_step(report, server.context.rounds),
             keep,
             outcome,
             reports=lambda phase: self.method.site_class.phase(phase).reports,
         )
         return federation
 
-    def _after_step(self, report: StepReport) -> None:
-        place = report.step.phase, report.step.round, self.settings.rounds
+    def _after_step(self, report: StepReport, rounds: int) -> None:
+        place = report.step.phase, report.step.round, rounds
         self.say(round_line(*place, report.facts, report.rejected, report.seconds, report.aggregation))
         if self.folder is not None:
             append_round(self.folder, report.line())
         self.observe(report)
-
-    def _keep_models(self, server: ServerHalf[Any]) -> None:
-        """The models that the server holds go beside the results; a personal model that never left its site is not among them."""
-        if self.folder is None:
-            return
-        for path, model in server.models().items():
-            about = {"method": self.method.name, "site": None, "role": path}
-            card = {**about, "seed": self.settings.seed, "rounds": self.settings.rounds}
-            save_model(self.folder / MODELS / path, self.task, model, card)
 
     def _resumed(self, federation: Federation) -> int:
         """The federation as its checkpoint has it; returns the number of finished steps."""
@@ -185,6 +176,25 @@ class Run:
 # -- results -----------------------------------------------------------------------------------------------------------------
 
 
+def keep_what_is_left(run: Run, server: ServerHalf[Any], outcome: Outcome) -> None:
+    """Models and files that the server half holds go beside the results; a personal model that never left its site is not among them.
+
+    Args:
+        run: method, task, settings and folder.
+        server: its server half, after the last step.
+        outcome: takes the half's tables.
+    """
+    if isinstance(server, Telling):
+        outcome.tables = server.tables()
+    if run.folder is None:
+        return
+    for path, model in server.models().items():
+        card = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed, "rounds": server.context.rounds}
+        save_model(run.folder / MODELS / path, run.task, model, card)
+    for name, content in (server.documents() if isinstance(server, Telling) else {}).items():
+        write_json(run.folder / name, content, public=True)
+
+
 def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
     """The results of a run, on disk where it has a folder; a failed one has a reason.
 
@@ -197,7 +207,7 @@ def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
         method=run.method.name,
         task=run.task,
         seed=run.settings.seed,
-        rounds=run.settings.rounds,
+        rounds=run.settings.rounds if outcome.rounds is None else outcome.rounds,
         sites={site: _site_record(site, run.settings, outcome) for site in (*run.sites, *run.settings.outside)},
         reason=reason,
         events=run.events.to_list(),
@@ -208,6 +218,7 @@ def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
         settings={**run.settings.to_dict(), **run.about},
         history=outcome.history,
         elections=outcome.elections,
+        tables=outcome.tables,
         pictures=run.pictures,
     )
     return build_results(record) if run.folder is None else write_results(run.folder, record)

@@ -6,7 +6,7 @@ federation cannot differ.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from medflare.federation.screening.updates import Screened, lost_votes, screen
 from medflare.federation.screening.votes import close_elections
 from medflare.federation.settings import Rules
 from medflare.methods.base import ServerHalf, Step
+from medflare.methods.parts.selection import plateau
 
 
 @dataclass
@@ -72,13 +73,14 @@ class Federation:
         started = time.monotonic()
         enrolment = Enrolment(self.server.context, self._courier, self.identity, self.returning, finished)
         enrolment.open(self._needed)
-        steps = self.server.steps()
-        for index, step in enumerate(steps[finished:], start=finished):
-            self._step(index, step, enrolment)
-            self.checkpoint(index + 1)
+        while finished < len(steps := steps_now(self, finished)):
+            self._step(finished, steps[finished], enrolment)
+            finished += 1
+            self.checkpoint(finished)
+        self.outcome.rounds = self.server.context.rounds
         close_elections(self.server, self.outcome, self.events)
         self.outcome.seconds["training"] = time.monotonic() - started
-        self._deliver(len(steps), enrolment)
+        self._deliver(finished, enrolment)
         self.outcome.seconds["total"] = time.monotonic() - started
         return self.outcome
 
@@ -170,3 +172,44 @@ class Federation:
             self.outcome.delivered[site] = facts
         if not self.outcome.delivered:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
+
+
+def steps_now(federation: Federation, finished: int) -> list[Step]:
+    """The whole schedule; where the sites' patience is over, that of as many rounds as are done.
+
+    It follows from the history alone, so that a run that is taken up ends where it would have ended.
+
+    Args:
+        federation: its context is told of the rounds that are done, and its events of the end.
+        finished: steps that are done.
+    """
+    context, steps, patience = federation.server.context, federation.server.steps(), federation.rules.patience
+    if patience is None or not 0 < finished < len(steps):
+        return steps
+    over = [line for line in federation.outcome.history if line["round"] < steps[finished].round]
+    asked, done = context.rounds, plateau(over, patience)
+    if done is None or done >= asked:
+        return steps
+    context.rounds = done
+    shorter = federation.server.steps()
+    if not cut_short(steps, shorter, done, asked):
+        context.rounds = asked
+        return steps
+    if not federation.events.of("stopped_early"):  # a run that is taken up has it already
+        text = f"no validated model became better in {patience} rounds; training ends after {done} of {asked} rounds"
+        federation.events.add("stopped_early", text, round=done - 1)
+    return shorter
+
+
+def cut_short(steps: Sequence[Step], shorter: Sequence[Step], done: int, asked: int) -> bool:
+    """Whether a shorter schedule has the rounds that are done, and after them only what ends a run.
+
+    Args:
+        steps: the schedule as it was.
+        shorter: that of as many rounds as are done.
+        done: rounds that are done.
+        asked: rounds of the schedule as it was.
+    """
+    before, after = ([step for step in shorter if (step.round >= done) == ended] for ended in (False, True))
+    endings = {step.phase for step in steps if step.round >= asked}
+    return before == [step for step in steps if step.round < done] and {step.phase for step in after} <= endings

@@ -12,6 +12,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked
 
 if TYPE_CHECKING:
+    from medflare.methods.method import Method
     from medflare.tasks.config import TaskConfig
 
 FACTS_LIMIT: Final = 65_536  # bytes of JSON in a message: room for counts and metrics, none for a model
@@ -31,6 +32,7 @@ class Rules:
         norm_limit: see `screening.screen`.
         max_share: of the training images that a site counts for, at most; None: what it has.
         suspects: whether updates against all others are "used" or "rejected".
+        patience: rounds without a better validation metric after which training ends; None: it goes on to the last round.
     """
 
     min_sites: int | None = None
@@ -39,6 +41,7 @@ class Rules:
     norm_limit: float = 100.0
     max_share: float | None = None
     suspects: str = "used"
+    patience: int | None = None
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -53,6 +56,8 @@ class RunSettings:
         sites_per_round: how many inside sites are drawn for a round; None: all.
         max_share: of all training images, the share that a site counts for at most, whatever it has; None: what it has.
         suspects: an update against all others, which may be a lie or another kind of patients, is "used" and an event, or "rejected".
+        patience: training ends after so many rounds in which no model that the sites validate has become better by the median over the
+            sites, see `parts.selection.plateau`; the best round is delivered as always. None: all rounds.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
         silence: seconds without a sign of life after which a site counts as gone.
         resume: id of the interrupted job that this one takes up at the last step that it finished.
@@ -65,6 +70,7 @@ class RunSettings:
     sites_per_round: Sites | None = None
     max_share: Share | None = None
     suspects: Literal["used", "rejected"] = "used"
+    patience: Annotated[int, Field(ge=1)] | None = None
     step_timeout: Seconds = 0.0
     silence: Seconds = 120.0
     resume: str = ""
@@ -72,7 +78,7 @@ class RunSettings:
     @property
     def rules(self) -> Rules:
         """What of it concerns the schedule."""
-        return Rules(self.min_sites, self.sites_per_round, max_share=self.max_share, suspects=self.suspects)
+        return Rules(self.min_sites, self.sites_per_round, max_share=self.max_share, suspects=self.suspects, patience=self.patience)
 
     def to_dict(self) -> dict[str, Any]:
         """By name, as JSON has them."""
@@ -94,17 +100,20 @@ def run_settings(values: Mapping[str, Any]) -> RunSettings:
     return checked(RunSettings, values, "run")
 
 
-def check_rounds(rounds: int, task: "TaskConfig") -> None:
-    """Without rounds every site tests the model that the run starts from; there must be one.
+def check_rounds(rounds: int, task: "TaskConfig", method: "Method") -> None:
+    """Without rounds every site tests the model that the run starts from; there must be one. A method that trains nothing has no rounds.
 
     Args:
         rounds: of the run.
         task: what is to be learnt.
+        method: what runs.
 
     Raises:
-        ConfigError: no rounds, and random weights.
+        ConfigError: no rounds, and random weights; or rounds of what trains nothing.
     """
-    if rounds == 0 and "weights" not in task.network:
+    if not method.trains and rounds > 0:
+        raise ConfigError(f"rounds is {rounds}, and method {method.name!r} trains nothing; give 0")
+    if method.trains and rounds == 0 and "weights" not in task.network:
         raise ConfigError(
             f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; give 1 or more, "
             "or a model to evaluate (network.weights, --model)"

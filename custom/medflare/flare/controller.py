@@ -50,6 +50,7 @@ class MedflareController(Controller):
         sites_per_round: int | None = None,
         max_share: float | None = None,
         suspects: str = "used",
+        patience: int | None = None,
         step_timeout: float = 0.0,
         silence: float = 120.0,
         resume: str = "",
@@ -58,7 +59,7 @@ class MedflareController(Controller):
         super().__init__(task_check_period=0.1)
         self.rounds, self.seed, self.outside = rounds, seed, outside
         self.min_sites, self.sites_per_round, self.max_share, self.suspects = min_sites, sites_per_round, max_share, suspects
-        self.step_timeout, self.silence, self.resume = step_timeout, silence, resume
+        self.patience, self.step_timeout, self.silence, self.resume = patience, step_timeout, silence, resume
         self.site_half, self.aggregator_id = site_half, aggregator_id
         share_cleanup_thread()
         keep_ports_apart()

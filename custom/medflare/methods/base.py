@@ -176,6 +176,7 @@ class SiteHalf(ABC, Generic[S]):
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
         memory: states and facts that survive until the next task; empty where every round starts from the incoming message alone.
         account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.
+        minimum_patients: of how many a number must be for it to leave the site.
     """
 
     Hyper: ClassVar[type] = SiteHyper
@@ -191,6 +192,7 @@ class SiteHalf(ABC, Generic[S]):
         self.hyper: S = plan.site_hyper
         self.memory = Message()
         self.account = Account()
+        self.minimum_patients = 0
         self._networks: dict[str, FeatureNetwork] = {}
 
     @property

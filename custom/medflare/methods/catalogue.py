@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 GROUP = "medflare.methods"  # the entry points of other distributions, and the package in which our own methods lie
 _NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")  # what this folder holds beside methods
+SURVEYS = ("fingerprint",)  # they train nothing: found by name, and in no list of methods to train with
 
 
 def get_method(name: str, *, site: str | None = None, server: str | None = None) -> Method:
@@ -56,12 +57,12 @@ def module_of(name: str) -> str:
         return _own()[name]
     if name in _foreign():
         return _foreign()[name].module
-    raise ConfigError(no_such("method", name, method_names()))
+    raise ConfigError(no_such("method", name, (*method_names(), *SURVEYS)))
 
 
 def method_names() -> tuple[str, ...]:
-    """Names of all methods, ours and others', sorted; imports no half."""
-    return tuple(sorted({*_own(), *_foreign()}))
+    """Names of all methods that train, ours and others', sorted; imports no half."""
+    return tuple(sorted({*_own(), *_foreign()} - set(SURVEYS)))
 
 
 def build_deployed(task: "TaskConfig", message: "Message") -> "nn.Module":

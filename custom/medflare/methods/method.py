@@ -30,6 +30,7 @@ class Method:
         paper: short citation.
         site, server: the two halves, each a class or "module:Class".
         models: kind of a delivered model -> builder of its module, or "module:function"; the kind "plain" needs none.
+        trains: whether there are rounds of training, and models in the end; a method without asks sites what they have.
         origin: names of the methods that site half and server half come from, where this is a pair of two methods' halves.
     """
 
@@ -39,6 +40,7 @@ class Method:
     site: "str | type[SiteHalf[Any]]"
     server: "str | type[ServerHalf[Any]]"
     models: "Mapping[str, str | Builder]" = field(default_factory=dict)
+    trains: bool = True
     origin: tuple[str, str] | None = None
 
     @property
@@ -188,9 +190,16 @@ def refuse_other_steps(task: "TaskConfig", reason: str) -> None:
 
 
 def paired(of_site: Method, of_server: Method) -> Method:
-    """The site half of one method with the server half of another."""
+    """The site half of one method with the server half of another.
+
+    Raises:
+        ConfigError: one of the two trains nothing.
+    """
     if of_site is of_server:
         return of_site
+    if not (of_site.trains and of_server.trains):
+        alone = of_server if of_site.trains else of_site
+        raise ConfigError(f"method {alone.name!r} trains nothing, and its halves go with no others; run {alone.name!r}")
     return Method(
         name=f"{of_site.name}+{of_server.name}",
         title=f"{of_site.title} with the server half of {of_server.title}",

@@ -122,7 +122,7 @@ def _classification(found: Sequence[Fingerprint], modality: Modality, answers: A
     """medflare's own rules: images resized, a network by their number, every class as often as the others where few show one."""
     dims, images = learnt["spatial_dims"], sum(item.images for item in found)
     size, why = _size(found, answers, dims)
-    shown = {name: sum(item.classes[name].images for item in found) for name in found[0].classes}
+    shown = {name: sum(item.classes[name].images or 0 for item in found) for name in found[0].classes}
     ordered = sorted(shown, key=shown.__getitem__)
     few, many = ordered[0], ordered[-1]
     skewed = learnt["target"] == "multiclass" and shown[many] > _SKEWED * shown[few]

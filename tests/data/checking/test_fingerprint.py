@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from medflare.core.errors import DataError
-from medflare.data.checking.fingerprint import Fingerprint, fingerprints, read_fingerprints, to_json
+from medflare.data.checking.fingerprint import Fingerprint, fingerprint_of, fingerprints, read_fingerprints, to_json
 from medflare.data.datalist import Entry
 from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
@@ -105,6 +105,29 @@ def test_structures_of_their_own(make_site: SiteOf, make_task: TaskOf) -> None:
     task = make_task(target="multilabel", labels=list(values), label_values=values)
     (found,) = fingerprints(make_site(), task)
     assert (found.classes["square"].images, found.classes["nothing"].images) == (5, 0)
+
+
+def test_what_few_patients_show_is_held_back(make_site: SiteOf, make_task: TaskOf) -> None:
+    """Two patients, of whom one shows both structures and the other none."""
+    values = {"square": [1], "nothing": [2]}
+    task = make_task(target="multilabel", labels=list(values), label_values=values)
+    folder = make_site(SPLITS)
+    masks = [entry["label"] for entry in json.loads((folder / "datalist.json").read_text())["training"]]
+    for mask in masks[:2]:  # of the one with two images
+        Image.fromarray(np.zeros((16, 16), np.uint8)).save(folder / mask)
+
+    def told(minimum: int) -> Fingerprint | None:
+        return fingerprint_of("A", task, lambda task: FileSource(folder, task), minimum)
+
+    whole, guarded = told(1), told(2)
+    assert whole == told(0) and whole is not None and guarded is not None and told(3) is None
+    assert whole.classes["square"].images == 1 and whole.channels[0].foreground is not None
+    assert (guarded.classes["square"].images, guarded.classes["square"].share) == (None, None)
+    assert guarded.classes["nothing"].images == 0 and guarded.channels[0].foreground is None
+    assert guarded.channels[0].overall == whole.channels[0].overall
+    ends = guarded.sizes
+    assert (ends.minimum, ends.maximum) == (ends.p10, ends.p90)
+    assert Fingerprint(**{**to_json([guarded])["sites"][0], "sizes": ends, "channels": (), "classes": {}}).patients == 2
 
 
 def test_damaged_images(make_site: SiteOf, make_task: TaskOf) -> None:

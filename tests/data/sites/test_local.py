@@ -23,6 +23,7 @@ def test_everything_decided() -> None:
             "bounds": {"pixels": 1000, "epochs": 3, "memory": 8, "minutes": 30, "model_bytes": 10_000_000},
             "cache": "~/cache",
             "data_folders": ["/scans"],
+            "keep": "best",
             "minimum_patients": 5,
             "redact": True,
             "data_root": "/data",
@@ -33,7 +34,7 @@ def test_everything_decided() -> None:
     )
     assert (settings.batch_size, settings.cache, settings.data_root, settings.device) == (4, CacheSettings("~/cache"), "/data", "cuda:0")
     assert settings.bounds == Bounds(1000, 2**28, 3, 8.0, 30.0, 10_000_000) and settings.data_folders == ("/scans",)
-    assert settings.minimum_patients == 5 and settings.redact
+    assert settings.minimum_patients == 5 and settings.redact and settings.keep == "best"
     assert settings.outbound == OutboundLimits(("model",), 50_000_000)
     assert settings.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
 
@@ -73,6 +74,7 @@ def test_the_ledger_may_be_the_engines_choice() -> None:
         ({"bounds": {"pixel": 9}}, "bounds: unknown setting 'pixel'; did you mean pixels"),
         ({"bounds": {"memory": None}}, "bounds.memory must not be null, which looks like a limit and is none"),
         ({"bounds": {"pixels": 10**9}}, "bounds.pixels must be at most 1.78957e"),
+        ({"keep": "mine"}, "keep must be one of"),
         ({"minimum_patients": -1}, "minimum_patients must be at least 0, got -1"),
         ({"batch_size": 1}, "batch_size must be 2 or more, since batch normalisation cannot train on a single image, got 1"),
         ({"batch_size": "4"}, "batch_size must be a whole number, got '4'"),

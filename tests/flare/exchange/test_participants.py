@@ -17,7 +17,7 @@ from medflare.core.errors import ConfigError
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.participants import authorize, authorize_network, load_ahead
+from medflare.flare.exchange.participants import ParticipantSpec, authorize, authorize_network, load_ahead
 from medflare.methods import catalogue
 from medflare.networks import own
 from small import small_task
@@ -101,3 +101,13 @@ def test_a_network_of_ones_own_is_asked_for_like_a_method(tmp_path: Path, monkey
     assert authorize_network(task, party(tmp_path, "medflare.", "lab_nets.")) == "lab_nets.small"
     assert own._trusted == {"lab_nets.small"}
     assert authorize_network(small_task(), party(tmp_path)) == ""
+
+
+def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
+    place = Server(tmp_path / "server", MethodAggregator(method="fedavg"))
+    local = tmp_path / "local" / "medflare.json"
+    local.parent.mkdir()
+    local.write_text(json.dumps({"minimum_patients": 5, "keep": "best"}))
+    spec = ParticipantSpec("clinic", "fedavg", "", 0, str(place.task_file), str(local), str(tmp_path / "job"))
+    participant = spec.participant(lambda: False)
+    assert (participant.minimum_patients, participant.chosen) == (5, "best")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.jobs.building import build_job
 from medflare.tasks.config import load_task
@@ -41,11 +42,11 @@ def test_committed_job_is_not_stale(method: str, tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_components(tmp_path: Path) -> None:
-    settings = {"rounds": 20, "seed": 7, "hyper": {"lam": 0.3}, "outside": ["HT"], "min_sites": 2, "step_timeout": 600.0}
+    settings = {"rounds": 20, "seed": 7, "hyper": {"lam": 0.3}, "outside": ["HT"], "min_sites": 2, "patience": 4, "step_timeout": 600.0}
     folder = build_job("fedsm", "brain_lgg", out=tmp_path / "job", **settings)
     workflow = config(folder, "server")["workflows"][0]
     assert workflow["path"] == "medflare.flare.controller.MedflareController"
-    assert workflow["args"] == {"rounds": 20, "seed": 7, "outside": ["HT"], "min_sites": 2, "step_timeout": 600.0}
+    assert workflow["args"] == {"rounds": 20, "seed": 7, "outside": ["HT"], "min_sites": 2, "patience": 4, "step_timeout": 600.0}
     assert component(folder, "aggregator")["path"] == "medflare.flare.aggregators.SoftPullAggregator"
     hyper = component(folder, "aggregator")["args"]["hyper"]
     assert hyper["server"]["lam"] == 0.3 and hyper["server"]["gamma"] == "tune"  # what is not set is there with its default
@@ -54,6 +55,31 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
     assert executor == {"path": "medflare.flare.executors.FedSMExecutor", "args": {"seed": 7, "hyper": hyper}}
     assert json.loads((folder / "meta.json").read_text())["min_clients"] == 2
     assert load_task(folder / "app" / "config" / "task.json") == load_task("brain_lgg")
+
+
+def test_a_job_that_asks_what_sites_have(tmp_path: Path) -> None:
+    assert main(["job", "fingerprint", "--task", "phantom", "--no-byoc", "--out", str(tmp_path / "job")]) == 0
+    folder = tmp_path / "job"
+    assert config(folder, "server")["workflows"][0]["args"] == {"rounds": 0, "seed": 0}
+    assert component(folder, "aggregator")["args"]["method"] == "fingerprint"
+    executor = config(folder, "client")["executors"][0]["executor"]
+    assert executor["args"] == {"method": "fingerprint", "seed": 0, "hyper": {"server": {}, "site": {}}}
+    assert config(folder, "client")["np_download_chunk_size"] == 0
+    with pytest.raises(ConfigError, match="rounds is 10, and method 'fingerprint' trains nothing; give 0"):
+        build_job("fingerprint", "phantom", out=tmp_path / "other")
+
+
+def test_curves_may_go_to_mlflow_too(tmp_path: Path) -> None:
+    folder = build_job("fedavg", "phantom", out=tmp_path / "job", track="mlflow=http://mlflow.example:5000")
+    tracker = component(folder, "mlflow")
+    assert tracker["path"] == "medflare.flare.exchange.tracking.MLflowTracker"
+    assert tracker["args"] == {"tracking_uri": "http://mlflow.example:5000", "experiment": "medflare phantom", "run_name": "fedavg"}
+    assert component(folder, "tensorboard")
+    assert main(["job", "fedavg", "--track", "mlflow", "--out", str(tmp_path / "local")]) == 0
+    assert "tracking_uri" not in component(tmp_path / "local", "mlflow")["args"]
+    for wrong in ("wandb", "mlflow=", "mlflow http://x"):
+        with pytest.raises(ConfigError, match="track must be mlflow, or mlflow=URI with the address of an MLflow server, got"):
+            build_job("fedavg", "phantom", out=tmp_path / "other", track=wrong)
 
 
 def test_jobs_differ_in_their_components_only(tmp_path: Path) -> None:

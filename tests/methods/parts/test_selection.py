@@ -8,7 +8,7 @@ import torch
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.methods.base import ServerHyper
-from medflare.methods.parts.selection import Election, agreed, contradictions
+from medflare.methods.parts.selection import Election, agreed, contradictions, plateau
 
 HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
 
@@ -80,3 +80,47 @@ def test_of_two_sites_or_two_rounds_nobody_is_named() -> None:
 
 def test_the_word_of_older_jobs() -> None:
     assert build_hyper(ServerHyper, {"selection": "best"}).selection == "median"
+
+
+# ---- patience ------------------------------------------------------------------------------------------------------------
+
+
+def measured(*rounds: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
+    """Site -> model -> metric of round 0, 1, ..."""
+    return [
+        {"round": number, "sites": {site: {"validation": models} for site, models in sites.items()}} for number, sites in enumerate(rounds)
+    ]
+
+
+def of_one(*values: float | None) -> list[dict[str, Any]]:
+    return measured(*({"A": {"global": value}} for value in values))
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "after"),
+    [
+        ((0.9, 0.5, 0.6, 0.6, 0.5), 2, 5),  # best after two rounds, two more in vain, the fifth is trained when that is seen
+        ((0.9, 0.5, 0.6, 0.6, 0.5), 3, None),
+        ((0.9, 0.5, 0.4), 1, 3),  # the untrained model's 0.9 is no candidate
+        ((0.1, 0.2, 0.3, 0.4), 1, None),
+        ((0.9, 0.5, 0.4, 0.9, 0.9), 2, None),  # 0.9 came in time, and the one after it is the first in vain
+        ((0.9, 0.5, 0.4, 0.4, 0.9, 0.9), 2, 4),  # and here too late: the first end counts, whatever came later
+        ((None, None, None, None), 1, None),  # nobody can say
+        ((0.9,), 1, None),
+        ((), 1, None),
+    ],
+)
+def test_when_patience_is_over(values: tuple[float | None, ...], patience: int, after: int | None) -> None:
+    assert plateau(of_one(*values), patience) == after
+
+
+def test_patience_is_that_of_the_median_and_of_every_model() -> None:
+    def round_of(*votes: float, own: float) -> dict[str, dict[str, float | None]]:
+        return {site: {"global": vote, "personal": own} for site, vote in zip("ABL", votes, strict=True)}
+
+    liar = measured(*(round_of(0.5, 0.5, number / 10, own=0.1) for number in range(6)))
+    assert plateau(liar, 2) == 4, "one site of three keeps nobody going"
+    assert plateau(measured(*(round_of(0.5, 0.5, 0.5, own=number / 10) for number in range(6))), 2) is None
+    steps = of_one(0.9, 0.5, 0.4)
+    steps.insert(2, {"round": 1, "sites": {"A": {"loss": 0.3}}})
+    assert plateau(steps, 1) == 3, "a step that measures nothing is no round"

@@ -17,11 +17,13 @@ def add_commands(commands: Commands) -> None:
             "medflare job fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm",
             "medflare job fedsm --no-byoc --out jobs/my_fedsm          # for hospitals that take no code",
             "medflare job evaluate --model MODEL --no-byoc --out jobs/test   # every site tests it, nobody trains",
+            "medflare job fingerprint --task draft.json --no-byoc --out jobs/look   # what the sites have, for medflare plan",
             "medflare job fedsm --step-timeout 600 --min-sites 3 --out jobs/my_fedsm",
         ),
     )
     add_federation_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="job folder to write")
+    parser.add_argument("--track", default="", metavar="mlflow[=URI]", help="the server's curves go to MLflow too (medflare[mlflow])")
     form = parser.add_argument_group("form (default: app/custom/ with a README, the place for classes of your own; medflare is installed)")
     form.add_argument("--no-byoc", action="store_true", help="without app/custom/: what hospitals accept that refuse jobs with code")
     form.add_argument("--embed-code", action="store_true", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
@@ -41,6 +43,7 @@ def _job(options: argparse.Namespace) -> int:
         out=options.out,
         byoc=not options.no_byoc,
         embed_code=options.embed_code,
+        track=options.track,
         **run_arguments(options),
     )
     if options.model is not None:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -11,13 +12,13 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import DataError
+from medflare.core.errors import Aborted, DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.datalist import Entry, site_folders
 from medflare.data.decoding import pictures_of, target_of
-from medflare.data.loading import allowed_folders, refuse_too_many, used_entries
-from medflare.data.sources import FileSource
+from medflare.data.loading import refuse_too_many, source_of, used_entries
+from medflare.data.sources import Source
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -67,9 +68,9 @@ class Channel:
 
 @dataclass(frozen=True, config=STRICT)
 class Presence:
-    """How many images show a class, and its share of all voxels (None in classification)."""
+    """How many images show a class, and its share of all voxels (None in classification); None where that would tell of a few patients."""
 
-    images: Annotated[int, Field(ge=0)]
+    images: Annotated[int, Field(ge=0)] | None
     share: Share | None
 
 
@@ -116,16 +117,44 @@ def fingerprints(root: Path | str, task: TaskConfig) -> list[Fingerprint]:
     Raises:
         DataError: no site, no training image, or one that cannot be used (unless the task skips those).
     """
-    stored = dataclasses.replace(task, spacing=None)
-    return [_of_site(folder.resolve().name, folder, stored) for folder in site_folders(Path(root))]
+    places = [(folder.resolve().name, folder) for folder in site_folders(Path(root))]
+    found = [fingerprint_of(site, task, partial(source_of, site, root=folder)) for site, folder in places]
+    return [item for item in found if item is not None]
 
 
-def _of_site(site: str, folder: Path, task: TaskConfig) -> Fingerprint:
-    source = FileSource(folder, task, allowed_folders())
+def fingerprint_of(
+    site: str,
+    task: TaskConfig,
+    source_of_task: Callable[[TaskConfig], Source],
+    minimum: int = 0,
+    aborted: Callable[[], bool] = lambda: False,
+) -> Fingerprint | None:
+    """Of one site's training images, read one at a time.
+
+    Args:
+        site: its name.
+        task: see `fingerprints`.
+        source_of_task: task -> the site's images as that task reads them.
+        minimum: of how many patients a number must be for it to be told. Then nothing is told of fewer training patients; nothing of a
+            class or of a foreground that fewer of them show; and as the smallest and largest image of a `Spread`, which are single
+            ones, stand its 10th and 90th percentile. 0 and 1 hold nothing back.
+        aborted: asked before every image.
+
+    Returns:
+        The fingerprint; None where there are too few patients to tell of any.
+
+    Raises:
+        DataError: see `fingerprints`.
+        Aborted: `aborted` answered True.
+    """
+    task = dataclasses.replace(task, spacing=None)
+    source = source_of_task(task)
     entries = [entry for entry in used_entries(site, task, source)[0] if entry.split == "training"]
     seen = _Seen(task, min(_DRAWN, _MOST_DRAWN // max(1, len(entries))))
     failed: dict[int, str] = {}
     for number, entry in enumerate(entries):
+        if aborted():
+            raise Aborted(f"site {site}: stopped on request")
         try:
             seen.add(source, entry, numpy_generator(0, site, number, "fingerprint"))
         except DataError as error:
@@ -135,8 +164,13 @@ def _of_site(site: str, folder: Path, task: TaskConfig) -> Fingerprint:
     refuse_too_many(failed, len(entries), task, site)
     if not seen.sizes:
         raise DataError(f"site {site}: no training image to look at; list some in datalist.json")
+    return seen.fingerprint(site, learnt_of(task), minimum)
+
+
+def learnt_of(task: TaskConfig) -> dict[str, Any]:
+    """What a planned task takes over from this one, see `LEARNT`."""
     settings = task.to_dict()
-    return seen.fingerprint(site, {name: settings[name] for name in LEARNT})
+    return {name: settings[name] for name in LEARNT}
 
 
 class _Seen:
@@ -151,8 +185,9 @@ class _Seen:
         self._overall, self._foreground = ([_Values(drawn) for _ in range(task.image_channels)] for _ in range(2))
         self._images: Counter[str] = Counter()
         self._areas: Counter[str] = Counter()
+        self._shown: defaultdict[str, set[str]] = defaultdict(set)  # class -> patients; "" for any structure
 
-    def add(self, source: FileSource, entry: Entry, random: np.random.Generator) -> None:
+    def add(self, source: Source, entry: Entry, random: np.random.Generator) -> None:
         """One image, read here, so that none is kept while the next one is read."""
         image = source.image(entry)
         target = target_of(self._task, source, entry, image)
@@ -167,34 +202,46 @@ class _Seen:
             for name, area in _classes(label, self._task):
                 self._images[name] += bool(area)
                 self._areas[name] += area
+                self._shown[name].update([entry.patient] if area else [])
             inside = label.any(axis=0) if self._task.kind == "segmentation" else None
+            if inside is not None and inside.any():
+                self._shown[""].add(entry.patient)
             for channel, values in enumerate(picture):
                 self._overall[channel].add(values.reshape(-1), random, len(pictures))
                 if inside is not None:
                     self._foreground[channel].add(values[inside], random, len(pictures))
 
-    def fingerprint(self, site: str, learnt: dict[str, Any]) -> Fingerprint:
-        """All of it as numbers."""
+    def fingerprint(self, site: str, learnt: dict[str, Any], minimum: int) -> Fingerprint | None:
+        """All of it as numbers, each of as many patients as `fingerprint_of` says."""
+        if len(self._patients) < minimum:
+            return None
         known = [spacing for spacing in self._spacings if spacing is not None]
         whole = len(known) == len(self.sizes)
-        shares = self._task.kind == "segmentation"
-        names = self._task.labels if shares else self._task.classes
+        ends = _INNER if minimum > 1 else _ALL
+        names = self._task.labels if self._task.kind == "segmentation" else self._task.classes
+
+        def few(name: str) -> bool:
+            return 0 < len(self._shown[name]) < minimum
+
         return Fingerprint(
             site=site,
             images=len(self.sizes),
             patients=len(self._patients),
             learnt=learnt,
-            sizes=_spread(self.sizes),
-            spacings=_spread(known) if whole else None,
-            extents=_spread(np.multiply(self.sizes, known)) if whole else None,
+            sizes=_spread(self.sizes, ends),
+            spacings=_spread(known, ends) if whole else None,
+            extents=_spread(np.multiply(self.sizes, known), ends) if whole else None,
             zeros=self._zeros / self._voxels,
             channels=tuple(
-                Channel(everywhere, inside.summary())
+                Channel(everywhere, None if few("") else inside.summary())
                 for everywhere, inside in ((first.summary(), second) for first, second in zip(self._overall, self._foreground, strict=True))
                 if everywhere is not None
             ),
-            classes={name: Presence(self._images[name], self._areas[name] / self._voxels if shares else None) for name in names},
+            classes={name: Presence(None, None) if few(name) else self._presence(name) for name in names},
         )
+
+    def _presence(self, name: str) -> Presence:
+        return Presence(self._images[name], self._areas[name] / self._voxels if self._task.kind == "segmentation" else None)
 
 
 class _Values:
@@ -231,9 +278,13 @@ def _classes(target: np.ndarray, task: TaskConfig) -> Iterable[tuple[str, int]]:
     return [(name, int((target == index).sum())) for index, name in enumerate(task.classes)]
 
 
-def _spread(rows: Any) -> Spread:
+_ALL: Final = (0, 10, 50, 90, 100)
+_INNER: Final = (10, 10, 50, 90, 90)  # without the ends, which are single images
+
+
+def _spread(rows: Any, percentiles: tuple[int, ...]) -> Spread:
     """Of one row an image, one column an axis."""
-    return Spread(*(tuple(map(float, row)) for row in np.percentile(np.asarray(rows, np.float64), (0, 10, 50, 90, 100), axis=0)))
+    return Spread(*(tuple(map(float, row)) for row in np.percentile(np.asarray(rows, np.float64), percentiles, axis=0)))
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------------------

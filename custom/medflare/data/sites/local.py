@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -96,6 +96,8 @@ class LocalSettings:
         data_folders: folders beside the data's own in which a datalist may name files.
         data_root: folder of the data; "" where it is found otherwise, see `data.loading.resolve_data_root`.
         device: where networks run, as torch spells it; a list of GPUs shares every batch among them.
+        keep: what is deployed here in the end, whatever the method deploys: its "global" or its "personal" model, or the "best" of all by
+            this site's validation images; left out: what the method deploys.
         minimum_patients: of how many a metric must be for it to leave the site.
         outbound: limits of what leaves the site.
         privacy: limit of what training gives away; None for no limit.
@@ -112,6 +114,7 @@ class LocalSettings:
     data_folders: tuple[str, ...] = ()
     data_root: str = ""
     device: Annotated[str | tuple[str, ...], AfterValidator(_devices)] = "cpu"
+    keep: Literal["global", "personal", "best"] | None = None
     minimum_patients: Annotated[int, Field(ge=0)] = 0
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None

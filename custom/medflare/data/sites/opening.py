@@ -9,7 +9,7 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.data.cache.folder import placed
-from medflare.data.loading import load_site_data, resolve_data_root
+from medflare.data.loading import load_site_data, resolve_data_root, source_of
 from medflare.data.sites.computing import Computing, check_precision
 from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
 from medflare.data.sites.site import Site
@@ -57,6 +57,7 @@ def open_site(
     site = Site(name, task, data, seed, used)
     site.computing = Computing(used, task.precision, tuple(further), own.channels_last, own.compile)
     site.batch_limit = own.batch_size
+    site.source = lambda other: source_of(name, other, root, own.data_folders, own.bounds)
     if role == "inside":
         _refuse_large_step(site, own.bounds)
     if role == "inside" and task.spatial_dims == 3:

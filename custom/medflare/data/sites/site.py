@@ -15,6 +15,7 @@ from medflare.data.sites.ahead import read_ahead
 from medflare.data.sites.batches import in_random_order
 from medflare.data.sites.computing import Computing
 from medflare.data.sites.sampling import drawing_weights
+from medflare.data.sources import Source
 from medflare.data.splits import Batch, SiteData
 from medflare.data.targets import class_counts
 from medflare.data.transforms import Augmentation
@@ -41,6 +42,7 @@ class Site:
         abort: asked before every batch; where it answers True, whatever takes batches raises `Aborted`.
         rate_factor: what the task's schedule makes of the learning rate in the round at hand; set before every step.
         start: what the task's network starts from; None: a random draw.
+        source: task -> the site's images as they are stored, read as that task says; None where the site was made of data in memory.
         computing: how networks and batches come to the device, and what they compute in there.
         batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
         fitting: how images come to the network's size.
@@ -54,6 +56,7 @@ class Site:
         self.abort: Callable[[], bool] = lambda: False
         self.rate_factor = 1.0
         self.start: StateDict | None = None
+        self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
         self.notes = list(data.notes)
         self._augmentation = Augmentation(task)

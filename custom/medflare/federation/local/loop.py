@@ -45,6 +45,7 @@ def run_local(
     sites_per_round: int | None = None,
     max_share: float | None = None,
     suspects: str = "used",
+    patience: int | None = None,
     absent: Mapping[int, Iterable[str]] | None = None,
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
@@ -73,6 +74,7 @@ def run_local(
         sites_per_round: see `settings.RunSettings`.
         max_share: see `settings.RunSettings`.
         suspects: see `settings.RunSettings`.
+        patience: see `settings.RunSettings`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
@@ -97,9 +99,9 @@ def run_local(
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
     few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share, "suspects": suspects}
-    steering = {"rounds": rounds, "seed": seed, "outside": apart, **few}
+    steering = {"rounds": rounds, "seed": seed, "outside": apart, "patience": patience, **few}
     settings = run_settings(steering)
-    check_rounds(settings.rounds, config)
+    check_rounds(settings.rounds, config, chosen)
     folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe)
     run.weights = None if weights is None else Path(weights)
@@ -159,7 +161,7 @@ def resume_local(
     """
     plan = stored_plan(Path(folder))
     site_half, server_half = plan["halves"]
-    names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects")
+    names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects", "patience")
     steering = {name: plan[name] for name in names}
     return run_local(
         site_half,

@@ -1,4 +1,4 @@
-"""What FLARE's own trackers see of a run: analytics events (TensorBoard and the like) and aggregation results (metrics artefacts).
+"""What FLARE's own trackers see of a run: analytics events (TensorBoard, MLflow) and aggregation results (metrics artefacts).
 
 Both are fired at the server from the facts of the replies, so that they are complete whatever became of the sites'
 processes.
@@ -8,13 +8,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nvflare.apis.analytix import AnalyticsDataType
+from nvflare.apis.analytix import ANALYTIC_EVENT_TYPE, AnalyticsData, AnalyticsDataType
+from nvflare.apis.dxo import from_shareable
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
 from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_common.widgets.streaming import AnalyticsReceiver
 
 from medflare.federation.outcome import StepReport
 
@@ -54,6 +57,49 @@ class Tracking:
         )
         self.fl_ctx.set_prop(AppConstants.CURRENT_ROUND, report.step.round, private=True, sticky=True)
         self.component.fire_event_with_data(AppEventType.AFTER_AGGREGATION, self.fl_ctx, AppConstants.AGGREGATION_RESULT, model)
+
+
+class MLflowTracker(AnalyticsReceiver):
+    """FLARE's receiver for MLflow at the server, fed with a run's curves: an MLflow run for each site.
+
+    FLARE's receiver takes what sites send, under the site's name. The curves of `Tracking` are fired at the server, one record for all
+    sites; here each site's number goes into the site's run. Where mlflow is not installed, FLARE's log says so and the job goes on.
+
+    Args:
+        tracking_uri: of an MLflow server; "" for a database among the job's results.
+        experiment: name of the experiment that the runs are in.
+        run_name: the end of the names of the runs, after site and job.
+    """
+
+    def __init__(self, tracking_uri: str = "", experiment: str = "medflare", run_name: str = "run"):
+        super().__init__(events=[ANALYTIC_EVENT_TYPE])
+        self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
+        self._receiver: Any = None
+
+    def initialize(self, fl_ctx: FLContext) -> None:
+        """Open a run for every site that is there."""
+        from nvflare.app_opt.tracking.mlflow.mlflow_receiver import MLflowReceiver
+
+        about = {"experiment_name": self.experiment, "run_name": self.run_name, "experiment_tags": {}, "run_tags": {}}
+        self._receiver = MLflowReceiver(tracking_uri=self.tracking_uri or None, kw_args=about)
+        self._receiver.initialize(fl_ctx)
+
+    def save(self, fl_ctx: FLContext, shareable: Shareable, record_origin: str) -> None:
+        """Take a record of one curve of all sites."""
+        record = AnalyticsData.from_dxo(from_shareable(shareable))
+        if record is None or record.data_type != AnalyticsDataType.SCALARS:
+            return
+        if record.value.keys() - self._receiver.buffer.keys():  # a site that came late has no run yet
+            for known in self._receiver.buffer:
+                self._receiver.flush_buffers(known)
+            self._receiver.initialize(fl_ctx)
+        for site in sorted(record.value.keys() & self._receiver.buffer.keys()):
+            dxo = create_analytic_dxo(record.tag, record.value[site], AnalyticsDataType.SCALAR, global_step=record.step)
+            self._receiver.save(fl_ctx, dxo.to_shareable(), site)
+
+    def finalize(self, fl_ctx: FLContext) -> None:
+        """Send what is left and end the runs."""
+        self._receiver.finalize(fl_ctx)
 
 
 def numbers_of(facts: Mapping[str, Any]) -> dict[str, float]:

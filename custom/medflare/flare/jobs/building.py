@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from medflare.federation.settings import RUN_SETTINGS, RunSettings, check_rounds
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.exchange.participants import TASK_FILE
+from medflare.flare.exchange.tracking import MLflowTracker
 from medflare.flare.executors import EXECUTORS, MedflareExecutor
 from medflare.flare.jobs.embedding import copy_package
 from medflare.methods.catalogue import get_method
@@ -57,6 +59,7 @@ class JobSettings(RunSettings):
         hyper: the method's hyper-parameters, see `core.hyper.halved`.
         byoc: whether the job has an app/custom/ folder for classes of the user's own.
         embed_code: whether that folder holds medflare itself, for sites and a server where it is not installed.
+        track: "mlflow" or "mlflow=URI": the server's curves go to MLflow too, see `MLflowTracker`; "" for TensorBoard alone.
     """
 
     method: str
@@ -67,8 +70,11 @@ class JobSettings(RunSettings):
     server_half: str | None = None
     byoc: bool = True
     embed_code: bool = False
+    track: str = ""
 
     def __post_init__(self) -> None:
+        if self.track and not re.fullmatch(r"mlflow(=\S+)?", self.track):
+            raise ConfigError(f"track must be mlflow, or mlflow=URI with the address of an MLflow server, got {self.track!r}")
         if self.embed_code and not self.byoc:
             raise ConfigError("a job that carries its code (--embed-code) has an app/custom/ folder (no --no-byoc); choose one of the two")
 
@@ -86,7 +92,7 @@ class FederationJob(FedJob):
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
         method.check(settings.hyper, task)
-        check_rounds(settings.rounds, task)
+        check_rounds(settings.rounds, task, method)
         hyper = method.effective(settings.hyper)  # all of them, so that a reader of the job sees what there is to set
         super().__init__(name=f"{method.name.replace('+', '_')}-{task.name}", min_clients=settings.min_sites or 1)
         self.set_app_packages(["medflare"])  # else FLARE copies the sources of our classes into the job
@@ -95,6 +101,8 @@ class FederationJob(FedJob):
         self.to_server(_aggregator(method, hyper), id="aggregator")
         if not settings.embed_code:  # tensorboard may be missing too; metrics.jsonl holds the same numbers
             self.to_server(TBAnalyticsReceiver(), id="tensorboard")
+        if settings.track:
+            self.to_server(MLflowTracker(settings.track.partition("=")[2], f"medflare {task.name}", method.name), id="mlflow")
         self.to_server(MetricsArtifactWriter(), id="metrics_artifacts")
         self.to_clients(_executor(settings, method, hyper), tasks=["*"])
         transport = _transport(method, task, hyper)
@@ -186,7 +194,7 @@ def _executor(settings: JobSettings, method: Method, hyper: Halved) -> MedflareE
 
 def _transport(method: Method, task: TaskConfig, hyper: Halved) -> dict[str, int]:
     """FLARE's setting for the way tensors travel: inside the message (0), or fetched afterwards in chunks of so many bytes."""
-    update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper))
+    update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper)) if method.trains else {}
     return {"np_download_chunk_size": 0 if manifest_bytes(update) <= _INLINE else _CHUNK}
 
 

@@ -4,7 +4,8 @@ A site chooses alone among its own models. What all sites share is elected: ever
 sites decides, so that one site that is wrong, or lies, cannot choose the round for the others.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from statistics import median
 from typing import Annotated, Any, Final, Literal
@@ -125,6 +126,41 @@ def agreed(votes: Mapping[str, float], samples: Mapping[str, float], rule: str =
         return median(votes.values()) if votes else None
     total = sum(samples[site] for site in votes)
     return sum(value * samples[site] for site, value in votes.items()) / total if total > 0 else None
+
+
+def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
+    """After how many rounds of training the sites' validation has not become better for `patience` rounds; None where it still does.
+
+    The candidates of two rounds are compared as in an election, by the median over the sites. Sites that validate several models (the
+    global one and their own) go on as long as one of them becomes better. The untrained model of round 0 is no candidate.
+
+    Args:
+        history: {"round", "sites": site -> facts with "validation"} of every step of the rounds that are over.
+        patience: in rounds, 1 or more.
+
+    Returns:
+        Rounds of training that are done when it is noticed: models are measured before they are trained on.
+
+    Examples:
+        >>> steps = [{"round": r, "sites": {"A": {"validation": {"global": v}}}} for r, v in enumerate([0.9, 0.5, 0.6, 0.6, 0.5])]
+        >>> plateau(steps, 2), plateau(steps, 3)
+        (5, None)
+    """
+    heard: dict[int, dict[str, dict[str, float]]] = {}
+    for step in history:
+        for site, facts in step["sites"].items():
+            for model, value in (facts.get("validation") or {}).items():
+                if value is not None and step["round"] > 0:
+                    heard.setdefault(step["round"], {}).setdefault(model, {})[site] = value
+    best: dict[str, float] = {}
+    better = 0
+    for round, models in sorted(heard.items()):
+        risen = {model: value for model, votes in models.items() if (value := median(votes.values())) > best.get(model, -math.inf)}
+        best |= risen
+        better = round if risen else better
+        if round - better >= patience:
+            return round + 1
+    return None
 
 
 _LEAST_CANDIDATES: Final = 3  # fewer have no order worth the name

@@ -1,0 +1,120 @@
+"""Training that ends early: the run is that of as many rounds, wherever it was interrupted, and whatever the method does at its end."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from medflare.federation.local.loop import resume_local, run_local
+from medflare.federation.schedule import Federation, cut_short
+from medflare.methods.base import SiteHalf, Step
+from small import tiny_phantom
+
+TASK = tiny_phantom(batch_size=32)
+CURVE = (0.1, 0.4, 0.5, 0.5, 0.45, 0.4, 0.7)  # of every site's models by rounds of training
+
+
+@pytest.fixture
+def curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sites say of their models depends on the round alone."""
+    facts = SiteHalf.facts
+    rounds: dict[int, int] = {}
+    perform = SiteHalf.perform
+
+    def performed(half: Any, phase: str, round: int, incoming: Any) -> Any:
+        rounds[id(half)] = round
+        return perform(half, phase, round, incoming)
+
+    def told(half: Any, *, validation: Mapping[str, float | None], **more: Any) -> dict[str, Any]:
+        return facts(half, validation=dict.fromkeys(validation, CURVE[rounds[id(half)]]), **more)
+
+    monkeypatch.setattr(SiteHalf, "perform", performed)
+    monkeypatch.setattr(SiteHalf, "facts", told)
+
+
+def run(method: str = "fedavg", folder: Path | None = None, rounds: int = 6, **more: Any) -> dict[str, Any]:
+    return run_local(method, TASK, 2, rounds=rounds, seed=1, out=folder, **more)
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return {str(path.relative_to(folder)): load_file(path) for path in sorted(folder.rglob("model.safetensors"))}
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return first.keys() == second.keys() and all(
+        tensor.equal(second[path][name]) for path, state in first.items() for name, tensor in state.items()
+    )
+
+
+@pytest.mark.usefixtures("curve")
+class TestEarlyEnd:
+    @pytest.mark.parametrize("method", ["fedavg", "sha", "fedsm"])
+    def test_it_is_the_run_of_as_many_rounds(self, method: str, tmp_path: Path) -> None:
+        """Best after two rounds; rounds 3 and 4 bring nothing, and by then the fifth is trained."""
+        early, plain = run(method, tmp_path / "early", patience=2), run(method, tmp_path / "plain", rounds=5)
+        assert (early["status"], early["rounds"], early["configuration"]["settings"]["rounds"]) == ("COMPLETED", 5, 6)
+        (event,) = (event for event in early["events"] if event["kind"] == "stopped_early")
+        assert (event["round"], event["site"]) == (4, None)
+        assert event["message"] == "no validated model became better in 2 rounds; training ends after 5 of 6 rounds"
+        assert early["elections"]["global"] == plain["elections"]["global"] and early["elections"]["global"]["round"] == 2
+        assert same(tmp_path / "early", tmp_path / "plain")
+        cards = sorted((tmp_path / "early" / "models").rglob("card.json"))
+        assert cards and all(json.loads(card.read_text())["rounds"] == 5 for card in cards)
+
+    def test_a_run_that_is_taken_up_ends_in_the_same_round(self, tmp_path: Path) -> None:
+        class Killed(BaseException): ...
+
+        def dying_at(call: int) -> Any:
+            lines: list[str] = []
+
+            def say(line: str) -> None:
+                lines.append(line)
+                if len(lines) == call:
+                    raise Killed
+
+            return say
+
+        whole = run(folder=tmp_path / "whole", patience=2)
+        try:
+            pieced = run(folder=tmp_path / "pieced", patience=2, say=dying_at(2))
+        except Killed:
+            while True:
+                try:
+                    pieced = resume_local(tmp_path / "pieced", say=dying_at(2))
+                    break
+                except Killed:
+                    continue
+        kinds = [event["kind"] for event in pieced["events"]]
+        assert (pieced["rounds"], kinds.count("stopped_early")) == (5, 1) and kinds.count("resumed") == 5
+        assert whole["elections"] == pieced["elections"] and same(tmp_path / "whole", tmp_path / "pieced")
+
+    @pytest.mark.parametrize("method", ["fedavg", "fedsm"])
+    def test_one_that_is_taken_up_after_its_end_trains_no_more(self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Killed while the final models are delivered: all that ends the run is done, and counts as it did."""
+        whole = run(method, tmp_path / "whole", patience=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Federation, "_deliver", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                run(method, tmp_path / "pieced", patience=2)
+        lines: list[str] = []
+        pieced = resume_local(tmp_path / "pieced", say=lines.append)
+        assert not lines and pieced["rounds"] == whole["rounds"] == 5
+        assert [event["kind"] for event in pieced["events"]].count("stopped_early") == 1
+        assert same(tmp_path / "whole", tmp_path / "pieced")
+
+    @pytest.mark.parametrize("patience", [None, 3, 6])
+    def test_with_patience_all_rounds_are_trained(self, patience: int | None) -> None:
+        results = run(patience=patience)
+        assert results["rounds"] == 6 and "stopped_early" not in [event["kind"] for event in results["events"]]
+
+
+def test_a_schedule_with_another_part_ahead_is_not_cut_short() -> None:
+    train, warm = (lambda rounds: [Step("train", number) for number in rounds]), [Step("warm_up", number) for number in range(4)]
+    whole = [*warm, *train(range(4, 8)), Step("validate", 8)]
+    assert cut_short(whole, [*warm, *train(range(4, 6)), Step("validate", 6)], 6, 8)
+    assert not cut_short(whole, [*warm, Step("validate", 2)], 2, 8), "a warm-up is not over"
+    assert not cut_short(whole, [warm[0], *train(range(1, 6)), Step("validate", 6)], 6, 8), "another way went there"
