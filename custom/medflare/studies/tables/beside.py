@@ -28,7 +28,7 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
     for row, numbers in suite.numbers.items():
         lines.append([row, "paper", *(_shown(suite, numbers.get(column)) for column in suite.columns)])
         label = suite.methods.get(row)
-        if label in groups:
+        if label is not None and label in groups:
             lines.append(["", label, *(_ours(suite, groups, label, column) for column in suite.columns)])
     unit = "in hundredths" if suite.settings.percent else "as a share"
     seeds = ", ".join(map(str, _values(groups, "seed")))
@@ -47,8 +47,8 @@ def deviations(suite: Suite, groups: Groups) -> list[str]:
         groups: what was run.
     """
     sites = list(dict.fromkeys(name for runs in groups.values() for run in runs for name in run["sites"]))
-    here = {"rounds": _values(groups, "rounds"), "seeds": _values(groups, "seed"), "sites": sorted(sites)}
-    there = {"rounds": [suite.settings.rounds], "seeds": sorted(suite.seeds), "sites": sorted(suite.sites)}
+    here: dict[str, Sequence[object]] = {"rounds": _values(groups, "rounds"), "seeds": _values(groups, "seed"), "sites": sorted(sites)}
+    there: dict[str, Sequence[object]] = {"rounds": [suite.settings.rounds], "seeds": sorted(suite.seeds), "sites": sorted(suite.sites)}
     lines = [f"{name}: {_listed(here[name])}, the suite has {_listed(there[name])}" for name in here if here[name] != there[name]]
     planned = load_task(suite.task).to_dict()
     for task in (run["configuration"]["task"] for runs in groups.values() for run in runs if run["configuration"]["task"]):
