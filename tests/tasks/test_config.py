@@ -26,7 +26,8 @@ FINGERPRINTS = {
 
 def test_presets_are_those_of_the_repository_and_each_can_train() -> None:
     folder = Path(__file__).parents[2] / "app_configs"
-    assert set(presets()) == {path.stem for path in folder.glob("*.json")}
+    files = [*folder.glob("*.json"), *folder.glob("papers/*.json")]
+    assert set(presets()) == {path.relative_to(folder).with_suffix("").as_posix() for path in files}
     assert {"phantom", "brain_lgg", "ham10000", "ham10000_3class", "fundus_vessels"} <= set(presets())
 
 
@@ -40,6 +41,14 @@ def test_preset(name: str) -> None:
     assert task.fingerprint() == FINGERPRINTS[name]
     assert task.source
     assert ("ynthetic" in task.source) == (task.embedded == "phantom")
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name.startswith("papers/")])
+def test_task_of_a_paper(name: str) -> None:
+    task = load_task(name)
+    check_task(task)
+    assert task.name == name.removeprefix("papers/")
+    assert task.source.startswith(("FedSM", "PRR", "GRACE", "IOP-FL", "FedDAG"))
 
 
 def test_round_trip_and_fingerprint(tmp_path: Path) -> None:

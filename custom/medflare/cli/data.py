@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from medflare.cli.options import Commands, add_command
-from medflare.cli.starting import add_init
+from medflare.cli.starting import add_init, add_prepare
 
 _ROOT = "folder with datalist.json, or with one such folder per site"
 _TASK = "preset name or a JSON file, see app_configs/"
@@ -28,6 +28,7 @@ def add_commands(commands: Commands) -> None:
     check.add_argument("--local", type=Path, help="the site's local/medflare.json, for its bounds and data_folders (default: none)")
     check.add_argument("--out", type=Path, help="folder for thumbnails (default: none are written)")
     add_init(actions)
+    add_prepare(actions)
     _add_fingerprint(actions)
     _add_plan(commands)
 

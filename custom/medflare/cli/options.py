@@ -21,7 +21,7 @@ DEFAULT_ROUNDS: Final = 10
 EVALUATE: Final = "evaluate"  # in place of a method: no rounds, the final models are the one that was given
 _METHODS: Final = "fedavg, fedsm, ...; `medflare methods` lists them with their hyper-parameters"
 _NO_TRAINING: Final = f"nobody trains, and every site does what the name says: {EVALUATE} (--model) or fingerprint (its training images)"
-_PHANTOM: Final = "phantom"
+PHANTOM: Final = "phantom"
 _TASK: Final = "task."  # before the name of a task's setting
 
 # What is no hyper-parameter either, beside the settings of a run; each is an option of some subcommand.
@@ -103,8 +103,8 @@ def add_task_options(parser: argparse.ArgumentParser, settings: str = "", first:
         settings: what --set takes beside the task's settings.
         first: the default before the usual one, see `hyper_and_task`.
     """
-    default = None if first else _PHANTOM
-    about = f"preset name or a JSON file, see app_configs/ (default: {first}{_PHANTOM}, synthetic)"
+    default = None if first else PHANTOM
+    about = f"preset name or a JSON file, see app_configs/ (default: {first}{PHANTOM}, synthetic)"
     parser.add_argument("--task", default=default, help=about)
     parser.add_argument(
         "--set",
@@ -115,9 +115,15 @@ def add_task_options(parser: argparse.ArgumentParser, settings: str = "", first:
     )
 
 
-def add_rounds(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
-    """--rounds."""
-    parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="federation rounds (default: %(default)s)")
+def add_rounds(parser: "argparse.ArgumentParser | argparse._ArgumentGroup", first: str = "") -> None:
+    """--rounds.
+
+    Args:
+        parser: of a subcommand, or a group of its options.
+        first: the default before the usual one, which the subcommand then knows by itself.
+    """
+    about = f"federation rounds (default: {first}{DEFAULT_ROUNDS})"
+    parser.add_argument("--rounds", type=int, default=None if first else DEFAULT_ROUNDS, help=about)
 
 
 def add_data_root(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +177,7 @@ def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict
     changes = {name: value for name, value in given.items() if name.startswith(_TASK)}
     if options.resplit is not None:
         changes[f"{_TASK}resplit"] = options.resplit
-    source = options.task or _PHANTOM
+    source = options.task or PHANTOM
     if options.model is not None:
         from medflare.inference.deployed import WEIGHTS_FILE, load_model
 

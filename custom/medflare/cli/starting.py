@@ -1,4 +1,4 @@
-"""`medflare data init` and `medflare task init`: from a downloaded folder of images to datalists and a task."""
+"""`medflare data init`, `data prepare` and `task init`: from downloaded images to datalists and a task."""
 
 import argparse
 import shlex
@@ -88,6 +88,49 @@ def _init(options: argparse.Namespace) -> int:
     written = init(options.root, wishes)
     print(written.render())
     print(f"next: medflare task init {shlex.quote(str(written.home))} --out task.json")
+    return 0
+
+
+# -- data prepare ----------------------------------------------------------------------------------------------------------
+
+
+def add_prepare(actions: Commands) -> None:
+    """Declare `medflare data prepare` among the actions of `data`."""
+    parser = add_command(
+        actions,
+        "prepare",
+        _prepare,
+        help="make the sites of a paper from what is downloaded for it",
+        description="Makes a folder per site with its files and datalist.json, counts them against the paper's table, and refuses a "
+        "patient who is in two splits or at two sites. No image is changed.",
+        examples=(
+            "medflare data prepare --list",
+            "medflare data prepare fed_isic2019 --from DOWNLOADS --to DATA",
+            "medflare data prepare prostate --from DOWNLOADS --to DATA --strict",
+        ),
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="see --list")
+    parser.add_argument("--list", action="store_true", help="show what can be prepared: sites, sizes, licence, where to download")
+    parser.add_argument("--from", dest="source", type=Path, metavar="DOWNLOADS", help="folder of the downloads, unpacked")
+    parser.add_argument("--to", type=Path, metavar="DATA", help="folder for the sites, with hard links to the files")
+    parser.add_argument("--strict", action="store_true", help="fail where counts differ from the paper's")
+    parser.add_argument("--redraw", action="store_true", help="draw the split by patient, also where the download names one")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--copy", action="store_true", help="copy the files: where links cannot be, on another disk")
+    parser.add_argument("--force", action="store_true", help="write a datalist.json anew that exists")
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from medflare.starting.papers.catalogue import get_preparation, listing
+    from medflare.starting.papers.preparing import Choices, prepare
+
+    if options.list:
+        print(listing())
+        return 0
+    if options.name is None or options.source is None or options.to is None:
+        raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --to DATA; --list shows the names")
+    choices = Choices(**{name: getattr(options, name) for name in ("strict", "redraw", "seed", "copy", "force")})
+    print(prepare(get_preparation(options.name), options.source, options.to, choices).render())
     return 0
 
 

@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from medflare.cli.options import (
+    DEFAULT_ROUNDS,
+    PHANTOM,
     Commands,
     add_command,
     add_data_root,
@@ -21,8 +23,13 @@ from medflare.cli.options import (
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from medflare.studies.archive import Groups
     from medflare.studies.candidates import Candidate
+    from medflare.studies.setting import Setting
     from medflare.tasks.config import TaskConfig
+
+
+_SEEDS: Final = "0,1,2"
 
 
 def add_commands(commands: Commands) -> None:
@@ -43,6 +50,7 @@ def add_commands(commands: Commands) -> None:
             "medflare study fedsm fedsm:lam=0.3 fedsm:selection=last,gamma=0.9 --sites 4 --out study",
             "medflare study fedavg moon:server_half=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
             "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
+            "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
             "medflare study --tables study",
         ),
     )
@@ -63,10 +71,14 @@ def add_commands(commands: Commands) -> None:
             "personal at each site, chosen on test images as nobody can"
         ),
     )
-    add_task_options(parser)
+    about = "run a table of a paper and lay it beside the paper's numbers: a name or a JSON file, see app_configs/suites/; "
+    parser.add_argument(
+        "--suite", metavar="NAME", help=f"{about}--task, --set, --sites, --rounds and --seeds change it, and the table says so"
+    )
+    add_task_options(parser, first="the suite's, else ")
     parser.add_argument("--sites", help="number of sites (site-1, ...) or comma-separated names")
-    add_rounds(parser)
-    parser.add_argument("--seeds", default="0,1,2", help="each also draws the split anew by patient (default: %(default)s)")
+    add_rounds(parser, first="the suite's, else ")
+    parser.add_argument("--seeds", help=f"each also draws the split anew by patient (default: the suite's, else {_SEEDS})")
     parser.add_argument(
         "--leave-one-out", action="store_true", help="each site in turn is outside: never trains, receives the final models"
     )
@@ -86,30 +98,70 @@ def add_commands(commands: Commands) -> None:
 
 
 def _study(options: argparse.Namespace) -> int:
-    from medflare.evaluation.results import COMPLETED
     from medflare.studies.archive import read_study
-    from medflare.studies.grid import run_study
     from medflare.studies.setting import Setting
     from medflare.studies.tables.report import TABLE_FILE, study_report
 
     if options.tables is not None:
-        if options.candidates or options.reference:
-            raise ConfigError("--tables shows what was run; leave the methods and --reference out, or run them with --out")
+        if options.candidates or options.reference or options.suite:
+            raise ConfigError("--tables shows what was run; leave the methods, --reference and --suite out, or run them with --out")
         print(study_report(read_study(options.tables)))
         return 0
+    if options.suite is not None:
+        return _suite(options)
     if options.sites is None:
-        raise ConfigError("study: give --sites, a number of sites or their names")
-    task, selection = _selected(task_with(options.task, set_values(options.set)), options.selection)
+        raise ConfigError("study: give --sites, a number of sites or their names, or a --suite")
+    task, selection = _selected(task_with(options.task or PHANTOM, set_values(options.set)), options.selection)
     candidates = _candidates(options.candidates, options.reference, task, selection)
-    setting = Setting(task, tuple(site_names(options.sites)), options.rounds)
-    seeds = _seeds(options.seeds)
+    rounds = DEFAULT_ROUNDS if options.rounds is None else options.rounds
+    groups = _run(options, candidates, Setting(task, tuple(site_names(options.sites)), rounds), _seeds(options.seeds or _SEEDS))
+    print((options.out / TABLE_FILE).read_text(encoding="utf-8"))
+    return _status(groups)
+
+
+def _run(options: argparse.Namespace, candidates: "list[Candidate]", setting: "Setting", seeds: list[int]) -> "Groups":
+    from medflare.studies.grid import run_study
+
     with data_root(options.data_root):
         refuse_strangers(setting.sites, setting.task)
-        groups = run_study(
+        return run_study(
             candidates, setting, seeds, options.out, leave_one_out=options.leave_one_out, processes=options.processes, say=print
         )
-    print((options.out / TABLE_FILE).read_text(encoding="utf-8"))
+
+
+def _status(groups: "Groups") -> int:
+    from medflare.evaluation.results import COMPLETED
+
     return 0 if all(run["status"] == COMPLETED for runs in groups.values() for run in runs) else 1
+
+
+def _suite(options: argparse.Namespace) -> int:
+    """Run a suite, as it stands or with what was given otherwise.
+
+    Raises:
+        ConfigError: an option that the suite decides.
+    """
+    from medflare.core.store import write_atomically
+    from medflare.studies.candidates import Candidate
+    from medflare.studies.setting import Setting
+    from medflare.studies.suites import load_suite
+    from medflare.studies.tables.beside import BESIDE_FILE, beside_the_paper
+
+    for name in ("candidates", "reference", "leave_one_out", "selection"):
+        if getattr(options, name):
+            raise ConfigError(f"--suite {options.suite} decides {name.replace('_', ' ')}; leave it out, or run a study without --suite")
+    suite = load_suite(options.suite)
+    task = task_with(options.task or suite.task, set_values(options.set))
+    sites = suite.sites if options.sites is None else tuple(site_names(options.sites))
+    rounds = suite.settings.rounds if options.rounds is None else options.rounds
+    seeds = list(suite.seeds) if options.seeds is None else _seeds(options.seeds)
+    options.leave_one_out = suite.settings.leave_one_out
+    candidates = [Candidate.parse(text) for text in dict.fromkeys(suite.methods.values())]
+    groups = _run(options, candidates, Setting(task, sites, rounds), seeds)
+    text = beside_the_paper(suite, groups)
+    write_atomically(options.out / BESIDE_FILE, text.encode(), public=True)
+    print(text)
+    return _status(groups)
 
 
 def _candidates(methods: list[str], references: str, task: "TaskConfig", selection: str | None) -> "list[Candidate]":

@@ -1,22 +1,18 @@
 """From a downloaded folder to the datalists of one site or several: recognised, checked, split by patient, written."""
 
-import filecmp
-import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from medflare.core.errors import DataError
-from medflare.core.store import write_json
 from medflare.data.datalist import FILE, SPLITS
-from medflare.data.files.readers import NIFTI, PICTURES, explained, suffix
 from medflare.starting.dealing import deal, draw_splits, with_patients
-from medflare.starting.finding import Holdings, Item, holdings
+from medflare.starting.finding import Item, holdings
 from medflare.starting.layouts import Found, recognise
 from medflare.starting.tables import GUESSED, Columns
+from medflare.starting.writing import bring_files, folder_of, refuse_existing, usable_items, write_datalist
 
 DEFAULT_SHARES: Final = {"training": 0.7, "validation": 0.1, "test": 0.2}  # as `datalist.assign_splits` draws them
 
@@ -80,7 +76,7 @@ class Written:
         lines += [f"left out: {line}" for line in self.left_out[:_SHOWN]]
         lines += [f"left out: ... and {len(self.left_out) - _SHOWN} more"] if len(self.left_out) > _SHOWN else []
         lines += [f"WARNING: {warning}" for warning in self.warnings]
-        return "\n".join([*lines, *(f"written: {_folder(self.home, site) / FILE}" for site in self.sites)])
+        return "\n".join([*lines, *(f"written: {folder_of(self.home, site) / FILE}" for site in self.sites)])
 
     def _table(self) -> list[str]:
         names = list(self.found.labels.values()) if self.found.kind == "classification" else []
@@ -126,7 +122,8 @@ def init(root: Path, wishes: Wishes = Wishes()) -> Written:
         raise DataError(f"{wishes.out} lies in {root}, where its files would be taken for images; take another --out")
     held = holdings(root)
     found = recognise(held, kind=wishes.kind, table=wishes.table, columns=wishes.columns)
-    usable, bad = _usable(found, held)
+    usable, damaged = usable_items(found.items, held.root)
+    bad = [*found.missing, *damaged]
     if bad and (not wishes.skip or not usable):
         raise DataError(f"{root}: {len(bad)} of {len(bad) + len(usable)} are not usable, the first: {bad[0]}; mend them, or say --skip")
     known, warning = with_patients(usable, held, wishes.patient)
@@ -137,9 +134,13 @@ def init(root: Path, wishes: Wishes = Wishes()) -> Written:
         site: draw_splits(items, site, shares, wishes.seed) for site, items in _by_site(known, wishes.sites, wishes.columns, wishes.seed)
     }
     home = root if wishes.out is None else wishes.out
-    _refuse_existing(home, sites, wishes)
+    refuse_existing(home, sites, force=wishes.force)
+    tables = {"labels": found.labels, "channel_names": found.channels}
     for site, items in sites.items():
-        _write(_folder(home, site), items, found, held, wishes)
+        folder = folder_of(home, site)
+        if wishes.out is not None:
+            bring_files(folder, items, held.root, copy=wishes.copy)
+        write_datalist(folder, items, held.root, tables=tables)
     return Written(found, sites, home, (warning,) if warning else (), tuple(bad))
 
 
@@ -154,96 +155,3 @@ def _by_site(items: list[Item], sites: int | None, columns: Columns, seed: int) 
 
 def _folder(home: Path, site: str) -> Path:
     return home / site if site else home
-
-
-# -- checked ---------------------------------------------------------------------------------------------------------------
-
-
-def _usable(found: Found, held: Holdings) -> tuple[list[Item], list[str]]:
-    """Images whose files open and whose masks have their size, and a line for each of the others. Only headers are read."""
-    usable, bad = [], list(found.missing)
-    listed: set[Path] = set()
-    for item in found.items:
-        try:
-            if item.first in listed:
-                raise DataError(f"{held.named(item.first)}: listed twice")
-            listed.add(item.first)
-            sizes = {file: _size(file) for file in (*filter(None, item.files), *item.masks)}
-            for file, size in sizes.items():
-                first = sizes[item.first]
-                if size and first and size != first:
-                    of = " x ".join(map(str, first))
-                    raise DataError(f"{held.named(file)}: {' x '.join(map(str, size))}, {held.named(item.first)} is {of}")
-        except DataError as error:
-            bad.append(str(error))
-        else:
-            usable.append(item)
-    return usable, bad
-
-
-def _size(path: Path) -> tuple[int, ...]:
-    """The sides of a picture, the smaller first since EXIF may turn it, or of a volume; () where the header does not say."""
-    with explained(path):
-        if suffix(path) in PICTURES:
-            from PIL import Image
-
-            with Image.open(path) as picture:
-                return tuple(sorted(picture.size))
-        if suffix(path) in NIFTI:
-            import nibabel
-
-            return tuple(map(int, nibabel.load(path).shape[:3]))
-    return ()
-
-
-def _refuse_existing(home: Path, sites: Mapping[str, Any], wishes: Wishes) -> None:
-    for site in sites:
-        path = _folder(home, site) / FILE
-        if path.exists() and not wishes.force:
-            raise DataError(f"{path} exists; keep it, or write it anew with --force")
-    strangers = sorted(path for path in home.glob(f"*/{FILE}") if path.parent.name not in sites)
-    if strangers and "" not in sites:  # an earlier deal: its patients would be at two sites
-        raise DataError(f"{strangers[0].parent} is a site of an earlier deal; remove it, or take another --out")
-
-
-# -- written ---------------------------------------------------------------------------------------------------------------
-
-
-def _write(folder: Path, items: Sequence[Item], found: Found, held: Holdings, wishes: Wishes) -> None:
-    """A site's folder: its files where they do not lie there, then its datalist."""
-    if wishes.out is not None:
-        for item in items:
-            for file in (*filter(None, item.files), *item.masks):
-                _bring(file, folder / file.relative_to(held.root), wishes.copy)
-    content: dict[str, Any] = {"name": held.root.resolve().name}
-    content |= {name: dict(values) for name, values in (("labels", found.labels), ("channel_names", found.channels)) if values}
-    content |= {split: [_entry(item, held) for item in items if item.split == split] for split in SPLITS}
-    write_json(folder / FILE, content)
-
-
-def _bring(source: Path, target: Path, copy: bool) -> None:
-    """A second name of the same file, or a copy; of a folder, of every file in it. Nothing that lies there is replaced."""
-    if source.is_dir():
-        for inner in sorted(source.iterdir()):
-            _bring(inner, target / inner.name, copy)
-        return
-    if target.exists():
-        if not (target.samefile(source) or filecmp.cmp(source, target, shallow=False)):
-            raise DataError(f"{target} exists and is another file than {source}; take an empty --out")
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        if copy:
-            shutil.copyfile(source, target)
-        else:
-            os.link(source, target)
-    except OSError as error:
-        raise DataError(f"{target}: {error.strerror}; take --out on the disk of the images, or copy them with --copy") from error
-
-
-def _entry(item: Item, held: Holdings) -> dict[str, Any]:
-    files = [None if file is None else held.named(file) for file in item.files]
-    masks = [held.named(mask) for mask in item.masks]
-    label = (masks if isinstance(item.label, list) else masks[0]) if masks else item.label
-    entry = {"image": files[0] if len(files) == 1 else files, "label": label}
-    return entry | ({"patient": item.patient} if item.patient else {})

@@ -119,7 +119,7 @@ def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], s
     Args:
         items: of one site, with their patients.
         site: its name, a key of the draw.
-        shares: split -> its share of the patients.
+        shares: split -> its share of the patients; a split without one is not drawn.
         seed: of the draw.
 
     Raises:
@@ -129,7 +129,7 @@ def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], s
     _refuse_crossing(named)
     if all(item.split == "test" for item in named):
         return named  # of a site that never trains
-    missing = [split for split in ("test", "validation") if not any(item.split == split for item in named)]
+    missing = [split for split in ("test", "validation") if split in shares and not any(item.split == split for item in named)]
     rest = sum(shares[split] for split in ("training", *missing))
     for split in missing:
         pool = [number for number, item in enumerate(named) if item.split == "training"]

@@ -121,6 +121,23 @@ def suits(path: Path, held: Holdings) -> bool:
         return False
 
 
+def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a table that must have some columns.
+
+    Args:
+        path: a CSV or TSV file.
+        columns: names that it has beside others.
+
+    Raises:
+        DataError: not readable, or a column is missing.
+    """
+    header, rows = _rows(path)
+    for name in columns:
+        if name not in header:
+            raise DataError(no_such("column", name, header, str(path)))
+    return rows
+
+
 def _rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     try:
         text = path.read_text(encoding="utf-8-sig")

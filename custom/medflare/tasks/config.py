@@ -318,8 +318,9 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the tasks that come with medflare."""
-    return tuple(sorted(entry.name.removesuffix(".json") for entry in _preset_folder().iterdir() if entry.name.endswith(".json")))
+    """Names of the tasks that come with medflare; those of the papers begin with "papers/"."""
+    files = [f"{place}{entry.name}" for place in ("", "papers/") for entry in (_preset_folder() / place).iterdir()]
+    return tuple(sorted(file.removesuffix(".json") for file in files if file.endswith(".json")))
 
 
 def _preset_folder() -> Any:

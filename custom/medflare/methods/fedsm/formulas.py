@@ -17,6 +17,7 @@ from medflare.core.states import StateDict
 GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the grid
 DECILES = tuple(place / 10 for place in range(1, 10))
 
+
 def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDict]:
     """w_p,k <- λ w_p,k + (1 - λ) / (K - 1) Σ_{k' ≠ k} w_p,k'  (FedSM, Eq. 11).
 

@@ -1,0 +1,112 @@
+"""Suites: a table of a paper as a study, with the paper's numbers to lay beside what comes out."""
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from medflare.core.errors import ConfigError
+from medflare.core.settings import STRICT, checked, nested, unknown
+
+MEAN: Final = "mean"  # the column of the mean over the sites
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Protocol:
+    """How the paper's table is made.
+
+    Attributes:
+        rounds: federation rounds.
+        metric: that the table shows.
+        leave_one_out: each site in turn is outside.
+        role: of the sites that a column is about: "inside" where they train, "outside" where they were left out.
+        model: of ours that is compared.
+        percent: whether the paper's numbers are hundredths.
+    """
+
+    rounds: Annotated[int, Field(ge=1)]
+    metric: Text
+    leave_one_out: bool = False
+    role: Literal["inside", "outside"] = "inside"
+    model: Text = "deployed"
+    percent: bool = False
+
+
+@dataclass(frozen=True, config=STRICT)
+class Suite:
+    """A table of a paper.
+
+    Attributes:
+        paper: whose it is.
+        table: which one.
+        task: preset of what is learnt.
+        data: the preparation that makes the sites, see `medflare data prepare --list`.
+        sites: in the order of the paper's columns.
+        methods: row of the table -> method with its hyper-parameters, as `medflare study` takes it.
+        settings: see `Protocol`.
+        seeds: every method runs with each.
+        numbers: row -> site or "mean" -> the paper's number; rows that no method of ours has are shown without.
+        source: where the numbers stand.
+        differences: of settings, which remain also where everything is run as it stands, one line each.
+    """
+
+    paper: Text
+    table: Text
+    task: Text
+    data: Text
+    sites: Texts
+    methods: Annotated[dict[str, Text], Field(min_length=1)]
+    settings: Annotated[Protocol, nested(Protocol)]
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)]
+    numbers: Annotated[dict[str, dict[str, float]], Field(min_length=1)]
+    source: Text
+    differences: tuple[Text, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The sites that the paper has numbers for, then the mean where it has one."""
+        listed = {name for row in self.numbers.values() for name in row}
+        return tuple(name for name in (*self.sites, MEAN) if name in listed)
+
+
+def suites() -> tuple[str, ...]:
+    """Names of the suites that come with medflare."""
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in _folder().iterdir() if entry.name.endswith(".json")))
+
+
+def _folder() -> Any:
+    return resources.files("medflare.tasks") / "presets" / "suites"
+
+
+def load_suite(source: str) -> Suite:
+    """The suite of a name, or of a JSON file.
+
+    Raises:
+        ConfigError: there is none, it is unreadable, a setting is unknown, missing or wrong, or a row or column has no counterpart.
+    """
+    path = Path(source)
+    if source not in suites() and not path.is_file():
+        raise unknown("suite", source, suites())
+    file = _folder() / f"{source}.json" if source in suites() else path
+    place = f"suite {source}"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{place}: not valid JSON ({error}); see app_configs/suites/ for working examples") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{place}: a suite is one JSON object, found {type(content).__name__}; see app_configs/suites/")
+    suite = checked(Suite, content, place, remedy="see app_configs/suites/ for working examples")
+    for row in suite.methods:
+        if row not in suite.numbers:
+            raise unknown("row", row, suite.numbers, f"{place}: methods")
+    for row, numbers in suite.numbers.items():
+        for column in numbers:
+            if column not in (*suite.sites, MEAN):
+                raise unknown("column", column, (*suite.sites, MEAN), f"{place}: numbers of {row}")
+    return suite
