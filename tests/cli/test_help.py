@@ -43,11 +43,12 @@ def test_no_command_is_missing_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_the_defaults_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     said = " ".join(help_of("run", capsys).split())
     assert f"counts as gone (default: {RunSettings(rounds=1, seed=0).silence:g})" in said
+    assert f"not ready by then (default: {RunSettings(rounds=1, seed=0).enrol_timeout:g};" in said
     assert RunSettings(rounds=1, seed=0).step_timeout == 0, "help says that a step waits"
 
 
 def test_options_are_spelt_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ("--rounds", "--seed", "--outside", "--min-sites", "--sites-per-round", "--step-timeout", "--silence")
+    settings = ("--rounds", "--seed", "--outside", "--min-sites", "--sites-per-round", "--step-timeout", "--enrol-timeout", "--silence")
     for command in ("run", "job"):
         said = help_of(command, capsys)
         assert [

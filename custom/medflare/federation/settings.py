@@ -54,6 +54,8 @@ class RunSettings:
         max_share: of all training images, the share that a site counts for at most, whatever it has; None: what it has.
         suspects: an update against all others, which may be a lie or another kind of patients, is "used" and an event, or "rejected".
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
+        enrol_timeout: seconds that sites have to read their images and say what they have; the run begins with who is ready by then, or
+            fails and names who is missing; 0 waits for all that live.
         silence: seconds without a sign of life after which a site counts as gone.
         resume: id of the interrupted job that this one takes up at the last step that it finished.
     """
@@ -66,6 +68,7 @@ class RunSettings:
     max_share: Share | None = None
     suspects: Literal["used", "rejected"] = "used"
     step_timeout: Seconds = 0.0
+    enrol_timeout: Seconds = 3600.0
     silence: Seconds = 120.0
     resume: str = ""
 
@@ -79,6 +82,7 @@ class RunSettings:
         return {**dataclasses.asdict(self), "outside": list(self.outside)}
 
 
+PATIENCE: Final = ("step_timeout", "enrol_timeout", "silence")  # of the server with its sites; a run may be taken up with others
 RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
 
 

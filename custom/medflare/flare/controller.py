@@ -50,6 +50,7 @@ class MedflareController(Controller):
         max_share: float | None = None,
         suspects: str = "used",
         step_timeout: float = 0.0,
+        enrol_timeout: float = 3600.0,
         silence: float = 120.0,
         resume: str = "",
         aggregator_id: str = "aggregator",
@@ -57,7 +58,7 @@ class MedflareController(Controller):
         super().__init__(task_check_period=0.1)
         self.rounds, self.seed, self.outside = rounds, seed, outside
         self.min_sites, self.sites_per_round, self.max_share, self.suspects = min_sites, sites_per_round, max_share, suspects
-        self.step_timeout, self.silence, self.resume = step_timeout, silence, resume
+        self.step_timeout, self.enrol_timeout, self.silence, self.resume = step_timeout, enrol_timeout, silence, resume
         self.site_half, self.aggregator_id = site_half, aggregator_id
         share_cleanup_thread()
         self._desk = Desk()
@@ -110,6 +111,7 @@ class MedflareController(Controller):
             outside=run.outside,
             stop_reason=lambda: self._stop_reason or "stopped on request",
             step_timeout=self.step_timeout,
+            enrol_timeout=self.enrol_timeout,
             silence=self.silence,
         )
         try:
