@@ -12,7 +12,7 @@ from medflare.cli.command import command_line
 from medflare.federation.settings import RunSettings
 
 OWN_DATA = ("data init", "task init", "data check", "data fingerprint")
-COMMANDS = (*OWN_DATA, "run", "resume", "job", "study", "results", "methods", "plan", "predict", "export")
+COMMANDS = (*OWN_DATA, "run", "resume", "job", "job watch", "job list", "study", "results", "methods", "plan", "predict", "export")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -34,7 +34,7 @@ def test_every_example_is_a_command(command: str, capsys: pytest.CaptureFixture[
 
 def test_no_command_is_missing_here(capsys: pytest.CaptureFixture[str]) -> None:
     (commands,) = (action for action in command_line()._actions if isinstance(action, argparse._SubParsersAction))
-    assert set(commands.choices) == {command.split()[0] for command in COMMANDS}
+    assert {command.split()[0] for command in commands.choices} == {command.split()[0] for command in COMMANDS}
     with pytest.raises(SystemExit):
         command_line().parse_args(["data", "--help"])
     assert "medflare data check" in capsys.readouterr().out

@@ -85,7 +85,7 @@ class Enrolment:
         A site whose answer nobody can work with is not asked again, and one that does not answer may do so later; the run goes on without
         either where enough others are there.
         """
-        context, problems = self.context, {}
+        context, problems = self.context, dict[str, str]()
         known = {*context.sites, *context.outside}
         new = [site for site in sorted(self.courier.present(round)) if site in known - self._turned_away and site not in self.enrolled]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}

@@ -16,12 +16,14 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.private.fed.simulator.simulator_server import SimulatorServerEngine
+from nvflare.widgets.info_collector import InfoCollector
 
 from medflare.core.errors import Aborted
 from medflare.core.events import EventLog
 from medflare.evaluation.names import FAILED
 from medflare.federation.settings import RUN_SETTINGS
 from medflare.flare.exchange.desk import Desk
+from medflare.flare.exchange.progress import GROUP, Progress
 from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.simulator.relay import Relay
 
@@ -63,6 +65,7 @@ class MedflareController(Controller):
         share_cleanup_thread()
         self._desk = Desk()
         self._events = EventLog()
+        self._progress = Progress(self._events)
         self._stop_reason = ""
 
     # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
@@ -77,11 +80,14 @@ class MedflareController(Controller):
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Open the desk when the run starts; remember why FLARE gives it up."""
+        """Open the desk when the run starts; say how far it is when somebody asks; remember why FLARE gives it up."""
         if event_type == EventType.START_RUN:
             self._desk.open(fl_ctx.get_engine())
             if isinstance(fl_ctx.get_engine(), SimulatorServerEngine):
                 self._start_host(fl_ctx)
+        elif event_type == InfoCollector.EVENT_TYPE_GET_STATS:
+            collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
+            collector.set_info(GROUP, self._progress.to_dict(self._desk.exchange))
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
             self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
 
@@ -124,6 +130,10 @@ class MedflareController(Controller):
     def _job(self, fl_ctx: FLContext) -> "ServedJob":
         from medflare.flare.exchange.serving import ServedJob
 
+        def say(line: str) -> None:
+            self.log_info(fl_ctx, line)
+            self._progress.say(line)
+
         return ServedJob(
             controller=self,
             fl_ctx=fl_ctx,
@@ -131,7 +141,7 @@ class MedflareController(Controller):
             site_half=self.site_half,
             aggregator_id=self.aggregator_id,
             members=self._members,
-            say=lambda line: self.log_info(fl_ctx, line),
+            say=say,
             events=self._events,
         )
 

@@ -176,7 +176,12 @@ def test_a_site_that_was_served_before_is_not_taken_for_refused(monkeypatch: pyt
     carrier = exchange(controller, step_timeout=0.3)
     carrier(STEP, asked(controller))
     controller.behaviours["CS"] = never_fetches
-    threading.Timer(0.1, lambda: [carrier.wait_for_task("CS", 0.0) for _ in range(9)]).start()
+
+    def knock() -> None:
+        for _ in range(9):
+            carrier.wait_for_task("CS", 0.0)
+
+    threading.Timer(0.1, knock).start()
     assert carrier(STEP, asked(controller))["CS"].kind == "late"
 
 

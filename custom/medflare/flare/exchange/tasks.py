@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.fl_context import FLContext
@@ -74,6 +75,7 @@ class TaskExchange:
         self.step_timeout = step_timeout
         self.enrol_timeout = enrol_timeout
         self.watch = Watch(silence)
+        self._step: Step | None = None
         self._asked: dict[str, _Asked] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -92,6 +94,7 @@ class TaskExchange:
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         with self._changed:
+            self._step = step
             self._asked = {site: self._ask(step, site, message) for site, message in sorted(outgoing.items())}
             self._changed.notify_all()
         try:
@@ -112,6 +115,16 @@ class TaskExchange:
 
     def _ready(self, site: str) -> bool:
         return site in self._asked and not self._asked[site].fetched
+
+    def waiting(self) -> dict[str, Any]:
+        """The `phase` and `round` of the step, the seconds for which every site that has not answered was not heard of (`silent`), and
+        those after which it is given up (`silence`); empty before the first step."""
+        with self._changed:
+            if self._step is None:
+                return {}
+            since = {site: self.watch.silent_since(site, one.since) for site, one in self._asked.items() if one.answer is None}
+        silent = {site: round(seconds, 1) for site, seconds in since.items()}
+        return {"phase": self._step.phase, "round": self._step.round, "silent": silent, "silence": self.watch.silence}
 
     def close(self) -> None:
         """There will be no more tasks: nobody is kept waiting for one."""
