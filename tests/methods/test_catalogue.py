@@ -348,7 +348,7 @@ class TestOtherDistributions:
     def test_a_word_of_the_command_line_is_no_name(self, tmp_path: Path, found: Callable[[], None]) -> None:
         describe(tmp_path, "bold", {"watch": "bold:METHOD"})
         found()
-        with pytest.raises(ConfigError, match="'watch' of the distribution bold has a name that the command line needs; give it another one"):
+        with pytest.raises(ConfigError, match="'watch' of the distribution bold has a name that the command line needs; give it"):
             method_names()
 
     def test_two_of_one_name_are_told_apart_by_nobody(self, tmp_path: Path, found: Callable[[], None]) -> None:

@@ -25,7 +25,9 @@ from medflare.federation.settings import RUN_SETTINGS
 from medflare.flare.exchange.desk import Desk
 from medflare.flare.exchange.progress import GROUP, Progress
 from medflare.flare.exchange.streams import share_cleanup_thread
+from medflare.flare.exchange.watch import Watch
 from medflare.flare.simulator.relay import Relay
+from medflare.flare.simulator.workers import Workers
 
 if TYPE_CHECKING:
     from medflare.flare.exchange.serving import ServedJob
@@ -67,6 +69,7 @@ class MedflareController(Controller):
         self._events = EventLog()
         self._progress = Progress(self._events)
         self._stop_reason = ""
+        self._workers: Workers | None = None
 
     # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class MedflareController(Controller):
             stop_reason=lambda: self._stop_reason or "stopped on request",
             step_timeout=self.step_timeout,
             enrol_timeout=self.enrol_timeout,
-            silence=self.silence,
+            watch=Watch(self.silence, None if self._workers is None else self._workers.dead),
         )
         try:
             self._end(job, run.execute(exchange, resume=bool(self.resume)))
@@ -147,6 +150,7 @@ class MedflareController(Controller):
 
     def _start_host(self, fl_ctx: FLContext) -> None:
         """In the simulator: have everything imported for all sites while FLARE starts them; without it they do it themselves."""
+        self._workers = Workers()
         aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
         try:
             Relay(os.getpid()).start(self.site_half or str(getattr(aggregator, "method_name", "")))

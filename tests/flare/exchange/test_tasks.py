@@ -21,6 +21,7 @@ from medflare.core.message import Message
 from medflare.federation.exchange import Reply
 from medflare.flare.exchange import watch
 from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.exchange.watch import Watch
 from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
 from medflare.methods.base import Step
 
@@ -90,7 +91,8 @@ def received(reply: Reply) -> Message:
 
 
 def exchange(controller: FakeController, **settings: Any) -> TaskExchange:
-    options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "silence": 60.0, "outside": (), "stop_reason": lambda: "asked to"}
+    options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "outside": (), "stop_reason": lambda: "asked to"}
+    options["watch"] = Watch(settings.pop("silence", 60.0), settings.pop("dead", None))
     options |= settings
     return TaskExchange(controller, FLContext(), Signal(), members=lambda: list(controller.behaviours), **options)  # type: ignore[arg-type]
 
@@ -236,6 +238,17 @@ def test_a_site_that_flare_has_lost_is_not_waited_for() -> None:
     controller = FakeController(CS=answers(), DU=never_fetches)
     controller.disconnected.add("DU")
     assert exchange(controller)(STEP, asked(controller))["DU"].kind == "missing"
+
+
+def test_a_site_whose_process_died_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_PROCESSES", 0.05)
+    controller = FakeController(CS=later(0.3, answers()), DU=never_answers, FG=never_fetches)
+    carrier = exchange(controller, step_timeout=1.5, silence=LONG, dead=lambda: {"DU", "FG"})
+    replies = carrier(STEP, asked(controller))
+    assert replies["CS"].message is not None
+    assert replies["DU"].kind == "missing" and replies["DU"].problem.startswith("its process died in 'train' of round 3")
+    assert replies["FG"].kind == "late", "with fewer threads than sites it has no process until its turn comes"
+    assert carrier.present(4) == ["CS", "FG"]
 
 
 def test_abort_ends_the_wait() -> None:

@@ -19,11 +19,11 @@ def told(*lines: str, count: int | None = None, **silent: float) -> dict[str, An
 
 def followed(served: Served, **options: Any) -> tuple[bool, list[str]]:
     said: list[str] = []
-    return watch(served, "id", said.append, **options), said  # type: ignore[arg-type]
+    return watch(served, "id", said.append, **options), said
 
 
 def test_every_line_is_said_once_as_it_comes() -> None:
-    stats = ({}, told(STEPS[0]), told(STEPS[0]), told(*STEPS[:2]), {})
+    stats: tuple[dict[str, Any], ...] = ({}, told(STEPS[0]), told(STEPS[0]), told(*STEPS[:2]), {})
     assert followed(Served(SUBMITTED, RUNNING, RUNNING, RUNNING, COMPLETED, stats=stats)) == (
         True,
         ["id SUBMITTED", "id RUNNING", *STEPS[:2], "id FINISHED:COMPLETED"],
@@ -44,11 +44,11 @@ def test_steps_after_the_last_look_are_in_the_log() -> None:
 
 
 def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
-    stats = tuple(told(A=seconds, B=1.0) for seconds in (4.0, 11.0, 15.0, 21.0, 45.0, 0.5, 12.0))
+    stats = tuple(told(A=seconds, B=1.0) for seconds in (4.0, 11.0, 15.0, 22.0, 45.0, 0.5, 12.0))
     _, said = followed(Served(*[RUNNING] * 7, COMPLETED, stats=stats))
     named = [line for line in said if line.startswith("silent")]
     assert named[0] == "silent: A: nothing heard for 11 s in 'train' of round 1; given up after 120 s"
-    assert [line.split()[5] for line in named] == ["11", "21", "45", "12"]
+    assert [line.split()[5] for line in named] == ["11", "22", "45", "12"]
 
 
 def test_a_failed_job_says_why() -> None:

@@ -20,7 +20,7 @@ from nvflare.app_common.app_constant import AppConstants
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.federation.exchange import DELIVER, ENROL, Reply
-from medflare.flare.exchange.watch import REFUSED, Watch
+from medflare.flare.exchange.watch import Watch
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.methods.base import Step
 
@@ -50,7 +50,7 @@ class TaskExchange:
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
             lives. Delivery always does: the last evaluation may take long.
         enrol_timeout: the same for enrolment, in which sites read their images; a site that is late joins when it is ready.
-        silence: seconds without a sign of life after which a site counts as gone.
+        watch: when sites count as gone.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TaskExchange:
         stop_reason: Callable[[], str],
         step_timeout: float,
         enrol_timeout: float,
-        silence: float,
+        watch: Watch,
     ):
         self.controller = controller
         self.fl_ctx = fl_ctx
@@ -74,7 +74,7 @@ class TaskExchange:
         self.stop_reason = stop_reason
         self.step_timeout = step_timeout
         self.enrol_timeout = enrol_timeout
-        self.watch = Watch(silence)
+        self.watch = watch
         self._step: Step | None = None
         self._asked: dict[str, _Asked] = {}
         self._changed = threading.Condition()
@@ -173,6 +173,7 @@ class TaskExchange:
                     if step.phase == ENROL:
                         self.watch.behind |= pending.keys()
                     break
+                self.watch.look()
                 gone = {site: why for site, one in pending.items() if (why := self._gone(step, site, one, busy))}
                 self.watch.lost |= gone.keys()
                 problems |= {site: Reply(problem=why, kind="missing") for site, why in gone.items()}
@@ -182,17 +183,10 @@ class TaskExchange:
         return problems
 
     def _gone(self, step: Step, site: str, asked: _Asked, busy: float) -> str:
-        """Why a site cannot be expected to answer; empty as long as it can.
-
-        A site that works on its task sends a pulse. One that has not fetched its task may be waiting for its turn (FLARE's
-        simulator with fewer threads than sites), so its silence counts only while no other site is at work either.
-        """
-        if self.watch.refused(site):
-            return REFUSED
-        since = (asked.since,) if asked.fetched else (asked.since, busy)
-        if self.controller.get_client_disconnect_time(site) or self.watch.silent_since(site, *since) > self.watch.silence:
+        """Why a site cannot be expected to answer; empty as long as it can."""
+        if self.controller.get_client_disconnect_time(site):
             return f"no sign of life in '{step.phase}' of round {step.round}; going on without the site"
-        return ""
+        return self.watch.gone(site, step, asked.fetched, asked.since, busy)
 
 
 def _overdue(step: Step, asked: _Asked, timeout: float) -> Reply:
