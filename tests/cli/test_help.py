@@ -12,7 +12,7 @@ from medflare.cli.command import command_line
 from medflare.federation.settings import RunSettings
 
 OWN_DATA = ("data init", "task init", "data check", "data fingerprint")
-COMMANDS = (*OWN_DATA, "run", "resume", "job", "study", "results", "methods", "plan", "predict", "export")
+COMMANDS = (*OWN_DATA, "run", "resume", "job", "job watch", "job list", "study", "results", "methods", "plan", "predict", "export")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -34,7 +34,7 @@ def test_every_example_is_a_command(command: str, capsys: pytest.CaptureFixture[
 
 def test_no_command_is_missing_here(capsys: pytest.CaptureFixture[str]) -> None:
     (commands,) = (action for action in command_line()._actions if isinstance(action, argparse._SubParsersAction))
-    assert set(commands.choices) == {command.split()[0] for command in COMMANDS}
+    assert {command.split()[0] for command in commands.choices} == {command.split()[0] for command in COMMANDS}
     with pytest.raises(SystemExit):
         command_line().parse_args(["data", "--help"])
     assert "medflare data check" in capsys.readouterr().out
@@ -43,11 +43,12 @@ def test_no_command_is_missing_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_the_defaults_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     said = " ".join(help_of("run", capsys).split())
     assert f"counts as gone (default: {RunSettings(rounds=1, seed=0).silence:g})" in said
+    assert f"not ready by then (default: {RunSettings(rounds=1, seed=0).enrol_timeout:g};" in said
     assert RunSettings(rounds=1, seed=0).step_timeout == 0, "help says that a step waits"
 
 
 def test_options_are_spelt_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ("--rounds", "--seed", "--outside", "--min-sites", "--sites-per-round", "--step-timeout", "--silence")
+    settings = ("--rounds", "--seed", "--outside", "--min-sites", "--sites-per-round", "--step-timeout", "--enrol-timeout", "--silence")
     for command in ("run", "job"):
         said = help_of(command, capsys)
         assert [

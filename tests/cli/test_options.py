@@ -108,8 +108,8 @@ def test_settings_of_the_run_under_flare_are_given_on_where_they_were_given() ->
         "site_half": None,
         "server_half": None,
     }
-    patient = command_line().parse_args(["job", "pair", "--out", "x", "--step-timeout", "60", "--silence", "0"])
-    assert run_arguments(patient).items() >= {"step_timeout": 60.0, "silence": 0.0}.items()
+    patient = command_line().parse_args(["job", "pair", "--out", "x", "--step-timeout", "60", "--enrol-timeout", "9", "--silence", "0"])
+    assert run_arguments(patient).items() >= {"step_timeout": 60.0, "enrol_timeout": 9.0, "silence": 0.0}.items()
 
 
 def test_sites_by_name_or_number() -> None:

@@ -79,7 +79,7 @@ def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
     assert root == str(tmp_path) and ROOT not in os.environ
 
 
-@pytest.mark.parametrize("option", ["--step-timeout", "--silence", "--threads"])
+@pytest.mark.parametrize("option", ["--step-timeout", "--enrol-timeout", "--silence", "--threads"])
 def test_the_plain_loop_waits_for_nobody(option: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "run", "fedavg", "--engine", "local", option, "3")
     assert said == f"medflare: {option} is for FLARE's simulator; leave it out with --engine local\n"

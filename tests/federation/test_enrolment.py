@@ -124,6 +124,23 @@ def test_a_site_that_cannot_take_part_ends_the_run_before_it_begins() -> None:
         found.open(1)
 
 
+def test_who_does_not_answer_in_time_is_named_and_may_join_later() -> None:
+    late = Reply(problem="'enrol' of round 0 was closed after 9 s; the site was still at work", kind="late")
+    places = Places({0: "ABC", 1: "ABC"}, {"C": late})
+    found = enrolment(places)
+    found.open(2)
+    assert found.inside == ["A", "B"] and said(found, "late") == [("C", 0)]
+    assert said(found, "missing") == [("O", 0)], "C is named once"
+    places.broken = {}
+    assert found.members(Step("train", 1)) == ["A", "B", "C"] and not said(found, "failed")
+
+
+def test_where_too_few_answer_in_time_the_missing_are_named() -> None:
+    silent = {"B": Reply(problem="no sign of life in 'enrol' of round 0", kind="missing"), "C": Reply(problem="too late", kind="late")}
+    with pytest.raises(FederationFailed, match=r"min_sites is 2; start .* \(B: no sign of life in 'enrol' of round 0; C: too late\)$"):
+        enrolment(Places({0: "ABC"}, silent)).open(2)
+
+
 def test_too_few_inside_sites_are_counted_without_the_outside_ones() -> None:
     with pytest.raises(
         FederationFailed, match=r"^1 of the sites A, B, C enrolled \(B\), min_sites is 2; start the missing sites or lower min_sites$"

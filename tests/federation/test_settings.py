@@ -24,12 +24,13 @@ def test_all_that_a_run_fixes_has_a_name_and_a_default_but_rounds_and_seed() -> 
         "suspects",
         "patience",
         "step_timeout",
+        "enrol_timeout",
         "silence",
         "resume",
     )
     assert run_settings(NEEDED) == RunSettings(rounds=3, seed=1)
     few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_share": None, "suspects": "used", "patience": None}
-    defaults = {**few, "step_timeout": 0.0, "silence": 120.0, "resume": ""}
+    defaults = {**few, "step_timeout": 0.0, "enrol_timeout": 3600.0, "silence": 120.0, "resume": ""}
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
 
@@ -44,6 +45,7 @@ def test_what_json_has_is_taken_and_comes_back() -> None:
         "suspects": "rejected",
         "patience": 4,
         "step_timeout": 60,
+        "enrol_timeout": 0.5,
         "silence": 30.5,
         "resume": "id",
     }
@@ -79,6 +81,7 @@ def test_the_schedule_is_told_its_rules() -> None:
         ({"suspects": "hanged"}, "suspects must be one of"),
         ({"step_timeout": -1}, "step_timeout must be at least 0, got -1"),
         ({"step_timeout": "1"}, "step_timeout must be a number, got '1'"),
+        ({"enrol_timeout": -1}, "enrol_timeout must be at least 0, got -1"),
         ({"silence": float("nan")}, "silence must be a finite number, got nan"),
         ({"silence": None}, "silence must be a number, got None"),
         ({"resume": 3}, "resume must be text, got 3"),

@@ -345,6 +345,12 @@ class TestOtherDistributions:
             method_names()
         assert get_method("fedavg").server == "medflare.methods.fedavg.server:FedAvgServer", "ours still runs"
 
+    def test_a_word_of_the_command_line_is_no_name(self, tmp_path: Path, found: Callable[[], None]) -> None:
+        describe(tmp_path, "bold", {"watch": "bold:METHOD"})
+        found()
+        with pytest.raises(ConfigError, match="'watch' of the distribution bold has a name that the command line needs; give it"):
+            method_names()
+
     def test_two_of_one_name_are_told_apart_by_nobody(self, tmp_path: Path, found: Callable[[], None]) -> None:
         describe(tmp_path, "one", {"same": "one:METHOD"})
         describe(tmp_path, "two", {"same": "two:METHOD"})

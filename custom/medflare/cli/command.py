@@ -3,10 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 from medflare.cli import data, methods, models, results, run, starting, studies
-from medflare.cli.federation import jobs
+from medflare.cli.federation import jobs, watching
 from medflare.core.errors import MedflareError
 
 
@@ -38,13 +39,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_line() -> argparse.ArgumentParser:
     """The parser of the whole command; the options that it returns hold the subcommand's function as `command`."""
-    parser = argparse.ArgumentParser(
+    parser = _CommandLine(
         prog="medflare",
         description="Federated medical imaging: personal models for the hospitals that train, a good one for those that never did.",
         epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores). With images of your "
         "own: medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for group in (run, jobs, studies, results, methods, data, starting, models):
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    parser.commands = commands.choices
+    for group in (run, jobs, watching, studies, results, methods, data, starting, models):
         group.add_commands(commands)
     return parser
+
+
+class _CommandLine(argparse.ArgumentParser):
+    """Takes a command of two words, "job watch", for itself, where the first word alone is a command with arguments of its own."""
+
+    commands: Container[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, which finds the command in the first of the arguments."""
+        words = list(sys.argv[1:] if args is None else args)
+        two = " ".join(words[:2])
+        return super().parse_known_args([two, *words[2:]] if two in self.commands else words, namespace)

@@ -85,6 +85,9 @@ def add_federation_options(parser: argparse.ArgumentParser) -> None:
     flare.add_argument(
         "--step-timeout", type=float, metavar="SECONDS", help="go on without sites that have not answered by then (default: wait)"
     )
+    flare.add_argument(
+        "--enrol-timeout", type=float, metavar="SECONDS", help="begin without sites that are not ready by then (default: 3600; 0: wait)"
+    )
     flare.add_argument("--silence", type=float, metavar="SECONDS", help="without a sign of life a site counts as gone (default: 120)")
 
 
@@ -134,7 +137,8 @@ def add_data_root(parser: argparse.ArgumentParser) -> None:
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of the run and the choice of halves, as both engines take them; what has a default of FLARE's is left out."""
     names = ("seed", "min_sites", "sites_per_round", "patience", "site_half", "server_half")
-    chosen = {name: value for name in ("step_timeout", "silence", "max_share", "suspects") if (value := getattr(options, name)) is not None}
+    defaulted = ("step_timeout", "enrol_timeout", "silence", "max_share", "suspects")
+    chosen = {name: value for name in defaulted if (value := getattr(options, name)) is not None}
     return {**{name: getattr(options, name) for name in names}, "outside": names_in(options.outside), **chosen}
 
 

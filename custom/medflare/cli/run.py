@@ -19,7 +19,7 @@ from medflare.cli.options import (
 )
 from medflare.core.errors import ConfigError
 
-_OF_FLARE = ("step_timeout", "silence", "threads")  # the plain loop calls one site after the other and waits for each
+_OF_FLARE = ("step_timeout", "enrol_timeout", "silence", "threads")  # the plain loop calls one site after the other and waits for each
 
 
 def add_commands(commands: Commands) -> None:

@@ -33,6 +33,7 @@ class Enrolment:
         self.context, self.courier, self.identity = context, courier, identity
         self.returning, self.finished = returning or {}, finished
         self._turned_away: set[str] = set()
+        self._silent: dict[str, str] = {}  # site -> why there was no answer when it was asked last
         self._heaviest = ""
 
     @property
@@ -46,7 +47,7 @@ class Enrolment:
         return [site for site in self.context.sites if site in self.enrolled]
 
     def open(self, needed: int) -> None:
-        """Every site that is present says what it has.
+        """Every site that is present says what it has; who has not answered in time, or is silent, is named and may join later.
 
         Raises:
             FederationFailed: a site cannot take part, or fewer than `needed` inside sites are there.
@@ -54,12 +55,13 @@ class Enrolment:
         if problems := self.admit(0):
             raise FederationFailed(listed(problems))
         if len(self.inside) < needed:
+            reasons = f" ({listed(self._silent)})" if self._silent else ""
             raise FederationFailed(
                 f"{len(self.inside)} of the sites {', '.join(self.context.sites)} enrolled ({', '.join(self.inside) or 'none'}), "
-                f"min_sites is {needed}; start the missing sites or lower min_sites"
+                f"min_sites is {needed}; start the missing sites or lower min_sites{reasons}"
             )
         self._weigh(0)
-        for site in sorted({*self.context.sites, *self.context.outside} - self.enrolled.keys()):
+        for site in sorted({*self.context.sites, *self.context.outside} - self.enrolled.keys() - self._silent.keys()):
             self.context.events.add("missing", "not there when the federation started; it may join later", site=site, round=0)
 
     def members(self, step: Step) -> list[str]:
@@ -78,11 +80,12 @@ class Enrolment:
         return [site for site in self.inside if site in present]
 
     def admit(self, round: int) -> dict[str, str]:
-        """Ask newcomers what they have; returns site -> problem for those that cannot take part.
+        """Ask newcomers what they have; returns site -> problem for those that say that they cannot take part.
 
-        A site whose answer nobody can work with is not asked again; the run goes on without it where enough others are there.
+        A site whose answer nobody can work with is not asked again, and one that does not answer may do so later; the run goes on without
+        either where enough others are there.
         """
-        context, problems = self.context, {}
+        context, problems = self.context, dict[str, str]()
         known = {*context.sites, *context.outside}
         new = [site for site in sorted(self.courier.present(round)) if site in known - self._turned_away and site not in self.enrolled]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
@@ -96,7 +99,7 @@ class Enrolment:
                 if reply.kind == "rejected":  # what it says makes no sense: the others need not wait for it
                     self._turned_away.add(site)
                 else:
-                    problems[site] = reply.problem
+                    (problems if reply.kind == "failed" else self._silent)[site] = reply.problem
                 continue
             facts = dict(reply.message.facts)
             if problem := self._changed(site, facts["n"]) or self._unlike_the_task(facts["class_counts"]):

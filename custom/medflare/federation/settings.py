@@ -59,6 +59,8 @@ class RunSettings:
         patience: training ends after so many rounds in which no model that the sites validate has become better by the median over the
             sites, see `parts.selection.plateau`; the best round is delivered as always. None: all rounds.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
+        enrol_timeout: seconds that sites have to read their images and say what they have; the run begins with who is ready by then, or
+            fails and names who is missing; 0 waits for all that live.
         silence: seconds without a sign of life after which a site counts as gone.
         resume: id of the interrupted job that this one takes up at the last step that it finished.
     """
@@ -72,6 +74,7 @@ class RunSettings:
     suspects: Literal["used", "rejected"] = "used"
     patience: Annotated[int, Field(ge=1)] | None = None
     step_timeout: Seconds = 0.0
+    enrol_timeout: Seconds = 3600.0
     silence: Seconds = 120.0
     resume: str = ""
 
@@ -85,6 +88,7 @@ class RunSettings:
         return {**dataclasses.asdict(self), "outside": list(self.outside)}
 
 
+PATIENCE: Final = ("step_timeout", "enrol_timeout", "silence")  # of the server with its sites; a run may be taken up with others
 RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
 
 

@@ -16,15 +16,19 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.private.fed.simulator.simulator_server import SimulatorServerEngine
+from nvflare.widgets.info_collector import InfoCollector
 
 from medflare.core.errors import Aborted
 from medflare.core.events import EventLog
 from medflare.evaluation.names import FAILED
 from medflare.federation.settings import RUN_SETTINGS
 from medflare.flare.exchange.desk import Desk
+from medflare.flare.exchange.progress import GROUP, Progress
 from medflare.flare.exchange.streams import share_cleanup_thread
+from medflare.flare.exchange.watch import Watch
 from medflare.flare.simulator.ports import keep_ports_apart
 from medflare.flare.simulator.relay import Relay
+from medflare.flare.simulator.workers import Workers
 
 if TYPE_CHECKING:
     from medflare.flare.exchange.serving import ServedJob
@@ -52,6 +56,7 @@ class MedflareController(Controller):
         suspects: str = "used",
         patience: int | None = None,
         step_timeout: float = 0.0,
+        enrol_timeout: float = 3600.0,
         silence: float = 120.0,
         resume: str = "",
         aggregator_id: str = "aggregator",
@@ -59,13 +64,16 @@ class MedflareController(Controller):
         super().__init__(task_check_period=0.1)
         self.rounds, self.seed, self.outside = rounds, seed, outside
         self.min_sites, self.sites_per_round, self.max_share, self.suspects = min_sites, sites_per_round, max_share, suspects
-        self.patience, self.step_timeout, self.silence, self.resume = patience, step_timeout, silence, resume
+        self.patience, self.step_timeout, self.enrol_timeout = patience, step_timeout, enrol_timeout
+        self.silence, self.resume = silence, resume
         self.site_half, self.aggregator_id = site_half, aggregator_id
         share_cleanup_thread()
         keep_ports_apart()
         self._desk = Desk()
         self._events = EventLog()
+        self._progress = Progress(self._events)
         self._stop_reason = ""
+        self._workers: Workers | None = None
 
     # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
 
@@ -79,11 +87,14 @@ class MedflareController(Controller):
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Open the desk when the run starts; remember why FLARE gives it up."""
+        """Open the desk when the run starts; say how far it is when somebody asks; remember why FLARE gives it up."""
         if event_type == EventType.START_RUN:
             self._desk.open(fl_ctx.get_engine())
             if isinstance(fl_ctx.get_engine(), SimulatorServerEngine):
                 self._start_host(fl_ctx)
+        elif event_type == InfoCollector.EVENT_TYPE_GET_STATS:
+            collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
+            collector.set_info(GROUP, self._progress.to_dict(self._desk.exchange))
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
             self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
 
@@ -113,7 +124,8 @@ class MedflareController(Controller):
             outside=run.outside,
             stop_reason=lambda: self._stop_reason or "stopped on request",
             step_timeout=self.step_timeout,
-            silence=self.silence,
+            enrol_timeout=self.enrol_timeout,
+            watch=Watch(self.silence, None if self._workers is None else self._workers.dead),
         )
         try:
             self._end(job, run.execute(exchange, resume=bool(self.resume)))
@@ -125,6 +137,10 @@ class MedflareController(Controller):
     def _job(self, fl_ctx: FLContext) -> "ServedJob":
         from medflare.flare.exchange.serving import ServedJob
 
+        def say(line: str) -> None:
+            self.log_info(fl_ctx, line)
+            self._progress.say(line)
+
         return ServedJob(
             controller=self,
             fl_ctx=fl_ctx,
@@ -132,12 +148,13 @@ class MedflareController(Controller):
             site_half=self.site_half,
             aggregator_id=self.aggregator_id,
             members=self._members,
-            say=lambda line: self.log_info(fl_ctx, line),
+            say=say,
             events=self._events,
         )
 
     def _start_host(self, fl_ctx: FLContext) -> None:
         """In the simulator: have everything imported for all sites while FLARE starts them; without it they do it themselves."""
+        self._workers = Workers()
         aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
         try:
             Relay(os.getpid()).start(self.site_half or str(getattr(aggregator, "method_name", "")))

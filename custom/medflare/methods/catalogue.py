@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 GROUP = "medflare.methods"  # the entry points of other distributions, and the package in which our own methods lie
+RESERVED = ("evaluate", "list", "watch")  # what stands where the command line takes a method: `medflare job watch`
 _NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")  # what this folder holds beside methods
 SURVEYS = ("fingerprint",)  # they train nothing: found by name, and in no list of methods to train with
 
@@ -121,10 +122,12 @@ def _foreign() -> dict[str, EntryPoint]:
     """Methods of other distributions by name.
 
     Raises:
-        ConfigError: two distributions, or one and we ourselves, claim the same name.
+        ConfigError: two distributions, or one and we ourselves, claim the same name, or one claims a word of the command line.
     """
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
+        if point.name in RESERVED:
+            raise ConfigError(f"method {point.name!r} of {_owner(point)} has a name that the command line needs; give it another one")
         other = found.get(point.name)
         if point.name in _own() or (other is not None and other.value != point.value):
             raise ConfigError(f"method {point.name!r} is brought by {_owner(point)} and exists already; uninstall one of the two")

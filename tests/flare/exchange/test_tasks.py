@@ -19,11 +19,14 @@ from nvflare.app_common.app_constant import AppConstants
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply
+from medflare.flare.exchange import watch
 from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.exchange.watch import Watch
 from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
 from medflare.methods.base import Step
 
 STEP = Step("train", 3)
+ENROLMENT = Step("enrol", 0)
 LONG = 60.0  # seconds that nothing takes, also on a busy machine
 Behaviour = Callable[[Any], Shareable | None]
 
@@ -88,7 +91,8 @@ def received(reply: Reply) -> Message:
 
 
 def exchange(controller: FakeController, **settings: Any) -> TaskExchange:
-    options = {"step_timeout": 0.0, "silence": 60.0, "outside": (), "stop_reason": lambda: "asked to"}
+    options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "outside": (), "stop_reason": lambda: "asked to"}
+    options["watch"] = Watch(settings.pop("silence", 60.0), settings.pop("dead", None))
     options |= settings
     return TaskExchange(controller, FLContext(), Signal(), members=lambda: list(controller.behaviours), **options)  # type: ignore[arg-type]
 
@@ -129,9 +133,58 @@ def test_a_step_is_closed_in_time() -> None:
     assert set(controller.cancelled) == {"DU", "FG"}
 
 
-def test_enrolment_is_not_closed_in_time() -> None:
+def test_enrolment_has_a_time_of_its_own() -> None:
     controller = FakeController(CS=later(0.5, answers()))
-    assert exchange(controller, step_timeout=0.1)(Step("enrol", 0), asked(controller))["CS"].message is not None
+    assert exchange(controller, step_timeout=0.1)(ENROLMENT, asked(controller))["CS"].message is not None
+
+
+def test_who_is_late_for_enrolment_is_asked_again_when_it_asks_for_work() -> None:
+    controller = FakeController(CS=answers(), DU=never_answers, FG=never_fetches)
+    carrier = exchange(controller, enrol_timeout=0.3)
+    replies = carrier(ENROLMENT, asked(controller))
+    assert replies["CS"].message is not None
+    assert (replies["DU"].kind, replies["DU"].problem) == ("late", "'enrol' of round 0 was closed after 0.3 s; the site was still at work")
+    assert replies["FG"].problem.endswith("the site had not fetched its task")
+    carrier.watch.sign_of_life("DU")
+    assert carrier.present(0) == ["CS"], "it is still reading its images: the others do not wait for it at every step"
+    carrier.wait_for_task("DU", 0.0)
+    assert carrier.present(1) == ["CS", "DU"]
+
+
+def test_a_site_whose_polls_are_refused_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preflight check of a site that runs voids its token: it asks for work for ever, and FLARE gives it none."""
+    monkeypatch.setattr(watch, "_REFUSED", 0.3)
+    controller = FakeController(CS=answers(), DU=never_fetches)
+    carrier = exchange(controller)
+    over = threading.Event()
+
+    def knock() -> None:
+        while not over.wait(0.02):
+            carrier.wait_for_task("DU", 0.02)
+
+    knocking = threading.Thread(target=knock, daemon=True)
+    knocking.start()
+    reply = carrier(ENROLMENT, asked(controller))["DU"]
+    assert reply.kind == "missing" and "medflare site restart KIT" in reply.problem
+    time.sleep(0.1)
+    assert carrier.present(1) == ["CS"], "its questions are no sign of life, also when no task lies there"
+    over.set()
+    knocking.join()
+
+
+def test_a_site_that_was_served_before_is_not_taken_for_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_REFUSED", 0.0)
+    controller = FakeController(CS=answers())
+    carrier = exchange(controller, step_timeout=0.3)
+    carrier(STEP, asked(controller))
+    controller.behaviours["CS"] = never_fetches
+
+    def knock() -> None:
+        for _ in range(9):
+            carrier.wait_for_task("CS", 0.0)
+
+    threading.Timer(0.1, knock).start()
+    assert carrier(STEP, asked(controller))["CS"].kind == "late"
 
 
 def test_a_silent_site_is_given_up_until_it_is_heard_of() -> None:
@@ -185,6 +238,17 @@ def test_a_site_that_flare_has_lost_is_not_waited_for() -> None:
     controller = FakeController(CS=answers(), DU=never_fetches)
     controller.disconnected.add("DU")
     assert exchange(controller)(STEP, asked(controller))["DU"].kind == "missing"
+
+
+def test_a_site_whose_process_died_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_PROCESSES", 0.05)
+    controller = FakeController(CS=later(0.3, answers()), DU=never_answers, FG=never_fetches)
+    carrier = exchange(controller, step_timeout=1.5, silence=LONG, dead=lambda: {"DU", "FG"})
+    replies = carrier(STEP, asked(controller))
+    assert replies["CS"].message is not None
+    assert replies["DU"].kind == "missing" and replies["DU"].problem.startswith("its process died in 'train' of round 3")
+    assert replies["FG"].kind == "late", "with fewer threads than sites it has no process until its turn comes"
+    assert carrier.present(4) == ["CS", "FG"]
 
 
 def test_abort_ends_the_wait() -> None:

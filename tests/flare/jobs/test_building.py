@@ -53,7 +53,8 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
     assert hyper["site"]["personalization"] == "softpull"
     executor = config(folder, "client")["executors"][0]["executor"]
     assert executor == {"path": "medflare.flare.executors.FedSMExecutor", "args": {"seed": 7, "hyper": hyper}}
-    assert json.loads((folder / "meta.json").read_text())["min_clients"] == 2
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["min_clients"] == 2 and meta["custom_props"] == {"medflare": {"method": "fedsm", "rounds": 20}}
     assert load_task(folder / "app" / "config" / "task.json") == load_task("brain_lgg")
 
 

@@ -28,6 +28,8 @@ def test_both_sides_name_the_interrupted_job(job: Path, tmp_path: Path) -> None:
     server, client = arguments(resumed_job(job, "0-1-2", tmp_path / "again"))
     assert arguments(job) == before
     assert server == {**before[0], "resume": "0-1-2"} and client == {**before[1], "resume": "0-1-2"}
+    about = json.loads((tmp_path / "again" / "meta.json").read_text())["custom_props"]["medflare"]
+    assert about == {"method": "fedsm", "rounds": 3, "resume": "0-1-2"}, "what a list of jobs shows"
     assert MedflareController(**server).resume == FedSMExecutor(**client).resume == "0-1-2"
 
 

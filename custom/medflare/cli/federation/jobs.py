@@ -13,6 +13,8 @@ def add_commands(commands: Commands) -> None:
         "job",
         _job,
         help="write a FLARE job folder for the simulator, POC or production",
+        description="Write a FLARE job folder for the simulator, POC or production. `medflare job watch` and `medflare job list` look at "
+        "the jobs of a federation.",
         examples=(
             "medflare job fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm",
             "medflare job fedsm --no-byoc --out jobs/my_fedsm          # for hospitals that take no code",

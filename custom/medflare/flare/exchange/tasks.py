@@ -7,7 +7,8 @@ of life are its questions for work and the pulse that it sends while a task runs
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.fl_context import FLContext
@@ -19,6 +20,7 @@ from nvflare.app_common.app_constant import AppConstants
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.federation.exchange import DELIVER, ENROL, Reply
+from medflare.flare.exchange.watch import Watch
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.methods.base import Step
 
@@ -35,24 +37,6 @@ class _Asked:
     answer: Shareable | None = None
 
 
-@dataclass
-class Watch:
-    """When each site was heard of last, and which ones are given up until they are heard of again."""
-
-    silence: float
-    heard: dict[str, float] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
-
-    def sign_of_life(self, site: str) -> None:
-        """The site was heard of just now, and is not given up any more."""
-        self.heard[site] = time.monotonic()
-        self.lost.discard(site)
-
-    def silent_since(self, site: str, *moments: float) -> float:
-        """Seconds since the site was heard of or the latest of `moments`, whichever is shorter ago."""
-        return time.monotonic() - max(self.heard.get(site, 0.0), *moments)
-
-
 class TaskExchange:
     """The exchange that the schedule uses under FLARE.
 
@@ -64,8 +48,9 @@ class TaskExchange:
         outside: names of sites that never train, as the job has them.
         stop_reason: why the job is being stopped, asked for when the abort signal is set.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
-            lives. Enrolment and delivery always do: reading the data may take long, and so may the last evaluation.
-        silence: seconds without a sign of life after which a site counts as gone.
+            lives. Delivery always does: the last evaluation may take long.
+        enrol_timeout: the same for enrolment, in which sites read their images; a site that is late joins when it is ready.
+        watch: when sites count as gone.
     """
 
     def __init__(
@@ -78,7 +63,8 @@ class TaskExchange:
         outside: Iterable[str],
         stop_reason: Callable[[], str],
         step_timeout: float,
-        silence: float,
+        enrol_timeout: float,
+        watch: Watch,
     ):
         self.controller = controller
         self.fl_ctx = fl_ctx
@@ -87,13 +73,15 @@ class TaskExchange:
         self.outside = tuple(outside)
         self.stop_reason = stop_reason
         self.step_timeout = step_timeout
-        self.watch = Watch(silence)
+        self.enrol_timeout = enrol_timeout
+        self.watch = watch
+        self._step: Step | None = None
         self._asked: dict[str, _Asked] = {}
         self._changed = threading.Condition()
         self._closed = False
 
     def present(self, round: int) -> list[str]:
-        """The job's sites that are not given up; one that was comes back with its first sign of life.
+        """The job's sites that are not given up; one that was comes back when it is heard of, see `Watch`.
 
         Raises:
             ConfigError: the job names an outside site that FLARE does not know.
@@ -102,14 +90,15 @@ class TaskExchange:
         if unknown:
             there = ", ".join(sorted(self.members()))
             raise ConfigError(f"unknown outside site {unknown[0]!r}; this job runs at {there}: correct 'outside' or start the site first")
-        return sorted(site for site in self.members() if site not in self.watch.lost)
+        return sorted(site for site in self.members() if self.watch.there(site))
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         with self._changed:
+            self._step = step
             self._asked = {site: self._ask(step, site, message) for site, message in sorted(outgoing.items())}
             self._changed.notify_all()
         try:
-            problems = self._wait(step, 0.0 if step.phase in (ENROL, DELIVER) else self.step_timeout)
+            problems = self._wait(step, {ENROL: self.enrol_timeout, DELIVER: 0.0}.get(step.phase, self.step_timeout))
         finally:
             with self._changed:
                 asked, self._asked = self._asked, {}
@@ -119,9 +108,23 @@ class TaskExchange:
         return {site: problems.get(site) or _reply(one.answer) for site, one in asked.items()}
 
     def wait_for_task(self, site: str, seconds: float) -> None:
-        """Returns when there is a task that the site has not fetched, at the latest after `seconds`."""
+        """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (site in self._asked and not self._asked[site].fetched), seconds)
+            self.watch.question(site, self._ready(site))
+            self._changed.wait_for(lambda: self._closed or self._ready(site), seconds)
+
+    def _ready(self, site: str) -> bool:
+        return site in self._asked and not self._asked[site].fetched
+
+    def waiting(self) -> dict[str, Any]:
+        """The `phase` and `round` of the step, the seconds for which every site that has not answered was not heard of (`silent`), and
+        those after which it is given up (`silence`); empty before the first step."""
+        with self._changed:
+            if self._step is None:
+                return {}
+            since = {site: self.watch.silent_since(site, one.since) for site, one in self._asked.items() if one.answer is None}
+        silent = {site: round(seconds, 1) for site, seconds in since.items()}
+        return {"phase": self._step.phase, "round": self._step.round, "silent": silent, "silence": self.watch.silence}
 
     def close(self) -> None:
         """There will be no more tasks: nobody is kept waiting for one."""
@@ -140,8 +143,8 @@ class TaskExchange:
 
     def _fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         site = client_task.client.name
-        self.watch.sign_of_life(site)
         with self._changed:
+            self.watch.fetched(site)
             if site in self._asked and self._asked[site].task is client_task.task:
                 self._asked[site].fetched = True
 
@@ -166,32 +169,29 @@ class TaskExchange:
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
-                    problems |= {site: self._overdue(step, one) for site, one in pending.items()}
+                    problems |= {site: _overdue(step, one, timeout) for site, one in pending.items()}
+                    if step.phase == ENROL:
+                        self.watch.behind |= pending.keys()
                     break
-                gone = {site for site, one in pending.items() if self._gone(site, one, busy)}
-                self.watch.lost |= gone
-                silent = f"no sign of life in '{step.phase}' of round {step.round}; going on without the site"
-                problems |= {site: Reply(problem=silent, kind="missing") for site in gone}
+                self.watch.look()
+                gone = {site: why for site, one in pending.items() if (why := self._gone(step, site, one, busy))}
+                self.watch.lost |= gone.keys()
+                problems |= {site: Reply(problem=why, kind="missing") for site, why in gone.items()}
                 if any(one.fetched for site, one in pending.items() if site not in gone):
                     busy = time.monotonic()
                 self._changed.wait(_LOOK)
         return problems
 
-    def _gone(self, site: str, asked: _Asked, busy: float) -> bool:
-        """Whether a site cannot be expected to answer.
-
-        A site that works on its task sends a pulse. One that has not fetched its task may be waiting for its turn (FLARE's
-        simulator with fewer threads than sites), so its silence counts only while no other site is at work either.
-        """
+    def _gone(self, step: Step, site: str, asked: _Asked, busy: float) -> str:
+        """Why a site cannot be expected to answer; empty as long as it can."""
         if self.controller.get_client_disconnect_time(site):
-            return True
-        since = (asked.since,) if asked.fetched else (asked.since, busy)
-        return self.watch.silent_since(site, *since) > self.watch.silence
+            return f"no sign of life in '{step.phase}' of round {step.round}; going on without the site"
+        return self.watch.gone(site, step, asked.fetched, asked.since, busy)
 
-    def _overdue(self, step: Step, asked: _Asked) -> Reply:
-        state = "was still at work" if asked.fetched else "had not fetched its task"
-        problem = f"'{step.phase}' of round {step.round} was closed after {self.step_timeout:g} s; the site {state}"
-        return Reply(problem=problem, kind="late")
+
+def _overdue(step: Step, asked: _Asked, timeout: float) -> Reply:
+    state = "was still at work" if asked.fetched else "had not fetched its task"
+    return Reply(problem=f"'{step.phase}' of round {step.round} was closed after {timeout:g} s; the site {state}", kind="late")
 
 
 def _reply(answer: Shareable | None) -> Reply:

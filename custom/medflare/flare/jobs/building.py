@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
+from nvflare.apis.job_def import JobMetaKey
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
 from nvflare.job_config.api import FedJob
@@ -31,6 +32,8 @@ from medflare.flare.jobs.embedding import copy_package
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
+
+ABOUT: Final = "medflare"  # in a job's meta.json: what a list of jobs shows of it
 
 # A poll for work costs next to nothing; FLARE's default of two seconds between polls would be most of a short round.
 _POLL = 0.1
@@ -94,7 +97,9 @@ class FederationJob(FedJob):
         method.check(settings.hyper, task)
         check_rounds(settings.rounds, task, method)
         hyper = method.effective(settings.hyper)  # all of them, so that a reader of the job sees what there is to set
-        super().__init__(name=f"{method.name.replace('+', '_')}-{task.name}", min_clients=settings.min_sites or 1)
+        about = {JobMetaKey.CUSTOM_PROPS.value: {ABOUT: {"method": method.name, "rounds": settings.rounds}}}
+        name = f"{method.name.replace('+', '_')}-{task.name}"
+        super().__init__(name=name, min_clients=settings.min_sites or 1, meta_props=about)
         self.set_app_packages(["medflare"])  # else FLARE copies the sources of our classes into the job
         self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported; lives as long as the job
         self.to_server(_controller(settings), id="medflare")
@@ -142,7 +147,7 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
 
 
 def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
-    """Write the job that takes up an interrupted one: the same folder, with the id of the interrupted job in both configurations.
+    """Write the job that takes up an interrupted one: the same folder, with the id of the interrupted one in its configurations.
 
     Args:
         job: the job folder that was submitted.
@@ -157,11 +162,13 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
         raise ConfigError(f"{job} is no job folder: app/config/config_fed_server.json or config_fed_client.json is missing")
     if out.exists():
         raise ConfigError(f"{out} exists; choose another folder")
-    server, client = (json.loads(path.read_text(encoding="utf-8")) for path in configs.values())
+    paths = (*configs.values(), job / "meta.json")
+    server, client, meta = contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     server["workflows"][0]["args"]["resume"] = interrupted
     client["executors"][0]["executor"]["args"]["resume"] = interrupted
+    meta.setdefault(JobMetaKey.CUSTOM_PROPS.value, {}).setdefault(ABOUT, {})["resume"] = interrupted
     shutil.copytree(job, out)
-    for path, content in zip(configs.values(), (server, client), strict=True):
+    for path, content in zip(paths, contents, strict=True):
         write_json(out / path.relative_to(job), content, public=True)
     return out
 

@@ -1,0 +1,71 @@
+"""What a running job tells who asks FLARE for its statistics (`medflare job watch`, `nvflare job stats`), by the right "view"."""
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from medflare.core.events import Event, EventLog
+
+if TYPE_CHECKING:
+    from medflare.flare.exchange.tasks import TaskExchange
+
+GROUP: Final = "medflare"  # in FLARE's statistics of the job
+_KEPT = 200  # lines: who asks every few seconds misses none
+
+
+class Progress:
+    """The lines that a run says, those of its events among them, and whom it waits for.
+
+    Args:
+        events: of the run; new ones are noticed when a line comes or somebody asks.
+    """
+
+    def __init__(self, events: EventLog):
+        self._events = events
+        self._seen = 0
+        self._lines: deque[str] = deque(maxlen=_KEPT)
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        """Take a line."""
+        with self._lock:
+            self._take_events()
+            self._add(line)
+
+    def to_dict(self, exchange: "TaskExchange | None") -> dict[str, Any]:
+        """As JSON has it: `count` of all lines so far, the last of them as `lines`, and what `TaskExchange.waiting` says.
+
+        Args:
+            exchange: of the run; None before it begins.
+        """
+        with self._lock:
+            self._take_events()
+            told = {"count": self._count, "lines": list(self._lines)}
+        return told if exchange is None else {**told, **exchange.waiting()}
+
+    def _take_events(self) -> None:
+        new = list(self._events)[self._seen :]
+        self._seen += len(new)
+        for event in new:
+            self._add(event_line(event))
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line)
+        self._count += 1
+
+
+def event_line(event: Event) -> str:
+    """An event in one line.
+
+    Args:
+        event: see `core.events`.
+
+    Examples:
+        >>> event_line({"kind": "missing", "site": "B", "round": 3, "message": "no sign of life"})
+        'missing: B (round 3): no sign of life'
+        >>> event_line({"kind": "warning", "site": None, "round": None, "message": "two sites only"})
+        'warning: two sites only'
+    """
+    where = " ".join(filter(None, [event["site"], "" if event["round"] is None else f"(round {event['round']})"]))
+    return ": ".join(filter(None, [event["kind"], where, event["message"]]))

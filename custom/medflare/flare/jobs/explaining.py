@@ -1,0 +1,75 @@
+"""Why a job did not end as completed, in plain words: what FLARE keeps of it names the party, and the remedy follows."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from nvflare.apis.job_def import JobMetaKey
+from nvflare.fuel.flare_api.flare_api import Session
+
+# What FLARE or medflare writes -> what it means. {party} is the server or the site whose log or reply it is.
+MEANINGS: Final[Mapping[str, str]] = {
+    r"BYOC not permitted": (
+        "{party} refuses jobs that bring their own code; submit the job without app/custom/ (medflare job ... --no-byoc), "
+        'or have {party} allow "byoc" to your role in its local/authorization.json'
+    ),
+    r"Component '(?P<what>[\w.]+)'.* is not in allow_list": (
+        '{party} does not allow the component {what}; its administrator adds "medflare." to class_allow_list in '
+        "{party}'s local/resources.json (install_local.py does so), then submit the job again"
+    ),
+    r"No module named '(?P<what>[\w.]+)'": (
+        "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in, "
+        "or, where it allows jobs that bring code, submit one that does (medflare job ... --embed-code)"
+    ),
+    r"medflare: FAILED: (?!aborted)(?P<what>.+)": "the federation failed: {what}",
+    r"medflare: site \S+: (?P<what>.+)": "{party} could not do its part: {what}",
+}
+
+
+def explained(opened: Session, job: str) -> list[str]:
+    """What is known about the end of a job, each reason once; never empty.
+
+    Args:
+        opened: a session of who submitted it, or of the project admin.
+        job: its id.
+    """
+    found = list(dict.fromkeys(explanations(_texts(opened, job))))
+    return found or [f"nothing known about job {job} explains its end; read the logs of the server and the sites"]
+
+
+def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """What texts mean, line by line.
+
+    Args:
+        texts: (party, what it said).
+
+    Examples:
+        >>> list(explanations([("server", "... ERROR - medflare: FAILED: no site is present")]))
+        ['the federation failed: no site is present']
+    """
+    for party, text in texts:
+        for line in text.splitlines():
+            matches = ((re.search(pattern, line), meaning) for pattern, meaning in MEANINGS.items())
+            yield from (meaning.format(party=party, **match.groupdict()) for match, meaning in matches if match)
+
+
+def server_log(opened: Session, job: str) -> str:
+    """The server's log of a job.
+
+    Args:
+        opened: a session of who submitted it, or of the project admin.
+        job: its id.
+    """
+    return "".join(opened.get_job_logs(job)["logs"].values())
+
+
+def _texts(opened: Session, job: str) -> Iterator[tuple[str, str]]:
+    """(party, what it said): how the job was deployed, the error logs that sites let the server have, and the server's log."""
+    for detail in opened.get_job_meta(job).get(JobMetaKey.JOB_DEPLOY_DETAIL.value) or []:
+        party, _, said = detail.partition(": ")
+        yield party, said
+    if "ERRORLOG" in " ".join(opened.list_job_components(job)):
+        for log in sorted(Path(opened.download_job_components(job)).rglob("ERRORLOG_*")):
+            yield log.name.removeprefix("ERRORLOG_"), log.read_text(errors="replace")
+    yield from opened.get_job_logs(job)["logs"].items()

@@ -1,0 +1,108 @@
+"""A job followed to its end: rounds, sites, metrics and silences as they come, and why it failed where it did."""
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from nvflare.apis.job_def import JobMetaKey, RunStatus
+from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
+from nvflare.fuel.flare_api.flare_api import Session
+
+from medflare.flare.exchange.progress import GROUP
+from medflare.flare.jobs.explaining import explained, server_log
+from medflare.flare.jobs.sessions import REFUSALS, RUNNING, Job
+
+_EVERY = 2.0  # seconds between two looks
+_QUIET = 10.0  # seconds without a sign of life until a site is named; it is named again whenever they have doubled
+_STEP = re.compile(r"(?:round \d+ \(\d+/\d+\)|after round \d+|without a round) \w+: .+")  # as `evaluation.console.round_line` writes it
+
+
+class Follower:
+    """What is new in a job's statistics.
+
+    Args:
+        say: takes a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._count = 0
+        self._said: set[str] = set()
+        self._named: dict[str, float] = {}  # site -> its silence when it was named last
+
+    def show(self, told: Mapping[str, Any]) -> None:
+        """The lines that are new, and who is silent.
+
+        Args:
+            told: see `exchange.progress.Progress.to_dict`; empty where the job has not begun.
+        """
+        if not told:
+            return
+        new = told["count"] - self._count
+        for line in told["lines"][-new:] if new > 0 else ():
+            self._say(line)
+            self._said.add(line)
+        self._count = told["count"]
+        silent = told.get("silent", {})
+        for site, seconds in silent.items():
+            if seconds >= max(_QUIET, 2 * self._named.get(site, 0.0)):
+                step = f"'{told['phase']}' of round {told['round']}"
+                self._say(f"silent: {site}: nothing heard for {seconds:.0f} s in {step}; given up after {told['silence']:g} s")
+                self._named[site] = seconds
+        for site in [site for site in self._named if silent.get(site, 0.0) < _QUIET]:
+            del self._named[site]
+
+    def complete(self, log: str) -> None:
+        """The steps that ended after the last look.
+
+        Args:
+            log: the server's, of the whole job.
+        """
+        for line in log.splitlines():
+            found = _STEP.search(line)
+            if found and found[0] not in self._said:
+                self._say(found[0])
+                self._said.add(found[0])
+
+
+def watch(opened: Session, job: str, say: Callable[[str], None], *, timeout: float = 0.0, every: float = _EVERY) -> bool:
+    """Follow a job until it ends; whether it completed.
+
+    Args:
+        opened: a session of who submitted it, or of the project admin.
+        job: its id.
+        say: takes a line.
+        timeout: seconds after which nobody watches any more, while the job goes on; 0: none.
+        every: seconds between two looks.
+    """
+    follower, states = Follower(say), [""]
+
+    def look(opened: Session, job: str, meta: Job) -> bool:
+        state = meta[JobMetaKey.STATUS.value]
+        if state != states[-1]:
+            say(f"{job} {state}")
+            states.append(state)
+        if state == RUNNING:
+            with suppress(*REFUSALS):  # its process comes up or goes down
+                follower.show(_told(opened.show_stats(job, TargetType.SERVER)))
+        return True
+
+    ended, meta = opened.monitor_job_and_return_job_meta(job, timeout, every, look)
+    if ended == MonitorReturnCode.TIMEOUT:
+        say(f"{job} is still {states[-1]} after {timeout:g} s; it goes on, nobody watches")
+        return False
+    with suppress(*REFUSALS):
+        follower.complete(server_log(opened, job))
+    if meta[JobMetaKey.STATUS.value] == RunStatus.FINISHED_COMPLETED.value:
+        return True
+    for line in explained(opened, job):
+        say(line)
+    return False
+
+
+def _told(stats: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What medflare says in the server's statistics; empty where the job is none of its, or has not begun."""
+    server = stats.get(TargetType.SERVER)
+    told = server.get(GROUP) if isinstance(server, Mapping) else None
+    return told if isinstance(told, Mapping) else {}

@@ -1,0 +1,53 @@
+"""A federation's server as a lead's session shows it, without processes: jobs in states that change from look to look."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nvflare.fuel.flare_api.api_spec import JobNotRunning, MonitorReturnCode
+
+
+def job(identity: str, name: str = "fedsm-brain", status: str = "RUNNING", **more: Any) -> dict[str, Any]:
+    """What FLARE says of a job in a list with all details."""
+    times = {"submit_time_iso": "2026-11-22T08:15:30+00:00", "duration": "0:01:05.123456"}
+    return {"job_id": identity, "name": name, "status": status, "submitter_name": "lead@coordination.org", **times, **more}
+
+
+class Served:
+    """The session.
+
+    Attributes:
+        states: those that the job has, look by look; the last one stays.
+        stats: what `show_stats` gives at these looks.
+        log: of the server.
+        details: how the job was deployed.
+    """
+
+    def __init__(self, *states: str, stats: tuple[Mapping[str, Any], ...] = (), log: str = "", details: tuple[str, ...] = ()):
+        self.states, self.stats, self.log, self.details = states, stats, log, details
+        self.looks = 0
+
+    def get_job_meta(self, identity: str) -> dict[str, Any]:
+        return job(identity, status=self.states[min(self.looks, len(self.states) - 1)], job_deploy_detail=list(self.details))
+
+    def show_stats(self, identity: str, target: str) -> dict[str, Any]:
+        if self.looks >= len(self.stats):
+            raise JobNotRunning("job is not running")
+        return {target: {"ServerRunner": {"status": "started"}, **self.stats[self.looks]}}
+
+    def get_job_logs(self, identity: str) -> dict[str, Any]:
+        return {"logs": {"server": self.log}}
+
+    def list_job_components(self, identity: str) -> list[str]:
+        return []
+
+    def monitor_job_and_return_job_meta(
+        self, identity: str, timeout: float, every: float, look: Callable[..., bool]
+    ) -> tuple[MonitorReturnCode, dict[str, Any] | None]:
+        while True:
+            meta = self.get_job_meta(identity)
+            assert look(self, identity, meta)
+            if meta["status"].startswith("FINISHED"):
+                return MonitorReturnCode.JOB_FINISHED, meta
+            self.looks += 1
+            if timeout and self.looks >= timeout:
+                return MonitorReturnCode.TIMEOUT, None
