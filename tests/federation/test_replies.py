@@ -15,7 +15,7 @@ from medflare.evaluation.contract import validate_results
 from medflare.federation.exchange import DELIVER, ENROL, Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
-from medflare.federation.screening.replies import DELIVERS, ENROLS, is_number, unfit, unreadable
+from medflare.federation.screening.replies import DELIVERS, ENROLS, unfit, unreadable
 from medflare.methods.base import MEASURED, Step
 from small import tiny_phantom
 
@@ -74,7 +74,7 @@ def test_facts_that_nobody_can_work_with(facts: Any) -> None:
 
 
 def test_what_sites_say_every_day_passes() -> None:
-    facts = {"n_samples": 7, "loss": math.nan, "validation": {"global": None, "personal": 0.5}, **event(site="A", round=2)}
+    facts = {"n_samples": 7, "loss": 0.5, "validation": {"global": None, "personal": 0.5}, **event(site="A", round=2)}
     message = Message({"model": {"w": torch.ones(2, 2).T, "count": torch.tensor(3)}}, facts)
     assert unreadable(message, "A") is None and unfit(message, MEASURED) is None
 
@@ -90,7 +90,7 @@ def test_what_sites_say_every_day_passes() -> None:
         (DELIVERS, {"metrics": "fine"}, "metrics is str, expected a table"),
         (DELIVERS, {"metrics": {"global": [1]}}, "metrics 'global' is list, expected a table of metrics"),
         (DELIVERS, {"metrics": {"global": {"dice": 1e9}}}, "metrics 'global' 'dice' is 1000000000.0, expected a number from 0 to 1"),
-        (DELIVERS, {"metrics": {"global": {"hd95": -1}}}, "metrics 'global' 'hd95' is -1, expected a number from 0 to inf"),
+        (DELIVERS, {"metrics": {"global": {"hd95": -1}}}, "metrics 'global' 'hd95' is -1, expected a number from 0 to 1e+06"),
         (ENROLS, {"n": {"train": 10**12}}, "n 'train' is 1000000000000, expected a count"),
         (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 0.1}}, "privacy says nothing of 'steps'"),
         (DELIVERS, {"reports": 3}, "reports is int, expected a table"),
@@ -191,10 +191,6 @@ def test_too_few_sites_that_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medflare.federation.local.loop.LocalExchange", Attacked)
     results = run_local("fedavg", TINY, ("A", "B"), rounds=1, seed=0)
     assert results["status"] == "FAILED" and "min_sites is 2" in results["reason"]
-
-
-def test_numbers() -> None:
-    assert [is_number(value) for value in (1, 0.5, True, math.nan, 10**400, "1", None)] == [True, True, False, False, False, False, False]
 
 
 HIDDEN: dict[str, dict[str, tuple[str, Callable[[Message], Message]]]] = {

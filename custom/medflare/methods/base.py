@@ -12,7 +12,7 @@ from torch import nn
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phases, table
+from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phases, models, number
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
@@ -38,10 +38,23 @@ class ServerHyper:
     selection: Selection = param("median", "deliver the round of best validation by the sites' median or weighted mean, or the last one")
 
 
-# What every reply to training or validation reports, see `SiteHalf.facts`.
-N_SAMPLES = Fact("n_samples", "training images")
-LOSS = Fact("loss", "mean training loss", measured="train")
-VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", table(), "validation")
+def _samples(value: object) -> str | None:
+    """What is wrong with a number of training images; how many the site has is known from its enrolment."""
+    problem = number()(value)
+    return problem or (f"is {value!r:.40}, expected a positive number" if value <= 0 else None)  # type: ignore[operator]  # a number
+
+
+def _mean_loss(value: object) -> str | None:
+    """What is wrong with a mean loss; one that is beyond all use says that training went wrong, and is not drawn."""
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return number(optional=True)(value)
+    return None if abs(value) <= 1e12 else f"is {value!r:.40}: training diverged at the site; lower its learning rate or check its images"
+
+
+# What every reply to training or validation reports, see `SiteHalf.facts`. A bad metric costs the site its vote and not its update.
+N_SAMPLES = Fact("n_samples", "training images", _samples)
+LOSS = Fact("loss", "mean training loss", _mean_loss, "train")
+VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", models(), "validation")
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
 
 S = TypeVar("S", bound=SiteHyper)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.manifest import Entry, Fact, Phase, text
 from medflare.core.message import Message
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Plan, Step
@@ -27,7 +27,7 @@ from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
 
 _FROZEN = Entry("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
-_COMBINE = Fact("combine", "whether one model answers, or all by their scores")
+_COMBINE = Fact("combine", "whether one model answers, or all by their scores", text("extra", "ensemble"))
 
 
 def one_score_more(plan: Plan[Any, Any]) -> int:

@@ -20,7 +20,8 @@ from medflare.methods.parts.training import epochs, weighted_sum
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # VGG-11: the paper's
-MOMENTS = ("exp_avg", "exp_avg_sq")
+SQUARE = "exp_avg_sq"  # Adam takes its root
+MOMENTS = ("exp_avg", SQUARE)
 SENT = (Entry("selector"), *(Entry(f"selector_{moment}") for moment in MOMENTS))  # what a site needs to train it
 SelectorLoss = Callable[[Tensor, Batch], Tensor]
 SelectorPlan = Plan[FedSMSiteHyper, Any]
@@ -79,7 +80,7 @@ def selector_entries(outputs: Callable[[SelectorPlan], int]) -> tuple[Entry, ...
     return (
         Entry("selector_gradient", "the gradient of the selector, which tells sites apart", parameters, steps_at_server),
         Entry("selector", "the selector that tells sites apart", whole, steps_at_site),
-        *(Entry(f"selector_{moment}", purpose.format(moment), parameters, moments_too) for moment in MOMENTS),
+        *(Entry(f"selector_{moment}", purpose.format(moment), parameters, moments_too, unsigned=moment == SQUARE) for moment in MOMENTS),
     )
 
 

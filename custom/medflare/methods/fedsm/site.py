@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table
+from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table, text
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
@@ -40,15 +40,23 @@ META = Entry(
 ADAPTED = Entry("personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
 PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
 SELECTOR = Entry("selector")
+_SHARE = number(0.0, 1.0)
 LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)), "train")
-UPDATE = Fact("update", "number of the selector's update within a round")
-CANDIDATES = Fact("candidates", "values of γ")
-CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(number(0.0, 1.0)), "validation")
+UPDATE = Fact("update", "number of the selector's update within a round", count())
+CANDIDATES = Fact("candidates", "values of γ", listing(_SHARE))
+CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(_SHARE, len(DECILES)), "validation")
 GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)), "validation")
-ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0, optional=True)), "validation")
+ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0, 1.0, optional=True)), "validation")
 N_VALIDATION = Fact("n_validation", "validation images", count())
 # what a super model is told with
-SUPER = (Fact("gamma"), Fact("choose_by"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)
+SUPER = (
+    Fact("gamma", "γ", _SHARE),
+    Fact("choose_by", "whose scores choose", text("image", "patient")),
+    Fact("sites", "the selector's classes", listing(text())),
+    Fact("selector", "the selector's network", table()),
+    Fact("rounds", "site -> rounds of training behind its model", table(count(optional=True))),
+    SELECTED_ROUND,
+)
 
 
 class PersonalSite(FedAvgSite[H]):

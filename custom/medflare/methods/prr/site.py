@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table
+from medflare.core.manifest import Entry, Fact, Phase, count, listing, models, number, table
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
@@ -52,11 +52,11 @@ NORMALISATION = Entry(
     lambda plan: local_part(plan).kept(plan.template()),
 )
 PERSONAL = Entry("personal", "the site's personal model, a candidate for outside sites")
-CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites")
-STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count()))
+CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites", listing(listing(number(0.0))))
+STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count(3)))
 GAMMA = Fact("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)))
 GAMMAS = Fact("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))), "train")
-TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", table(number(optional=True)), "validation")
+TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", models(number(optional=True)), "validation")
 _RECEIVED: dict[str, Any] = {"sends": (DEPUTY, PROTOTYPES), "tells": (CLASS_TOTALS,)}
 
 
