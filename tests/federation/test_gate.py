@@ -1,18 +1,19 @@
 """The gate under fire: whatever one site of three sends, the run completes, the others are as they would be, and results are written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from federation import strategies
-from federation.replayed import FEDERATIONS, LIAR, Place, Recorded, recorded
+from federation.replayed import FEDERATIONS, LIAR, Place, Recorded, Replay, recorded
 from federation.strategies import cases
 from medflare.core.events import KINDS, EventLog
 from medflare.core.manifest import non_finite
@@ -91,7 +92,7 @@ def rejected_by(results: Mapping[str, Any]) -> set[str | None]:
     return {found["site"] for found in results["events"] if found["kind"] == "rejected"}
 
 
-def check(name: str, place: Place, lie: Message, folder: Path | None) -> None:
+def check(name: str, place: Place, lie: Message, folder: Path | None) -> dict[str, Any]:
     """A run with one lie comes to its end, as it would without it where the lie is rejected."""
     found = recorded(name)
     exchange = found.answers({place: lambda: Reply(strategies.copied(lie) if _plain(lie) else lie)})
@@ -107,13 +108,22 @@ def check(name: str, place: Place, lie: Message, folder: Path | None) -> None:
     if folder is not None:
         assert (folder / RESULTS_FILE).is_file() and (folder / REPORT_FILE).is_file()
     event(f"{place[0]} rejected: {bool(rejected_by(results))}")
-    if any(found["kind"] == "rejected" and "its vote does not count" not in found["message"] for found in results["events"]):
+    if _turned_away(place, results["events"], exchange):
         other, delivered = _without(name, place)
         for site in exchange.sent["deliver", 2, 0]:
             assert _same(exchange.sent["deliver", 2, 0][site], delivered[site]), site
         honest = [site for site in results["sites"] if site != LIAR]
         assert [results["sites"][site] for site in honest] == [other["sites"][site] for site in honest]
         assert results["mean"] == other["mean"]
+    return results
+
+
+def _turned_away(place: Place, events: list[dict[str, Any]], exchange: Replay) -> bool:
+    """Whether it was this reply that was rejected; one with other counts may be taken, and the next ones not be like it."""
+    if place[0] == "enrol":
+        return LIAR not in exchange.sent["deliver", 2, 0]
+    verdicts = [found for found in events if found["kind"] == "rejected" and found["round"] == place[1]]
+    return any("its vote does not count" not in found["message"] for found in verdicts)
 
 
 def _plain(message: Message) -> bool:
@@ -130,6 +140,47 @@ def _same(first: Message, second: Message) -> bool:
 
     one, other = flat(first), flat(second)
     return one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one) and first.facts == second.facts
+
+
+def fact(**changes: Any) -> Callable[[Message], None]:
+    return lambda message: message.facts.update(changes)
+
+
+def below_zero(entry: str, ending: str) -> Callable[[Message], None]:
+    def change(message: Message) -> None:
+        state = message.states[entry]
+        state |= {name: -tensor.abs() - 0.1 for name, tensor in state.items() if name.endswith(ending)}
+
+    return change
+
+
+TRAIN, DELIVERY = ("train", 0, 0), ("deliver", 2, 0)
+LIES: dict[str, tuple[str, Place, Callable[[Message], Any], str]] = {
+    "a variance below 0": ("fedavg", TRAIN, below_zero("model", "running_var"), "holds a number below 0"),
+    "mean squares below 0": ("fedsm synced", TRAIN, below_zero("selector_exp_avg_sq", ""), "holds a number below 0"),
+    "validation images that it does not have": ("fedsm", ("tune", 2, 0), fact(n_validation=2**53), "the site enrolled with"),
+    "a standard error that no metric has": ("fedsm", ("tune", 2, 0), fact(errors={"0": 1e308}), "expected a number from 0 to 1"),
+    "a thousand deciles": ("fedsm", ("confide", 2, 0), fact(confidence=[0.5] * 1000), "more than 9"),
+    "a stage that there is not": ("prr", TRAIN, fact(stages=[7]), "stages [0] is 7"),
+    "an A-distance of 1e300": ("grace", TRAIN, fact(a_distance=1e300), "expected a number from -2 to 2"),
+    "a selected round as text": ("iop_fl", ("submit", 2, 0), fact(selected_round="last"), "expected a count"),
+    "a loss that cannot be drawn": ("fedavg", TRAIN, fact(loss=1e308), "training diverged"),
+    "a model that cannot be drawn": ("fedavg", TRAIN, fact(validation={"$\\frac{$": 0.5}), "no name of a model"),
+    "metrics of a model that cannot be drawn": ("fedavg", DELIVERY, fact(metrics={"$\\frac{$": {"dice": 0.5}}), "no name of a model"),
+    "a distance beyond all images": ("fedavg", DELIVERY, fact(metrics={"global": {"hd95": 1e308}}), "from 0 to 1e+06"),
+    "a gigabyte at the end": ("fedavg", DELIVERY, lambda message: message.states.update(patients={"x": torch.ones(9)}), "unexpected entry"),
+    "tensors to enrol with": ("fedavg", ("enrol", 0, 0), lambda message: message.states.update(x={"x": torch.ones(9)}), "unexpected entry"),
+    "names that are numbers": ("fedavg", ("enrol", 0, 0), lambda message: message.facts["n"].update({3: 4}), "facts have the name 3"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_was_found_to_end_a_run(name: str, tmp_path: Path) -> None:
+    federation, place, change, words = LIES[name]
+    lie = strategies.copied(recorded(federation).replies[place][LIAR])
+    change(lie)
+    results = check(federation, place, lie, tmp_path)
+    assert any(words in found["message"] for found in results["events"] if found["site"] == LIAR), results["events"]
 
 
 @pytest.mark.parametrize("name", FEDERATIONS)

@@ -29,6 +29,19 @@ def nested(depth: int) -> Any:
     return value
 
 
+def wide(width: int) -> Any:
+    value: Any = [0] * width
+    for _ in range(4):
+        value = [value] * width
+    return value
+
+
+def itself() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
 def event(**changes: Any) -> dict[str, Any]:
     return {"events": [{"kind": "warning", "message": "a note", **changes}]}
 
@@ -40,6 +53,12 @@ STATES = {
     "an array in place of a tensor": lambda: Message({"model": {"w": torch.ones(2).numpy()}}, {}),  # type: ignore[dict-item]
     "a sparse tensor": lambda: Message({"model": {"w": torch.ones(2).to_sparse()}}, {}),
     "a tensor without memory": lambda: Message({"model": {"w": torch.ones(2, device="meta")}}, {}),
+    "tensors of several shapes": lambda: Message({"model": {"w": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}}, {}),
+    "a tensor that is learnt": lambda: Message({"model": {"w": torch.nn.Parameter(torch.ones(2))}}, {}),
+    "a tensor that waits to be negated": lambda: Message({"model": {"w": torch.ones(2, dtype=torch.complex64).conj().imag}}, {}),
+    "an entry's name that is no text": lambda: Message({3: {}}, {}),  # type: ignore[dict-item]
+    "an entry's name that is no Unicode": lambda: Message({"\ud800": {"w": 3}}, {}),  # type: ignore[dict-item]
+    "a name that is a book": lambda: Message({"model": {"w" * 10**6: torch.ones(2)}}, {}),
 }
 FACTS: dict[str, Any] = {
     "facts that are a list": [1],
@@ -50,10 +69,18 @@ FACTS: dict[str, Any] = {
     "half a character": {"validation": {"\ud800": 0.5}},
     "a million facts": {str(number): number for number in range(100_000)},
     "a set": {"validation": {1, 2}},
+    "a name that is a number": {"validation": {3: 0.5}},
+    "a name that is half a character": {"\ud800": 0.5},
+    "few lists that are millions when they are written down": {"validation": wide(100)},
+    "a list that holds itself": {"validation": itself()},
     "events as text": {"events": "all is well"},
     "an event as text": {"events": ["all is well"]},
     "an event of no kind": {"events": [{"message": "hello"}]},
     "an event of an unknown kind": event(kind="party"),
+    "a verdict of the server's": event(kind="rejected"),
+    "an event that says nothing": event(message="  "),
+    "an event before the first round": event(round=-1),
+    "an event with more": event(diagnosis="x"),
     "an event in another's name": event(site="other"),
     "an event in a round that is text": event(round="first"),
     "an event without words": event(message=None),
@@ -94,6 +121,20 @@ def test_what_sites_say_every_day_passes() -> None:
         (ENROLS, {"n": {"train": 10**12}}, "n 'train' is 1000000000000, expected a count"),
         (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 0.1}}, "privacy says nothing of 'steps'"),
         (DELIVERS, {"reports": 3}, "reports is int, expected a table"),
+        (DELIVERS, {"reports": {"$\\frac{$": {}}}, "reports '$\\\\frac{$' is no name of a model"),
+        (DELIVERS, {"metrics": {"global": {"beauty": 0.5}}}, "metrics 'global' 'beauty' is no metric"),
+        (DELIVERS, {"patients": 3}, "unexpected fact 'patients'"),
+        (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 2.0}}, "privacy 'delta' is 2.0, expected a number from 0 to 1"),
+        (ENROLS, {"n": {"train": 1, "autopsy": 1}}, "n 'autopsy' is no split"),
+        (MEASURED, {"validation": {"$\\frac{$": 0.5}}, "validation '$\\\\frac{$' is no name of a model"),
+        (MEASURED, {"validation": dict.fromkeys(map(str, range(99)), 0.5)}, "validation names 99 models, more than 16"),
+        (MEASURED, {"loss": "low"}, "loss is str, expected a number"),
+        (
+            MEASURED,
+            {"loss": 1e300},
+            "loss is 1e+300: training diverged at the site; lower its learning rate or check its images",
+        ),
+        (MEASURED, {"n_samples": True}, "n_samples is bool, expected a number"),
     ],
 )
 def test_facts_that_cannot_be_meant(declared: Any, facts: dict[str, Any], words: str) -> None:

@@ -184,6 +184,7 @@ class SiteHalf(ABC, Generic[S]):
         Hyper: the hyper-parameters that this half owns.
         server_hyper: the class of hyper-parameters without which a server half cannot serve this one: what it reads of them, or relies on.
         phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
+        delivery: what the server's message with the final models holds; None: the half does not say.
         freezes: whether the half can leave parts of the network at rest, see `TaskConfig.freeze`; a subclass says so anew.
         plain_steps: whether all its steps are those of `parts.steps`, which know `TaskConfig.accumulate` and fp16; a subclass says so anew.
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
@@ -194,6 +195,7 @@ class SiteHalf(ABC, Generic[S]):
     Hyper: ClassVar[type] = SiteHyper
     server_hyper: ClassVar[type] = ServerHyper
     phases: ClassVar[tuple[Phase, ...]] = ()
+    delivery: ClassVar[Phase | None] = None
     freezes: ClassVar[bool] = False
     plain_steps: ClassVar[bool] = False
     unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
@@ -240,6 +242,14 @@ class SiteHalf(ABC, Generic[S]):
             if phase.name == name:
                 return phase
         raise ConfigError(f"{cls.__name__} has no phase {name!r}; it knows {', '.join(phase.name for phase in cls.phases)}")
+
+    def contradicted(self, incoming: Message) -> str | None:
+        """What the server tells that is not so under this half's plan, in words, or None; asked before the half works with it.
+
+        Args:
+            incoming: the server's message, which is as its phase declares.
+        """
+        return None
 
     @classmethod
     def manifest(cls, phase: str, plan: Plan[Any, Any]) -> Manifest:

@@ -35,11 +35,12 @@ SELECTED_ROUND = Fact("selected_round", "rounds of training behind a model", cou
 TRAIN = Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY))
 TRAIN_PART = Phase(
     "train_part",
-    sends=(GLOBAL,),
+    sends=(Entry("model", template=lambda plan: moving(plan)),),
     answers=(Entry("model", "what of the locally trained model is not at rest, for the weighted mean", lambda plan: moving(plan)),),
     reports=MEASURED,
 )
 VALIDATE = Phase("validate", sends=(GLOBAL,), reports=MEASURED)
+DELIVERY = Phase("deliver", sends=(GLOBAL,), tells=(SELECTED_ROUND,))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -72,6 +73,7 @@ class FedAvgSite(SiteHalf[F]):
 
     Hyper: ClassVar[type] = FedAvgHyper
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, TRAIN_PART, VALIDATE)
+    delivery: ClassVar[Phase | None] = DELIVERY
     freezes: ClassVar[bool] = True
     plain_steps: ClassVar[bool] = True
 

@@ -20,7 +20,7 @@ from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Plan, Step
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
 from medflare.methods.fedsm.hyper import FedSMExtraServerHyper, FedSMExtraSiteHyper
-from medflare.methods.fedsm.selector import SENT, SelectorLoss, selector_entries
+from medflare.methods.fedsm.selector import SelectorLoss, selector_entries
 from medflare.methods.fedsm.server import PersonalServer
 from medflare.methods.fedsm.site import ADAPTED, GLOBAL, LOSSES, META, MODEL, PERSONAL, PERSONAL_OF, SUPER, UPDATE, PersonalSite
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
@@ -35,6 +35,9 @@ def one_score_more(plan: Plan[Any, Any]) -> int:
     return len(plan.sites) + 1
 
 
+_SELECTOR, _SENT, _TRAINED = selector_entries(one_score_more)
+
+
 class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
     """Trains the selector alone once the other models are finished."""
 
@@ -47,12 +50,13 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
         Phase("validate", sends=(GLOBAL, PERSONAL, META), answers=(ADAPTED,), reports=MEASURED),
         Phase(
             "train_selector",
-            sends=(GLOBAL, PERSONAL_OF, *SENT),
-            answers=selector_entries(one_score_more),
-            tells=(*SUPER, UPDATE, _COMBINE),
+            sends=(GLOBAL.maybe(), PERSONAL_OF, *_SENT),
+            answers=_TRAINED,
+            tells=(*(fact.maybe() for fact in (*SUPER, _COMBINE)), UPDATE),  # the finished models come once
             reports=MEASURED,
         ),
     )
+    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, _COMBINE))
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:
