@@ -167,13 +167,13 @@ def test_no_message_raises_anything_at_the_site(data: st.DataObject) -> None:
     assert problem is None or (problem and "\n" not in problem and len(problem) < 2000)
 
 
-@pytest.mark.parametrize("name", FEDERATIONS)
+@pytest.mark.parametrize("name", ["fedavg", "fedsm", "prr", "iop_fl", "feddag"])
 def test_what_a_site_takes_it_can_work_with(name: str) -> None:
     """A delivery that is nearly right is refused in one line, or the models are made, measured and finite."""
     member, (place,) = recorded(name).participants[LIAR], [place for place in recorded(name).sent if place[0] == DELIVER]
     sent = recorded(name).sent[place][LIAR]
 
-    @cases(5)
+    @cases(4)
     @given(strategies.nearly(sent))
     def one(message: Message) -> None:
         problem = ""

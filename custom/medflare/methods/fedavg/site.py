@@ -40,7 +40,7 @@ TRAIN_PART = Phase(
     reports=MEASURED,
 )
 VALIDATE = Phase("validate", sends=(GLOBAL,), reports=MEASURED)
-DELIVERY = Phase("deliver", sends=(GLOBAL,), tells=(SELECTED_ROUND,))
+DELIVERY = Phase("deliver", sends=(GLOBAL,), tells=(SELECTED_ROUND.maybe(),))
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -60,7 +60,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         ),
         ScoredSite.phases,
     )
-    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, GENERATOR.maybe()), tells=(SELECTED_ROUND,))  # it draws pictures
+    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, GENERATOR.maybe()), tells=(SELECTED_ROUND.maybe(),))
     unprotected = "generator, student and teacher learn from each other on every batch, and the perturbed model shows a bare gradient"
     kept = Kept("kept")  # type 3: the model that never leaves
 

@@ -51,7 +51,7 @@ CLASSES = Fact("sites", "the selector's classes", listing(text()))
 SPEC = Fact("selector", "the selector's network", table())
 # what a super model is told with, and FedSM's own
 ROUNDS = Fact("rounds", "site -> rounds of training behind its model", table(count(optional=True)), sometimes=True)
-SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND)
+SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.maybe())
 CHOOSING = (Fact("gamma", "γ", _SHARE), Fact("choose_by", "whose scores choose", text("image", "patient")))
 
 

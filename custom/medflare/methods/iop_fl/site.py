@@ -28,7 +28,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     Hyper: ClassVar[type] = IOPHyper
     plain_steps: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
-    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND, SHARES.maybe()))
+    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND.maybe(), SHARES.maybe()))
     adapted = Kept("adapted")  # P_k
     local_step = Kept("local_step")  # reading "explicit": a step that waits for its round's global model
     last_global = Kept("last_global")  # reading "incremental": the global model of the last round that was seen
