@@ -68,3 +68,26 @@ def test_a_message_is_numbered_without_being_changed() -> None:
     plain = message(1, n=3)
     assert numbered(plain, 7, 9).facts == {"n": 3, "step": 7, "run_rounds": 9} and plain.facts == {"n": 3}
     assert numbered(plain, 7, 9).states is plain.states
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ("no data\n\n  here", "no data here"),
+        ("half a character: \ud800", "half a character: ?"),
+        ("", "it does not say why"),
+        (7, "its reason is int, expected text"),
+        ("x" * 10**6, "x" * 1997 + "..."),
+    ],
+)
+def test_a_sites_own_words_fit_on_a_line(problem: str, said: str) -> None:
+    (reply,) = Courier(Answering(A=Reply(problem=problem)), Outcome()).ask(STEP, {"A": Message()}).values()
+    assert reply.problem == said and reply.kind == "failed"
+
+
+@pytest.mark.parametrize("phase", ["enrol", "deliver"])
+def test_no_tensor_belongs_to_a_phase_of_all(phase: str) -> None:
+    facts = {"n": {"train": 1}, "class_counts": [1]} if phase == "enrol" else {"metrics": {}}
+    outcome = Outcome()
+    (reply,) = Courier(Answering(A=Reply(message(9, **facts))), outcome).ask(Step(phase, 0), {"A": Message()}).values()
+    assert (reply.kind, reply.problem, outcome.up_bytes) == ("rejected", "unexpected entry 'model'", 0)

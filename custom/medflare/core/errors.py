@@ -17,6 +17,10 @@ class UpdateError(MedflareError):
     """A site's update cannot be accepted by the server."""
 
 
+class MessageError(MedflareError):
+    """What a server sends cannot be used by a site."""
+
+
 class StateError(MedflareError):
     """A stored state is missing, damaged or belongs to somebody else."""
 

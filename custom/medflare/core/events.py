@@ -27,6 +27,7 @@ KINDS: Final = (
     "aborted",  # stopped from outside
     "warning",  # everything else that a reader of the results should know
 )
+OF_SITES: Final = ("undefined", "reverted", "left_out", "warning")  # what a site may say of itself; the others are the server's to say
 
 
 class EventLog:

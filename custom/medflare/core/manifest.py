@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from medflare.core.message import Message
+
+_VARIANCE: Final = "running_var"  # torch's name for it in every layer that keeps one
 
 
 @dataclass(frozen=True)
@@ -18,20 +20,24 @@ class EntrySpec:
     Attributes:
         tensors: tensor name -> (shape, dtype).
         purpose: why the entry leaves the site, in words for the hospital's own report.
+        unsigned: names of tensors that hold no number below 0: whoever takes a root of one would get NaN.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     purpose: str
+    unsigned: frozenset[str] = frozenset()
 
     @classmethod
-    def like(cls, state: Mapping[str, Tensor], purpose: str) -> "EntrySpec":
-        """The spec that `state` (any device, meta included) satisfies.
+    def like(cls, state: Mapping[str, Tensor], purpose: str, unsigned: bool = False) -> "EntrySpec":
+        """The spec that `state` (any device, meta included) satisfies; running variances are never below 0.
 
         Args:
             state: name -> tensor; only names, shapes and dtypes are read.
             purpose: why the entry leaves the site.
+            unsigned: whether no tensor holds a number below 0.
         """
-        return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, purpose)
+        squares = frozenset(name for name in state if unsigned or name.rpartition(".")[2] == _VARIANCE)
+        return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, purpose, squares)
 
 
 Manifest = dict[str, EntrySpec]
@@ -57,11 +63,15 @@ class Entry(str):
         purpose: why it leaves the site; may be empty for what only the server sends.
         template: plan -> a state with its names, shapes and dtypes (meta device); by default the task's own network.
         when: plan -> whether it is sent under these settings.
+        unsigned: whether it holds no number below 0.
+        sometimes: whether the server's message may lack it.
     """
 
     purpose: str
     template: Callable[[Any], Mapping[str, Tensor]]
     when: Callable[[Any], bool]
+    unsigned: bool
+    sometimes: bool
 
     def __new__(
         cls,
@@ -69,18 +79,26 @@ class Entry(str):
         purpose: str = "",
         template: Callable[[Any], Mapping[str, Tensor]] = _network,
         when: Callable[[Any], bool] = _always,
+        *,
+        unsigned: bool = False,
+        sometimes: bool = False,
     ) -> "Entry":
         entry = super().__new__(cls, name)
         entry.purpose, entry.template, entry.when = purpose, template, when
+        entry.unsigned, entry.sometimes = unsigned, sometimes
         return entry
 
     def spec(self, plan: Any) -> EntrySpec:
         """What the entry holds under a plan."""
-        return EntrySpec.like(self.template(plan), self.purpose)
+        return EntrySpec.like(self.template(plan), self.purpose, self.unsigned)
 
     def covers(self, name: str) -> bool:
         """Whether a name in a message is this entry or one of its family."""
         return name.startswith(self) if self.endswith("/") else name == self
+
+    def maybe(self) -> "Entry":
+        """The same, in a message that may lack it."""
+        return Entry(self, self.purpose, self.template, self.when, unsigned=self.unsigned, sometimes=True)
 
     def of(self, site: str) -> str:
         """The family's entry of one site."""
@@ -134,11 +152,12 @@ def number(least: float = -math.inf, most: float = math.inf, *, optional: bool =
     return problem
 
 
-def count(most: int = 2**53) -> Taken:
+def count(most: int = 2**53, *, optional: bool = False) -> Taken:
     """Takes whole numbers from 0.
 
     Args:
         most: the largest.
+        optional: whether None is taken as well.
 
     Examples:
         >>> count()(3), count()(-1), count()(1.5)
@@ -146,6 +165,8 @@ def count(most: int = 2**53) -> Taken:
     """
 
     def problem(value: object) -> str | None:
+        if value is None and optional:
+            return None
         if isinstance(value, bool) or not isinstance(value, int):
             return f"is {type(value).__name__}, expected a count"
         return None if 0 <= value <= most else f"is {value!r:.40}, expected a count"
@@ -172,16 +193,64 @@ def table(of: Taken = anything) -> Taken:
     return problem
 
 
-def listing(of: Taken = anything) -> Taken:
+def models(of: Taken = anything, most: int = 16) -> Taken:
+    """Takes tables, model -> value, of a few models whose names are short and plain: they head tables and figures.
+
+    Args:
+        of: what every value must be.
+        most: models.
+
+    Examples:
+        >>> models(number())({"global": 1}), models()({"$x": 1})
+        (None, "'$x' is no name of a model")
+    """
+
+    def problem(value: object) -> str | None:
+        names = list(value) if isinstance(value, Mapping) else []
+        if len(names) > most:
+            return f"names {len(names)} models, more than {most}"
+        return next((f"{name!r:.60} is no name of a model" for name in names if not _plain(name)), None) or table(of)(value)
+
+    return problem
+
+
+def _plain(name: object) -> bool:
+    """Whether figures show a name as it is; what stands between dollars is mathematics to them."""
+    return isinstance(name, str) and bool(name.strip()) and name.isprintable() and "$" not in name and len(name) <= 100
+
+
+def text(*known: str) -> Taken:
+    """Takes texts.
+
+    Args:
+        known: those that there are; none for any.
+
+    Examples:
+        >>> text()("x"), text("a", "b")("c"), text()(3)
+        (None, "is 'c', expected a or b", 'is int, expected text')
+    """
+
+    def problem(value: object) -> str | None:
+        if not isinstance(value, str):
+            return f"is {type(value).__name__}, expected {' or '.join(known) or 'text'}"
+        return None if not known or value in known else f"is {value!r:.60}, expected {' or '.join(known)}"
+
+    return problem
+
+
+def listing(of: Taken = anything, most: int | None = None) -> Taken:
     """Takes lists.
 
     Args:
         of: what every item must be.
+        most: items; None: any number of them.
     """
 
     def problem(value: object) -> str | None:
         if not isinstance(value, list | tuple):
             return f"is {type(value).__name__}, expected a list"
+        if most is not None and len(value) > most:
+            return f"has {len(value)} items, more than {most}"
         return next((f"[{place}] {wrong}" for place, found in enumerate(value) if (wrong := of(found))), None)
 
     return problem
@@ -192,18 +261,24 @@ class Fact(str):
 
     Attributes:
         about: what it says, a few words.
-        takes: what is wrong with a value, see `number`, `count`, `table` and `listing`; asked before a reply is used.
+        takes: what is wrong with a value, see `number`, `count`, `text`, `table`, `models` and `listing`; asked before it is used.
         measured: the split whose patients it was measured on, "train" or "validation"; "" for what is no measurement.
+        sometimes: whether the server's message may lack it.
     """
 
     about: str
     takes: Taken
     measured: str
+    sometimes: bool
 
-    def __new__(cls, name: str, about: str = "", takes: Taken = anything, measured: str = "") -> "Fact":
+    def __new__(cls, name: str, about: str = "", takes: Taken = anything, measured: str = "", *, sometimes: bool = False) -> "Fact":
         fact = super().__new__(cls, name)
-        fact.about, fact.takes, fact.measured = about, takes, measured
+        fact.about, fact.takes, fact.measured, fact.sometimes = about, takes, measured, sometimes
         return fact
+
+    def maybe(self) -> "Fact":
+        """The same, in a message that may lack it."""
+        return Fact(self, self.about, self.takes, self.measured, sometimes=True)
 
 
 @dataclass(frozen=True)
@@ -289,6 +364,25 @@ def non_finite(message: Message) -> str | None:
     """The first tensor that holds NaN or infinity, in words, or None."""
     for entry, state in sorted(message.states.items()):
         for name, tensor in state.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if tensor.is_floating_point() and not _all_finite(tensor):
                 return f"{entry}/{name} holds NaN or infinity"
+    return None
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """Whether every number is finite. A finite sum says so ten times as fast; one that is not may have overflown."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def negative(message: Message, manifest: Manifest) -> str | None:
+    """The first tensor with a number below 0 that can hold none, in words, or None.
+
+    Args:
+        message: that fits the manifest.
+        manifest: says which those are.
+    """
+    for entry, spec in manifest.items():
+        for name in sorted(spec.unsigned):
+            if bool((message.states[entry][name] < 0).any()):
+                return f"{entry}/{name} holds a number below 0, which a variance or a mean square cannot be"
     return None

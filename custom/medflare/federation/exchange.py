@@ -1,12 +1,13 @@
 """How the schedule reaches the sites: the exchange that an engine supplies, and the courier that counts what travels over it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from medflare.core.message import Message
 from medflare.federation.outcome import Outcome
-from medflare.federation.screening.replies import DELIVERS, ENROLS, unfit, unreadable
+from medflare.federation.screening.plain import one_line
+from medflare.federation.screening.replies import DELIVERS, ENROLS, stateful, unfit, unreadable
 from medflare.methods.base import Step
 
 ENROL, DELIVER = "enrol", "deliver"
@@ -84,8 +85,10 @@ def total_bytes(messages: Iterable[Message]) -> int:
 
 
 def _usable(reply: Reply, site: str, phase: str) -> Reply:
-    """The reply, or why nobody can work with it."""
+    """The reply, or why nobody can work with it; what the phases of a method declare is looked at by `screening.updates`."""
     if reply.message is None:
-        return reply
-    problem = unreadable(reply.message, site) or unfit(reply.message, *_FACTS.get(phase, ((), ())))
-    return reply if problem is None else Reply(problem=problem, kind="rejected")
+        return replace(reply, problem=one_line(reply.problem))
+    problem = unreadable(reply.message, site)
+    if problem is None and phase in _FACTS:
+        problem = stateful(reply.message) or unfit(reply.message, *_FACTS[phase])
+    return reply if problem is None else Reply(problem=one_line(problem), kind="rejected")

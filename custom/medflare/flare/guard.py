@@ -101,7 +101,7 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
         UpdateError: what is wrong with it.
     """
     from medflare.core.manifest import violation
-    from medflare.federation.screening.replies import not_plain
+    from medflare.federation.screening.plain import not_plain
 
     if problem := violation(message, manifest):
         raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")

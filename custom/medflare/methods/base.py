@@ -12,7 +12,7 @@ from torch import nn
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phases, table
+from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phases, models, number
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
@@ -38,10 +38,23 @@ class ServerHyper:
     selection: Selection = param("median", "deliver the round of best validation by the sites' median or weighted mean, or the last one")
 
 
-# What every reply to training or validation reports, see `SiteHalf.facts`.
-N_SAMPLES = Fact("n_samples", "training images")
-LOSS = Fact("loss", "mean training loss", measured="train")
-VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", table(), "validation")
+def _samples(value: object) -> str | None:
+    """What is wrong with a number of training images; how many the site has is known from its enrolment."""
+    problem = number()(value)
+    return problem or (f"is {value!r:.40}, expected a positive number" if value <= 0 else None)  # type: ignore[operator]  # a number
+
+
+def _mean_loss(value: object) -> str | None:
+    """What is wrong with a mean loss; one that is beyond all use says that training went wrong, and is not drawn."""
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return number(optional=True)(value)
+    return None if abs(value) <= 1e12 else f"is {value!r:.40}: training diverged at the site; lower its learning rate or check its images"
+
+
+# What every reply to training or validation reports, see `SiteHalf.facts`. A bad metric costs the site its vote and not its update.
+N_SAMPLES = Fact("n_samples", "training images", _samples)
+LOSS = Fact("loss", "mean training loss", _mean_loss, "train")
+VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", models(), "validation")
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
 
 S = TypeVar("S", bound=SiteHyper)
@@ -171,6 +184,7 @@ class SiteHalf(ABC, Generic[S]):
         Hyper: the hyper-parameters that this half owns.
         server_hyper: the class of hyper-parameters without which a server half cannot serve this one: what it reads of them, or relies on.
         phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
+        delivery: what the server's message with the final models holds; None: the half does not say.
         freezes: whether the half can leave parts of the network at rest, see `TaskConfig.freeze`; a subclass says so anew.
         plain_steps: whether all its steps are those of `parts.steps`, which know `TaskConfig.accumulate` and fp16; a subclass says so anew.
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
@@ -182,6 +196,7 @@ class SiteHalf(ABC, Generic[S]):
     Hyper: ClassVar[type] = SiteHyper
     server_hyper: ClassVar[type] = ServerHyper
     phases: ClassVar[tuple[Phase, ...]] = ()
+    delivery: ClassVar[Phase | None] = None
     freezes: ClassVar[bool] = False
     plain_steps: ClassVar[bool] = False
     unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
@@ -229,6 +244,14 @@ class SiteHalf(ABC, Generic[S]):
             if phase.name == name:
                 return phase
         raise ConfigError(f"{cls.__name__} has no phase {name!r}; it knows {', '.join(phase.name for phase in cls.phases)}")
+
+    def contradicted(self, incoming: Message) -> str | None:
+        """What the server tells that is not so under this half's plan, in words, or None; asked before the half works with it.
+
+        Args:
+            incoming: the server's message, which is as its phase declares.
+        """
+        return None
 
     @classmethod
     def manifest(cls, phase: str, plan: Plan[Any, Any]) -> Manifest:

@@ -5,9 +5,9 @@ protected is a training patient, with all images. The mechanism is in `dp_sgd.py
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
+from medflare.core.manifest import count, number
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.sites.local import PLACE
@@ -144,6 +145,30 @@ def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str,
     epsilon = _dp_sgd(site).epsilon_of(releases, hyper.dp_delta)
     steps = sum(release.steps for release in releases)
     return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": hyper.dp_delta, "steps": steps}
+
+
+_COST: Final = {"epsilon": number(0.0, optional=True), "delta": number(0.0, 1.0), "steps": count()}
+
+
+def cost(value: object) -> str | None:
+    """What is wrong with a site's word on its cost, see `core.manifest.Taken`; an empty table says that there is none.
+
+    Args:
+        value: what `privacy_cost` gives, as it has travelled.
+
+    Examples:
+        >>> cost({"epsilon": 1.5, "delta": 1e-5, "steps": 7}), cost({"epsilon": -1})
+        (None, "'epsilon' is -1, expected a number from 0 to inf")
+    """
+    if not isinstance(value, Mapping):
+        return f"is {type(value).__name__}, expected a table"
+    for name, found in value.items():
+        if name not in _COST:
+            return f"{name!r:.60} is none of {', '.join(_COST)}"
+        if problem := _COST[name](found):
+            return f"{name!r} {problem}"
+    missing = [name for name in _COST if value and name not in value]
+    return f"says nothing of {missing[0]!r}" if missing else None
 
 
 def _dp_sgd(site: Site) -> ModuleType:

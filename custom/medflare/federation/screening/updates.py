@@ -9,14 +9,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from medflare.core.manifest import Fact, Manifest, non_finite, violation
+from medflare.core.manifest import Fact, Manifest, negative, non_finite, violation
 from medflare.core.message import Message
 from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered, sum_with_and_without
 from medflare.federation.screening.past import Past, Taken
-from medflare.federation.screening.replies import METRIC, is_number, unfit
+from medflare.federation.screening.plain import one_line
+from medflare.federation.screening.replies import METRIC, unfit
 
 _NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
-_MODELS: Final = 16  # that a site may vote on
+_COUNTS: Final = {"n_samples": ("train", "training"), "n_validation": ("validation", "validation")}  # fact -> split, in words
 OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive
 
 
@@ -92,28 +93,22 @@ def screen(
 def _reason(reply: Message, manifest: Manifest, reports: tuple[Fact, ...], counts: Mapping[str, int]) -> str | None:
     try:
         required = tuple(fact for fact in reports if fact in _NEEDED)
-        undeclared = sorted(reply.facts.keys() - {*reports, "events"}) if reports else []
-        problem = f"unexpected fact {undeclared[0]!r}" if undeclared else unfit(reply, reports, required)
-        return violation(reply, manifest) or non_finite(reply) or problem or _implausible(reply.facts, counts)
+        problem = violation(reply, manifest) or non_finite(reply) or negative(reply, manifest)
+        problem = problem or (unfit(reply, reports, required) if reports else None) or _implausible(reply.facts, counts)
     except Exception as error:  # whatever it is made of, it is the site's
-        return f"it cannot be checked ({type(error).__name__}: {error})"
+        problem = f"it cannot be checked ({type(error).__name__}: {error})"
+    return None if problem is None else one_line(problem)
 
 
 def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | None:
-    loss = facts.get("loss")
-    if loss is not None and not is_number(loss):
-        return f"loss is {loss}: training diverged at the site; lower its learning rate or check its images"
-    if len(facts.get("validation") or ()) > _MODELS:
-        return f"validation names {len(facts['validation'])} models, more than {_MODELS}"
-    if "n_samples" not in facts:
-        return None
-    samples, known = facts["n_samples"], counts.get("train")
-    if not is_number(samples) or samples <= 0:
-        return f"n_samples is {samples!r}, expected a positive number"
-    if known is not None and samples > known:
-        return f"n_samples is {samples}, more than the {known} training images the site enrolled with"
-    if known is not None and samples < known:
-        return f"n_samples is {samples}, the site enrolled with {known} training images; counts do not change during a run"
+    """Which count is not that of enrolment, in words, or None."""
+    for fact, (split, images) in _COUNTS.items():
+        found, known = facts.get(fact), counts.get(split)
+        if found is None or known is None or found == known:
+            continue
+        if found > known:
+            return f"{fact} is {found}, more than the {known} {images} images the site enrolled with"
+        return f"{fact} is {found}, the site enrolled with {known} {images} images; counts do not change during a run"
     return None
 
 

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.hyper import param
-from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.manifest import Entry, Fact, Phase, count
 from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.settings import STRICT
@@ -49,13 +49,13 @@ def _learnt(network: nn.Module) -> StateDict:
     return {name: weight.detach() for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-CONTROL = Entry("control")  # c
+CONTROL = Entry("control", template=lambda plan: _learnt(plan.network()))  # c
 UPDATE = Entry(
     "control_update",
     "change of the site's control variate, a mean gradient of its training images",
     lambda plan: _learnt(plan.network()),
 )
-COUNTED = Fact("counted", "the round of the site's last control update that the server has taken in")
+COUNTED = Fact("counted", "the round of the site's last control update that the server has taken in", count(optional=True))
 
 
 @dataclass(frozen=True, config=STRICT)

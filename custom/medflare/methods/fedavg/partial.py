@@ -115,7 +115,7 @@ def phases_of(site_class: type[PartialSite[Any]]) -> tuple[Phase, ...]:
     shared = Entry(MODEL, "the shared part of the site's model, for the weighted mean", lambda plan: part(plan).shared(plan.template()))
     own = Entry(OWN, "the part that stays at home, for the mean that outside sites get", lambda plan: part(plan).kept(plan.template()))
     return (
-        Phase("train", sends=(GLOBAL,), answers=(shared,), reports=MEASURED),
-        Phase("validate", sends=(GLOBAL,), reports=MEASURED),
+        Phase("train", sends=(shared,), answers=(shared,), reports=MEASURED),
+        Phase("validate", sends=(shared,), reports=MEASURED),
         Phase("share", answers=(own,), reports=MEASURED),
     )

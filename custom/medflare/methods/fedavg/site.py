@@ -10,7 +10,7 @@ from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import Entry, Fact, Phase, number, table
+from medflare.core.manifest import Entry, Fact, Phase, count
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
@@ -20,7 +20,7 @@ from medflare.methods.base import MEASURED, Plan, SiteHalf, SiteHyper
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.training import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
-from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private, privacy_cost, train_privately
+from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, cost, is_private, privacy_cost, train_privately
 from medflare.tasks.config import TaskConfig
 
 T = TypeVar("T")
@@ -29,17 +29,18 @@ T = TypeVar("T")
 GLOBAL = Entry("model")
 MODEL = Entry("model", "the site's locally trained model, for the weighted mean")
 OWN = Entry("own")  # what stays at home of a model that is shared in part
-PRIVACY = Fact("privacy", "what the run has cost the site's patients, with DP-SGD", table(number(0.0, optional=True)))
-SELECTED_ROUND = Fact("selected_round", "rounds of training behind a model")
+PRIVACY = Fact("privacy", "what the run has cost the site's patients, with DP-SGD", cost)
+SELECTED_ROUND = Fact("selected_round", "rounds of training behind a model", count(optional=True))
 
 TRAIN = Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY))
 TRAIN_PART = Phase(
     "train_part",
-    sends=(GLOBAL,),
+    sends=(Entry("model", template=lambda plan: moving(plan)),),
     answers=(Entry("model", "what of the locally trained model is not at rest, for the weighted mean", lambda plan: moving(plan)),),
     reports=MEASURED,
 )
 VALIDATE = Phase("validate", sends=(GLOBAL,), reports=MEASURED)
+DELIVERY = Phase("deliver", sends=(GLOBAL,), tells=(SELECTED_ROUND.maybe(),))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -72,6 +73,7 @@ class FedAvgSite(SiteHalf[F]):
 
     Hyper: ClassVar[type] = FedAvgHyper
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, TRAIN_PART, VALIDATE)
+    delivery: ClassVar[Phase | None] = DELIVERY
     freezes: ClassVar[bool] = True
     plain_steps: ClassVar[bool] = True
 

@@ -13,7 +13,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Kept, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite
+from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite
 from medflare.methods.feddag.formulas import ema_decay
 from medflare.methods.feddag.generation import AdversarialGeneration, build_generator, channel_deviations, initial_generator
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
@@ -50,11 +50,17 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     phases: ClassVar[tuple[Phase, ...]] = merged_phases(
         (
             Phase("warm_up", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY)),
-            Phase("train", sends=(GLOBAL, GENERATOR, STUDENT), answers=(MODEL, GENERATOR, STUDENT), reports=(*MEASURED, LOSSES)),
+            Phase(
+                "train",
+                sends=(GLOBAL, GENERATOR.maybe(), STUDENT.maybe()),
+                answers=(MODEL, GENERATOR, STUDENT),
+                reports=(*MEASURED, LOSSES),
+            ),
             VALIDATE,
         ),
         ScoredSite.phases,
     )
+    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, GENERATOR.maybe()), tells=(SELECTED_ROUND.maybe(),))
     unprotected = "generator, student and teacher learn from each other on every batch, and the perturbed model shows a bare gradient"
     kept = Kept("kept")  # type 3: the model that never leaves
 

@@ -14,25 +14,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase
+from medflare.core.manifest import Entry, Fact, Phase, text
 from medflare.core.message import Message
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Plan, Step
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
 from medflare.methods.fedsm.hyper import FedSMExtraServerHyper, FedSMExtraSiteHyper
-from medflare.methods.fedsm.selector import SENT, SelectorLoss, selector_entries
+from medflare.methods.fedsm.selector import SelectorLoss, selector_entries
 from medflare.methods.fedsm.server import PersonalServer
 from medflare.methods.fedsm.site import ADAPTED, GLOBAL, LOSSES, META, MODEL, PERSONAL, PERSONAL_OF, SUPER, UPDATE, PersonalSite
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
 
 _FROZEN = Entry("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
-_COMBINE = Fact("combine", "whether one model answers, or all by their scores")
+_COMBINE = Fact("combine", "whether one model answers, or all by their scores", text("extra", "ensemble"))
 
 
 def one_score_more(plan: Plan[Any, Any]) -> int:
     """Outputs of the selector: one for the global model and one for every site."""
     return len(plan.sites) + 1
+
+
+_SELECTOR, _SENT, _TRAINED = selector_entries(one_score_more)
 
 
 class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
@@ -47,12 +50,13 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
         Phase("validate", sends=(GLOBAL, PERSONAL, META), answers=(ADAPTED,), reports=MEASURED),
         Phase(
             "train_selector",
-            sends=(GLOBAL, PERSONAL_OF, *SENT),
-            answers=selector_entries(one_score_more),
-            tells=(*SUPER, UPDATE, _COMBINE),
+            sends=(GLOBAL.maybe(), PERSONAL_OF, *_SENT),
+            answers=_TRAINED,
+            tells=(*(fact.maybe() for fact in (*SUPER, _COMBINE)), UPDATE),  # the finished models come once
             reports=MEASURED,
         ),
     )
+    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, _COMBINE))
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:

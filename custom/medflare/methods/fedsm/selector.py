@@ -1,7 +1,7 @@
 """FedSM's model selector: which network it is, how a site trains it with one label for all its images, how the server steps it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from medflare.methods.parts.training import epochs, weighted_sum
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # VGG-11: the paper's
-MOMENTS = ("exp_avg", "exp_avg_sq")
-SENT = (Entry("selector"), *(Entry(f"selector_{moment}") for moment in MOMENTS))  # what a site needs to train it
+SQUARE = "exp_avg_sq"  # Adam takes its root
+MOMENTS = ("exp_avg", SQUARE)
 SelectorLoss = Callable[[Tensor, Batch], Tensor]
 SelectorPlan = Plan[FedSMSiteHyper, Any]
 
@@ -56,8 +56,26 @@ def selector_rate(plan: SelectorPlan) -> float:
     return RATES[selector_spec(plan)["name"]] if rate == "auto" else float(rate)
 
 
-def selector_entries(outputs: Callable[[SelectorPlan], int]) -> tuple[Entry, ...]:
-    """The declared entries of a selector with so many outputs: its gradient, or itself with Adam's moments, as the settings say."""
+class SelectorEntries(NamedTuple):
+    """The entries of a selector.
+
+    Attributes:
+        itself: its weights.
+        sent: what a site needs to train it.
+        answered: what a site makes of it: its gradient, or itself with Adam's moments, as the settings say.
+    """
+
+    itself: Entry
+    sent: tuple[Entry, ...]
+    answered: tuple[Entry, ...]
+
+
+def selector_entries(outputs: Callable[[SelectorPlan], int]) -> SelectorEntries:
+    """The declared entries of a selector.
+
+    Args:
+        outputs: plan -> how many scores it gives.
+    """
 
     def whole(plan: SelectorPlan) -> StateDict:
         return plan.template(selector_spec(plan), outputs(plan))
@@ -75,12 +93,17 @@ def selector_entries(outputs: Callable[[SelectorPlan], int]) -> tuple[Entry, ...
     def moments_too(plan: SelectorPlan) -> bool:
         return steps_at_site(plan) and plan.site_hyper.sync_moments
 
+    def trained(plan: SelectorPlan) -> bool:
+        return not is_ridge(plan)
+
     purpose = "Adam's {} of the selector: a site sees one label only, the mean has seen all"
-    return (
+    moments = [Entry(f"selector_{name}", purpose.format(name), parameters, moments_too, unsigned=name == SQUARE) for name in MOMENTS]
+    answered = (
         Entry("selector_gradient", "the gradient of the selector, which tells sites apart", parameters, steps_at_server),
         Entry("selector", "the selector that tells sites apart", whole, steps_at_site),
-        *(Entry(f"selector_{moment}", purpose.format(moment), parameters, moments_too) for moment in MOMENTS),
+        *moments,
     )
+    return SelectorEntries(Entry("selector", template=whole), (Entry("selector", template=whole, when=trained), *moments), answered)
 
 
 # -- at a site ---------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table
+from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table, text
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
@@ -23,7 +23,7 @@ from medflare.methods.fedsm.formulas import DECILES, patient_scores
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import adapt, train_apfl, train_meta
 from medflare.methods.fedsm.ridge import STATISTICS, site_statistics
-from medflare.methods.fedsm.selector import SENT, SiteSelector, is_ridge, selector_entries
+from medflare.methods.fedsm.selector import SiteSelector, is_ridge, selector_entries, selector_spec
 from medflare.methods.fedsm.super_model import super_model
 from medflare.methods.fedsm.tuning import metric_by_gamma
 from medflare.methods.parts.training import train_epochs
@@ -39,16 +39,28 @@ META = Entry(
 )
 ADAPTED = Entry("personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
 PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
-SELECTOR = Entry("selector")
+_SHARE = number(0.0, 1.0)
 LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)), "train")
-UPDATE = Fact("update", "number of the selector's update within a round")
-CANDIDATES = Fact("candidates", "values of γ")
-CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(number(0.0, 1.0)), "validation")
+UPDATE = Fact("update", "number of the selector's update within a round", count())
+CANDIDATES = Fact("candidates", "values of γ", listing(_SHARE))
+CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(_SHARE, len(DECILES)), "validation")
 GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)), "validation")
-ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0, optional=True)), "validation")
+ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0, 1.0, optional=True)), "validation")
 N_VALIDATION = Fact("n_validation", "validation images", count())
-# what a super model is told with
-SUPER = (Fact("gamma"), Fact("choose_by"), Fact("sites"), Fact("selector"), Fact("rounds"), SELECTED_ROUND)
+CLASSES = Fact("sites", "the selector's classes", listing(text()))
+SPEC = Fact("selector", "the selector's network", table())
+# what a super model is told with, and FedSM's own
+ROUNDS = Fact("rounds", "site -> rounds of training behind its model", table(count(optional=True)), sometimes=True)
+SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.maybe())
+CHOOSING = (Fact("gamma", "γ", _SHARE), Fact("choose_by", "whose scores choose", text("image", "patient")))
+
+
+def one_score_a_site(plan: Plan[Any, Any]) -> int:
+    """Outputs of FedSM's selector."""
+    return len(plan.sites)
+
+
+SELECTOR, SENT, TRAINED = selector_entries(one_score_a_site)
 
 
 class PersonalSite(FedAvgSite[H]):
@@ -80,6 +92,13 @@ class PersonalSite(FedAvgSite[H]):
                 f"personalization = {hyper.personalization} takes steps at rates of its own, which task {task.name}'s {asked[0]} "
                 f"would not reach; leave out {asked[0]}, or take softpull, finetune or apfl"
             )
+
+    def contradicted(self, incoming: Message) -> str | None:
+        """A super model of other sites, or with another selector, than the plan has."""
+        for fact, here in ((CLASSES, list(self.plan.sites)), (SPEC, dict(selector_spec(self.plan)))):
+            if fact in incoming.facts and incoming.facts[fact] != here:
+                return f"fact {fact!r} is {incoming.facts[fact]!r:.100}, this run has {here!r:.100}"
+        return None
 
     @staticmethod
     def selector_outputs(plan: Plan[Any, Any]) -> int:
@@ -152,11 +171,6 @@ class PersonalSite(FedAvgSite[H]):
         return models
 
 
-def one_score_a_site(plan: Plan[Any, Any]) -> int:
-    """Outputs of FedSM's selector."""
-    return len(plan.sites)
-
-
 class FedSMSite(PersonalSite[FedSMSiteHyper]):
     """Trains the selector in every round beside the global and the personal model."""
 
@@ -168,20 +182,21 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
         Phase(
             "train",
             sends=(GLOBAL, PERSONAL, META, *SENT),
-            answers=(MODEL, PERSONAL, META, *selector_entries(one_score_a_site)),
+            answers=(MODEL, PERSONAL, META, *TRAINED),
             reports=(*MEASURED, LOSSES),
         ),
-        Phase("train_selector", sends=SENT, answers=selector_entries(one_score_a_site), tells=(UPDATE,), reports=MEASURED),
+        Phase("train_selector", sends=SENT, answers=TRAINED, tells=(UPDATE,), reports=MEASURED),
         Phase("validate", sends=(GLOBAL, PERSONAL, META, *SENT), answers=(ADAPTED,), reports=MEASURED),
         Phase("describe", answers=(STATISTICS,), reports=MEASURED),
         Phase("confide", sends=(SELECTOR,), reports=(*MEASURED, CONFIDENCE, N_VALIDATION)),
         Phase(
             "tune",
             sends=(GLOBAL, PERSONAL_OF, SELECTOR),
-            tells=(*SUPER, CANDIDATES),
+            tells=(*SUPER, *CHOOSING, CANDIDATES),
             reports=(*MEASURED, GAMMAS, ERRORS, N_VALIDATION),
         ),
     )
+    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, SELECTOR), tells=(*SUPER, *CHOOSING))
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMSiteHyper, server_hyper: Any) -> None:

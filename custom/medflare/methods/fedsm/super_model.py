@@ -181,9 +181,10 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
     Raises:
         StateError: an entry is missing or does not fit.
     """
-    sites = list(message.facts["sites"])
+    sites = list(message.facts.get("sites", ()))
     wanted = ["model", *(f"personal/{site}" for site in sites)]
-    missing = [entry for entry in [*wanted, "selector"] if entry not in message.states]
+    missing = [fact for fact in ("sites", "selector") if fact not in message.facts]
+    missing += [entry for entry in [*wanted, "selector"] if entry not in message.states]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
     with seeded(0, "deployed"):  # the drawn weights are overwritten; nobody's generator must notice

@@ -26,7 +26,7 @@ from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 
-A_DISTANCE = Fact("a_distance", "between global and local features", number(optional=True), "train")
+A_DISTANCE = Fact("a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train")
 STEPS = Fact("steps", "mean length of two-step training's inner and outer step", table(number(0, optional=True)), "train")
 
 H = TypeVar("H", bound=LocalModelHyper)

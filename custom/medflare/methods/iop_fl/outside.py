@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from medflare.core.hyper import build_hyper
-from medflare.core.manifest import Entry
+from medflare.core.manifest import Entry, Fact, listing, number
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
 from medflare.inference.deployed import MODEL, network_with
@@ -28,7 +28,16 @@ from medflare.tasks.config import TaskConfig
 
 EXPERT = Entry("expert/")  # the sites' personal models
 ROUTER = "router"  # the entry of the fitted coefficients
-SHARES = "shares"  # the fact with the inside sites' range of every foreground class's share
+
+
+def _range(value: object) -> str | None:
+    """What is wrong with (smallest, largest) share."""
+    if problem := listing(number(0.0, 1.0), 2)(value):
+        return problem
+    return None if len(value) == 2 else "is no pair of a smallest and a largest share"  # type: ignore[arg-type]  # a list
+
+
+SHARES = Fact("shares", "the inside sites' range of every foreground class's share", listing(_range))
 
 
 class RoutedModel(nn.Module):

@@ -15,7 +15,7 @@ from medflare.methods.base import N_SAMPLES, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite
 from medflare.methods.iop_fl.formulas import local_adapted, local_adapted_explicit, local_adapted_incremental
 from medflare.methods.iop_fl.hyper import IOPHyper
-from medflare.methods.iop_fl.outside import EXPERT, ROUTER, routed_message, routed_model
+from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 
@@ -28,6 +28,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     Hyper: ClassVar[type] = IOPHyper
     plain_steps: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
+    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND.maybe(), SHARES.maybe()))
     adapted = Kept("adapted")  # P_k
     local_step = Kept("local_step")  # reading "explicit": a step that waits for its round's global model
     last_global = Kept("last_global")  # reading "incremental": the global model of the last round that was seen

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table
+from medflare.core.manifest import Entry, Fact, Phase, count, listing, models, number, table
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
@@ -52,12 +52,15 @@ NORMALISATION = Entry(
     lambda plan: local_part(plan).kept(plan.template()),
 )
 PERSONAL = Entry("personal", "the site's personal model, a candidate for outside sites")
-CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites")
-STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count()))
+CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites", listing(listing(number(0.0))))
+STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count(3)))
 GAMMA = Fact("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)))
 GAMMAS = Fact("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))), "train")
-TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", table(number(optional=True)), "validation")
-_RECEIVED: dict[str, Any] = {"sends": (DEPUTY, PROTOTYPES), "tells": (CLASS_TOTALS,)}
+TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", models(number(optional=True)), "validation")
+_DRAWN = Entry(
+    "prototypes", template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]}, when=PROTOTYPES.when, sometimes=True
+)  # the global ones; there are none before the first round
+_RECEIVED: dict[str, Any] = {"sends": (DEPUTY, _DRAWN), "tells": (CLASS_TOTALS,)}
 
 
 class PRRSite(SiteHalf[PRRSiteHyper]):
@@ -72,6 +75,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         Phase("share_normalisation", answers=(NORMALISATION,), reports=MEASURED, **_RECEIVED),
         Phase("share_personal", answers=(PERSONAL,), reports=MEASURED, **_RECEIVED),
     )
+    delivery: ClassVar[Phase | None] = Phase("deliver", sends=(DEPUTY, Entry("model")))  # the outside model has normalisation too
     unprotected = "class prototypes are means of image features that leave the site, and two models teach each other on every batch"
     personal = Kept("personal")  # P_k, None before the first training
     normalisation = Kept("normalisation")  # the deputy's
@@ -100,6 +104,13 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
             raise ConfigError(f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier aggregation; set pfa=false")
         if task.fit == "patch" and task.target == "multilabel" and hyper.supervision in ("both", "global", "fedeamc"):
             raise ConfigError("prr: negatives of a multilabel task cannot be counted with fit 'patch'; set cpa=local, or fit 'resize'")
+
+    def contradicted(self, incoming: Message) -> str | None:
+        """Class totals of other classes than the task's."""
+        named, told = class_names(self.site.task), incoming.facts.get(CLASS_TOTALS)
+        if told is None or [len(group) for group in told] == [len(group) for group in named]:
+            return None
+        return f"fact {CLASS_TOTALS!r} is not of the task's classes"
 
     # a round
 

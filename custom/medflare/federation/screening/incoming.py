@@ -1,0 +1,110 @@
+"""The gate at a site: what a server may send it, before any method sees it.
+
+The same checks as at the server, against what the phase declares that the server sends and tells. A message that does not pass costs
+the site nothing but the task: nothing of it has been used.
+"""
+
+from typing import Any, Final
+
+from medflare.core.manifest import Entry, EntrySpec, Fact, Phase, count, listing, negative, non_finite, number, table, text, violation
+from medflare.core.message import Message
+from medflare.federation.screening.plain import not_plain, not_states, shown
+from medflare.federation.screening.replies import unfit
+from medflare.methods.base import Plan
+
+_TOLD: Final = 2**20  # bytes of facts: names of all sites and their rounds, and no model
+ROLE, SITES, FINISHED = "role", "sites", "finished"  # what an invitation must say
+INVITES: Final = (
+    Fact(ROLE, "what the site is to be", text("inside", "outside")),
+    Fact(SITES, "the inside sites, sorted", listing(text(), 10_000)),
+    Fact(FINISHED, "steps that were done before", count(), sometimes=True),
+    Fact("method", "whose halves run", text(), sometimes=True),
+    Fact("hyper", "all hyper-parameters", table(), sometimes=True),
+    Fact("task", "the task's fingerprint", text(), sometimes=True),
+    Fact("seed", "of the run", number(), sometimes=True),
+)
+NUMBERED: Final = (Fact("step", "its number in the run", count(10**9)), Fact("run_rounds", "rounds of the run", count(10**9)))
+
+
+def uninviting(message: Message, name: str) -> str | None:
+    """What the facts of an invitation to enrol cannot mean, in words, or None.
+
+    Args:
+        message: the server's, see `unreadable`.
+        name: of the site.
+    """
+    if problem := _untold(message, INVITES):
+        return problem
+    sites, inside = message.facts[SITES], message.facts[ROLE] == "inside"
+    if not sites or sorted(set(sites)) != list(sites):
+        return f"fact {SITES!r} is no sorted list of different names"
+    if inside != (name in sites):
+        return f"fact {ROLE!r} is {message.facts[ROLE]!r}, but {name} is {'not ' if inside else ''}among the sites that train"
+    return None
+
+
+def unreadable(message: Message) -> str | None:
+    """What of a server's message nobody can work with, in words, or None.
+
+    Args:
+        message: the server's.
+    """
+    return not_states(message.states) or not_plain(message.facts, _TOLD)
+
+
+def unnumbered(message: Message) -> str | None:
+    """What is wrong with the place of a step in the run, in words, or None.
+
+    Args:
+        message: the server's, see `unreadable`.
+    """
+    return _untold(Message({}, {fact: message.facts[fact] for fact in NUMBERED if fact in message.facts}), NUMBERED)
+
+
+class Incoming:
+    """What a server's messages may hold under a plan.
+
+    Args:
+        plan: of the site's half.
+    """
+
+    def __init__(self, plan: Plan[Any, Any]):
+        self.plan = plan
+        self._specs: dict[tuple[str, int], EntrySpec] = {}  # the networks behind them are built once, not once a step
+
+    def refusal(self, phase: Phase, message: Message) -> str | None:
+        """What of a message is not as its phase declares, in words, or None.
+
+        Args:
+            phase: says what the server sends and tells.
+            message: the server's, see `unreadable`, without what `federation.exchange.numbered` adds.
+        """
+        sent = {place: entry for place, entry in enumerate(phase.sends) if entry.when(self.plan)}
+        needed = [entry for entry in sent.values() if not entry.sometimes and not entry.endswith("/")]
+        if missing := [entry for entry in needed if entry not in message.states]:
+            return f"missing entry {shown(missing[0])}"
+        for name in message.states:
+            places = [place for place, entry in sent.items() if self._covers(entry, name)]
+            if problem := self._misfit(phase, places, name, message):
+                return problem
+        return _untold(message, phase.tells)
+
+    def _covers(self, entry: Entry, name: str) -> bool:
+        """Whether it is this entry, or one of its family's; a family has a member for every inside site."""
+        return entry.covers(name) and (not entry.endswith("/") or name.removeprefix(entry) in self.plan.sites)
+
+    def _misfit(self, phase: Phase, places: list[int], name: str, message: Message) -> str | None:
+        """Why an entry is none of those that the phase declares at these places, in words, or None."""
+        part, problem = Message({name: message.states[name]}), f"unexpected entry {shown(name)}"
+        for place in places:
+            if (phase.name, place) not in self._specs:
+                self._specs[phase.name, place] = phase.sends[place].spec(self.plan)
+            manifest = {name: self._specs[phase.name, place]}
+            problem = violation(part, manifest) or non_finite(part) or negative(part, manifest) or ""
+            if not problem:
+                break
+        return problem or None
+
+
+def _untold(message: Message, tells: tuple[Fact, ...]) -> str | None:
+    return unfit(message, tells, tuple(fact for fact in tells if not fact.sometimes))
