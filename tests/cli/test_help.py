@@ -12,7 +12,8 @@ from medflare.cli.command import command_line
 from medflare.federation.settings import RunSettings
 
 OWN_DATA = ("data init", "task init", "data check", "data fingerprint")
-COMMANDS = (*OWN_DATA, "run", "resume", "job", "study", "results", "methods", "plan", "predict", "export")
+SITE = tuple(f"site {action}" for action in ("setup", "doctor", "start", "stop", "restart", "status", "clean"))
+COMMANDS = (*OWN_DATA, *SITE, "run", "resume", "job", "study", "results", "methods", "plan", "predict", "export")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from medflare.cli import data, methods, models, results, run, starting, studies
-from medflare.cli.federation import jobs
+from medflare.cli.federation import jobs, site
 from medflare.core.errors import MedflareError
 
 
@@ -45,6 +45,6 @@ def command_line() -> argparse.ArgumentParser:
         "own: medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for group in (run, jobs, studies, results, methods, data, starting, models):
+    for group in (run, jobs, site, studies, results, methods, data, starting, models):
         group.add_commands(commands)
     return parser

@@ -12,7 +12,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
-from medflare.federation.delivery import Keep, evaluated, volume_picture
+from medflare.federation.delivery import Keep, Tell, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
 from medflare.federation.screening.replies import DELIVERS
@@ -85,6 +85,7 @@ class Participant:
         show: called at delivery with (name, PNG content) for each picture that the method makes for the site itself.
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
         minimum_patients: of how many a metric must be for it to leave the site.
+        tell: called with (phase, round, rounds of the run, whether it begins) as each step begins and when it has been answered.
 
     Attributes:
         began: when the step at hand did, by `time.monotonic`.
@@ -102,6 +103,7 @@ class Participant:
         show: Callable[[str, bytes], None] = lambda name, png: None,
         budget: Budget | None = None,
         minimum_patients: int = 0,
+        tell: Tell = lambda phase, turn, rounds, begins: None,
     ):
         self.name = name
         self.opened = opened
@@ -111,6 +113,7 @@ class Participant:
         self.keep = keep
         self.show = show
         self.minimum_patients = minimum_patients
+        self.tell = tell
         self.began = time.monotonic()
         self.account = Account(Ledger(self.store), budget)
         self._half = RememberedHalf(name, self.store, self._made)
@@ -134,13 +137,16 @@ class Participant:
         if phase == ENROL:
             return self._enrol(incoming)
         step, rounds = int(incoming.facts.pop("step")), int(incoming.facts.pop("run_rounds"))
+        self.tell(phase, round, rounds, True)
         with self._half.ready(step, kept=phase != DELIVER) as half:
             half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
             if phase == DELIVER:
-                return self._deliver(half, incoming)
-            reply = half.perform(phase, round, incoming)
-            withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
-            return reply
+                reply = self._deliver(half, incoming)
+            else:
+                reply = half.perform(phase, round, incoming)
+                withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
+        self.tell(phase, round, rounds, False)
+        return reply
 
     # -- enrolment -------------------------------------------------------------------------------------------------------------
 
