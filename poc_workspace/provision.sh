@@ -38,9 +38,11 @@ fi
 
 nvflare provision -p "$project" -w "$workspace" --force "$@"
 newest=$(ls -d "$workspace"/*/prod_* | sort | tail -n 1)
+kits=()
 for kit in "$newest"/*/; do
     if [[ -f $kit/startup/fed_server.json || -f $kit/startup/fed_client.json ]]; then
-        python3 "$here/install_local.py" "$kit"
+        kits+=("$kit")
     fi
 done
+python3 "$here/party.py" setup "${kits[@]}"
 echo "startup kits: $newest"

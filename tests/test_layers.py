@@ -19,7 +19,7 @@ LAYERS = (
     ("studies", "flare"),
     ("federation",),
     ("methods", "evaluation"),
-    ("inference", "privacy", "starting"),
+    ("inference", "privacy", "starting", "kits"),
     ("data",),
     ("networks",),
     ("tasks",),

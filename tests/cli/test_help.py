@@ -12,7 +12,9 @@ from medflare.cli.command import command_line
 from medflare.federation.settings import RunSettings
 
 OWN_DATA = ("data init", "task init", "data check", "data fingerprint")
-COMMANDS = (*OWN_DATA, "run", "resume", "job", "job watch", "job list", "study", "results", "methods", "plan", "predict", "export")
+SITE = tuple(f"site {action}" for action in ("setup", "doctor", "start", "stop", "restart", "status", "clean"))
+RUNS = ("run", "resume", "job", "job watch", "job list", "study", "results")
+COMMANDS = (*OWN_DATA, *SITE, *RUNS, "methods", "plan", "predict", "export")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -27,7 +27,8 @@ def test_it_is_named_at_the_start(kits: ProvisionedFederation, party: str, days:
     with kits.clock(days * DAY):
         done = kits.script("start.sh", kits.kit(party), check=False)
     assert done.returncode != 0
-    assert done.stderr.startswith(f"{party}: ") and " is valid from " in done.stderr and done.stderr.strip().endswith(f"; {remedy}")
+    assert done.stderr.startswith(f"medflare: {party}: ") and " is valid from " in done.stderr
+    assert done.stderr.strip().endswith(f"; {remedy}")
 
 
 def test_flare_refuses_a_certificate_that_is_not_valid_yet(kits: ProvisionedFederation) -> None:

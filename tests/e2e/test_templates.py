@@ -1,4 +1,4 @@
-"""The site-local templates say what install_local.py makes of freshly provisioned kits."""
+"""The site-local templates say what `medflare site setup` makes of freshly provisioned kits."""
 
 import json
 import subprocess
@@ -40,9 +40,10 @@ def test_a_sites_own_settings(provisioned: ProvisionedFederation, tmp_path: Path
     options = ["--data-root", str(tmp_path), "--device", "cuda:1", "--batch-size", "4"]
     command = [sys.executable, str(SCRIPTS / "install_local.py"), str(provisioned.kit("site-1")), *options]
     own = provisioned.kit("site-1") / "local" / "medflare.json"
-    kept = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"kept      {own}" in kept.stdout and "data_root" not in own.read_text(), "what is there is not replaced unasked"
-    subprocess.run([*command, "--force"], capture_output=True, check=True)
+    policies = {path: path.read_text() for path in own.parent.glob("*.json") if path != own}
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"changed  {own}" in done.stdout and 'device: "cpu" -> "cuda:1"' in done.stdout
+    assert {path: path.read_text() for path in policies} == policies, "what is not named is kept"
     expected = {"device": "cuda:1", "data_root": str(tmp_path), "batch_size": 4, "minimum_patients": 5, "redact": True}
     assert json.loads(own.read_text()) == expected
 

@@ -69,3 +69,12 @@ def test_tables_keep_their_names_and_a_failure_is_told() -> None:
     withhold(facts, (Fact("loss", measured="train"), Fact("validation", measured="validation"), Fact("n")), ("train", "validation"))
     assert math.isnan(facts.pop("loss"))
     assert facts == {"validation": {"global": None, "personal": None}, "scores": {"A": 0.5}, "n": 3}
+
+
+def test_it_tells_each_step_when_it_begins_and_when_it_is_answered() -> None:
+    site, told = _site(), []
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, tell=lambda *step: told.append(step))
+    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    for number, phase in enumerate(("train", DELIVER)):
+        participant.answer(phase, number, Message({"model": site.network().state_dict()}, {"step": number, "run_rounds": 1}))
+    assert told == [("train", 0, 1, True), ("train", 0, 1, False), (DELIVER, 1, 1, True), (DELIVER, 1, 1, False)]

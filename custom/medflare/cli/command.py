@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from medflare.cli import data, methods, models, results, run, starting, studies
-from medflare.cli.federation import jobs, watching
+from medflare.cli.federation import jobs, site, watching
 from medflare.core.errors import MedflareError
 
 
@@ -47,7 +47,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
     parser.commands = commands.choices
-    for group in (run, jobs, watching, studies, results, methods, data, starting, models):
+    for group in (run, jobs, watching, site, studies, results, methods, data, starting, models):
         group.add_commands(commands)
     return parser
 

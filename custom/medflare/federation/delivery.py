@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +19,7 @@ from medflare.data.sites.local import PLACE
 from medflare.data.sites.montage import montage
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import save_model
+from medflare.kits.places import PROGRESS
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
 from medflare.methods.parts.training import finite_or_none
@@ -28,6 +31,7 @@ SCORES = "scores"  # below a site's folder: what each model scored patient by pa
 KEPT = "kept"  # fact of a model that is deployed by the site's own choice: how it was chosen, for the card
 Metrics = dict[str, float | None]
 Keep = Callable[[str, Message, Mapping[str, Any], Cases], None]  # (role, delivered model, metrics, what they are made of)
+Tell = Callable[[str, int, int, bool], None]  # (phase, round, rounds of the run, whether the step begins; else it has been answered)
 
 
 @runtime_checkable
@@ -48,7 +52,8 @@ class Noticing(Protocol):
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """A site's own folder in a run, for `Participant`'s `keep` and `show`: delivered models with their cards, scores and pictures.
+    """A site's own folder in a run, for `Participant`'s `keep`, `show` and `tell`: delivered models with their cards, scores, pictures, and
+    the step at hand.
 
     Scores of single patients and pictures speak of patients: they stay here.
     """
@@ -76,6 +81,12 @@ class SiteFolder:
     def show(self, title: str, png: bytes) -> None:
         """Write a picture."""
         write_atomically(self.folder / "pictures" / f"{title}.png", png)
+
+    def tell(self, phase: str, round: int, rounds: int, begins: bool) -> None:
+        """Note the step at hand, for `medflare site status`. A full disk stops no training for the sake of a note."""
+        note = {"phase": phase, "round": round, "rounds": rounds, "working": begins, "time": f"{datetime.now():%F %T}"}
+        with suppress(OSError):
+            write_json(self.folder / PROGRESS, note)
 
 
 def check_choice(site: Site, role: str, keep: str | None) -> None:

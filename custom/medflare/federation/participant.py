@@ -13,7 +13,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
-from medflare.federation.delivery import Keep, check_choice, chosen_here, evaluated, volume_picture
+from medflare.federation.delivery import Keep, Tell, check_choice, chosen_here, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
 from medflare.federation.screening.incoming import FINISHED, INVITES, ROLE, SITES, Incoming, uninviting, unnumbered, unreadable
@@ -88,6 +88,7 @@ class Participant:
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
         minimum_patients: of how many a metric must be for it to leave the site.
         chosen: what the site deploys by its own choice, see `LocalSettings.keep`; None: what the method deploys.
+        tell: called with (phase, round, rounds of the run, whether it begins) as each step begins and when it has been answered.
 
     Attributes:
         began: when the step at hand did, by `time.monotonic`.
@@ -106,6 +107,7 @@ class Participant:
         budget: Budget | None = None,
         minimum_patients: int = 0,
         chosen: str | None = None,
+        tell: Tell = lambda phase, turn, rounds, begins: None,
     ):
         self.name = name
         self.opened = opened
@@ -114,7 +116,7 @@ class Participant:
         self.store = store or MemoryStore()
         self.keep = keep
         self.show = show
-        self.minimum_patients, self.chosen = minimum_patients, chosen
+        self.minimum_patients, self.chosen, self.tell = minimum_patients, chosen, tell
         self.began = time.monotonic()
         self.account = Account(Ledger(self.store), budget)
         self._half = RememberedHalf(name, self.store, self._made)
@@ -144,13 +146,16 @@ class Participant:
         self._refuse(place, unnumbered(incoming))
         step, rounds = incoming.facts.pop("step"), incoming.facts.pop("run_rounds")
         self._check(place, phase, self._half.recall(step), incoming)
+        self.tell(phase, round, rounds, True)
         with self._half.ready(step, kept=phase != DELIVER) as half:
             half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
             if phase == DELIVER:
-                return self._deliver(half, incoming)
-            reply = half.perform(phase, round, incoming)
-            withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
-            return reply
+                reply = self._deliver(half, incoming)
+            else:
+                reply = half.perform(phase, round, incoming)
+                withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
+        self.tell(phase, round, rounds, False)
+        return reply
 
     # -- what comes in ---------------------------------------------------------------------------------------------------------
 

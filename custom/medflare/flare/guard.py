@@ -21,12 +21,12 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from medflare.core.errors import MedflareError, UpdateError
 from medflare.data.sites.local import OutboundLimits, local_settings, read_local
 from medflare.flare.exchange.participants import SITE_TASK, SiteTask
+from medflare.kits.places import OUTBOUND
 
 if TYPE_CHECKING:
     from medflare.core.manifest import Manifest
     from medflare.core.message import Message
 
-REPORT = "outbound.csv"  # in the site's folder of the job
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
 
 
@@ -144,7 +144,7 @@ def _report(task: SiteTask, rows: list[dict[str, Any]]) -> None:
     """Append to the site's report; a spreadsheet opens it."""
     from medflare.core.store import csv_text, make_folder, own_opener
 
-    path = Path(task.spec.folder) / REPORT
+    path = Path(task.spec.folder) / OUTBOUND
     make_folder(path.parent)
     common = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -84,6 +84,7 @@ def test_cleaning(tmp_path: Path) -> None:
     file = hold(used)
     assert file is not None
     os.utime(used / "lock", (1, 1))
+    assert clean(tmp_path, timedelta(days=7), dry_run=True) == Cleaned(2, 5000, 2) and unused.exists() and crashed.exists()
     assert clean(tmp_path, timedelta(days=7)) == Cleaned(2, 5000, 2) and not unused.exists()
     assert used.exists() and recent.exists() and (tmp_path / "notes").exists(), "in use, not old enough, somebody else's"
     assert not crashed.exists()

@@ -139,16 +139,17 @@ class Room:
             raise OSError(errno.ENOSPC, f"more than cache.limit_gb = {self._limit:g}, and no entry is out of use")
 
 
-def clean(folder: Path, older_than: timedelta) -> Cleaned:
+def clean(folder: Path, older_than: timedelta, *, dry_run: bool = False) -> Cleaned:
     """Remove the entries of a folder that were last used longer ago than `older_than` and are not in use, and what was never finished.
 
     Args:
         folder: of the cache; another one, or none, holds no entries.
         older_than: since the last use.
+        dry_run: only count; nothing is removed.
     """
     entries = _entries(folder)
     old = [entry for entry in entries if time.time() - _last_use(entry) > older_than.total_seconds()]
-    freed = [size for entry in old if (size := _removed(entry)) is not None]
+    freed = [size for entry in old if (size := _removed(entry, dry_run)) is not None]
     return Cleaned(len(freed), sum(freed), len(entries) - len(freed))
 
 
@@ -181,8 +182,8 @@ def _size(entry: Path) -> int:
     return total
 
 
-def _removed(entry: Path) -> int | None:
-    """The bytes that an entry took; None where it is in use and stays."""
+def _removed(entry: Path, dry_run: bool = False) -> int | None:
+    """The bytes that an entry took, or would give back; None where it is in use and stays."""
     try:
         file = (entry / _LOCK).open("ab")  # what was never finished may lack one
     except OSError:
@@ -193,6 +194,8 @@ def _removed(entry: Path) -> int | None:
         except BlockingIOError:
             return None
         size = _size(entry)
+        if dry_run:
+            return size
         discard(entry)
         _log.info("data cache: %s removed, %d MB", entry, size // 10**6)
         return size

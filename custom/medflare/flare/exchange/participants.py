@@ -21,6 +21,7 @@ from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAu
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.sites.local import local_settings, read_local
+from medflare.kits.places import CACHE
 
 if TYPE_CHECKING:
     from medflare.data.sites.redaction import Redaction
@@ -28,11 +29,8 @@ if TYPE_CHECKING:
     from medflare.federation.participant import Participant
     from medflare.tasks.config import TaskConfig
 
-LOCAL_FILE = "medflare.json"  # in the site's local/ folder: see data.sites.local.LocalSettings
 TASK_FILE = "task.json"  # in the job's config folder
-FOLDER = "medflare"  # below the job's folder: a site's state and models, the server's results
 LEDGER = "privacy"  # folder beside it: what the site's jobs have given away of its patients' privacy
-CACHE = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
 SITE_TASK = "medflare.site_task"  # in FLARE's context while a task and the filters of its result run
 DATA_ROOT = "MEDFLARE_DATA_ROOT"  # as `data.loading` reads it
 DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator gives each site's process its own
@@ -119,7 +117,8 @@ class ParticipantSpec:
         own, store = SiteFolder(folder, self.name, method, task, self.seed), StateStore(self.state_folder)
         budget = budget_of(local.privacy, self.name, Path(self.local_file).with_name(LEDGER))
         rules: dict[str, Any] = {"budget": budget, "minimum_patients": local.minimum_patients, "chosen": local.keep}
-        participant = Participant(self.name, opened, method, self.hyper, store=store, keep=own.keep, show=own.show, **rules)
+        hooks = {"keep": own.keep, "show": own.show, "tell": own.tell}
+        participant = Participant(self.name, opened, method, self.hyper, store=store, **hooks, **rules)
         return participant
 
     def redaction(self) -> "Redaction | None":

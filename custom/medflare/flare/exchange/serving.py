@@ -18,8 +18,9 @@ from medflare.federation.checkpoint import take_up
 from medflare.federation.run import Run, refused_run
 from medflare.federation.settings import run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.exchange.participants import LOCAL_FILE, TASK_FILE, authorize, authorize_network, interrupted, rebuild_hint
+from medflare.flare.exchange.participants import TASK_FILE, authorize, authorize_network, interrupted, rebuild_hint
 from medflare.flare.exchange.tracking import Tracking
+from medflare.kits.places import LOCAL_FILE
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
 

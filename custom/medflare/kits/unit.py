@@ -1,0 +1,69 @@
+"""A systemd unit that runs a party from its kit: from boot, and again when its process is killed."""
+
+import pwd
+
+from medflare.kits.kit import Kit
+from medflare.kits.processes import SHELL_PID
+from medflare.kits.starting import environment
+
+_UNIT = """\
+[Unit]
+Description=medflare, {kind} {name}
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+Type=exec
+User={user}
+UMask=0077
+WorkingDirectory={folder}
+{environment}
+# A power cut leaves the number of FLARE's shell behind; after the boot it may be another process's.
+ExecStartPre=/bin/rm -f {left_behind}
+ExecStart={start}
+StandardOutput=append:{output}
+StandardError=inherit
+Restart=on-failure
+RestartSec=30
+TimeoutStopSec=30
+NoNewPrivileges=yes
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def unit_name(kit: Kit) -> str:
+    """The unit's file name."""
+    return f"medflare-{kit.name}.service"
+
+
+def unit_text(kit: Kit) -> str:
+    """The unit. FLARE's shell runs in the foreground: it ends with 0 where FLARE was asked to shut down, and is not started again then.
+
+    Args:
+        kit: of a site or the server; its owner is the account that runs it.
+    """
+    return _UNIT.format(
+        kind=kit.kind,
+        name=_plain(kit.name),
+        user=pwd.getpwuid(kit.folder.stat().st_uid).pw_name,
+        folder=_plain(str(kit.folder)),
+        environment="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment().items()),
+        left_behind=_command(str(kit.folder / SHELL_PID)),
+        start=_command(str(kit.folder / "startup" / "sub_start.sh")),
+        output=_plain(str(kit.output)),
+    )
+
+
+def _plain(text: str) -> str:
+    """systemd's own variables begin with a per cent sign."""
+    return text.replace("%", "%%")
+
+
+def _quoted(text: str) -> str:
+    return '"{}"'.format(_plain(text).replace("\\", "\\\\").replace('"', '\\"'))
+
+
+def _command(word: str) -> str:
+    return _quoted(word).replace("$", "$$")

@@ -1,0 +1,44 @@
+"""The systemd unit, as text and as systemd reads it."""
+
+import getpass
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kits.fake import Root, make_kit, script
+from medflare.kits.kit import Kit
+from medflare.kits.unit import unit_name, unit_text
+
+
+def _lines(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def test_it_says_who_runs_what(site: Kit) -> None:
+    lines = _lines(unit_text(site))
+    assert unit_name(site) == "medflare-site-1.service" and lines["User"] == [getpass.getuser()] and lines["UMask"] == ["0077"]
+    assert lines["ExecStart"] == [f'"{site.folder}/startup/sub_start.sh"'] and lines["Restart"] == ["on-failure"]
+    assert '"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT=60"' in lines["Environment"]
+    assert lines["ExecStartPre"] == [f'/bin/rm -f "{site.folder}/daemon_pid.fl"']
+
+
+def test_folders_with_characters_of_systemds_own(tmp_path: Path, root: Root) -> None:
+    kit = make_kit(tmp_path / "100% of $site", root)
+    lines = _lines(unit_text(kit))
+    assert lines["WorkingDirectory"] == [f"{tmp_path}/100%% of $site"]
+    assert lines["ExecStart"] == [f'"{tmp_path}/100%% of $$site/startup/sub_start.sh"']
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_reads_it(site: Kit, tmp_path: Path) -> None:
+    script(site.folder / "startup" / "sub_start.sh", "true\n")
+    unit = tmp_path / unit_name(site)
+    unit.write_text(unit_text(site))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert unit.name not in done.stderr, done.stderr
