@@ -118,10 +118,8 @@ class ParticipantSpec:
 
         own, store = SiteFolder(folder, self.name, method, task, self.seed), StateStore(self.state_folder)
         budget = budget_of(local.privacy, self.name, Path(self.local_file).with_name(LEDGER))
-        least = local.minimum_patients
-        participant = Participant(
-            self.name, opened, method, self.hyper, store=store, keep=own.keep, show=own.show, budget=budget, minimum_patients=least
-        )
+        kept: dict[str, Any] = {"keep": own.keep, "show": own.show, "finish": own.finish, "minimum_patients": local.minimum_patients}
+        participant = Participant(self.name, opened, method, self.hyper, store=store, budget=budget, **kept)
         return participant
 
     def redaction(self) -> "Redaction | None":
