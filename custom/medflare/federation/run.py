@@ -82,7 +82,7 @@ class Run:
             server = self._server()
             federation = self._federation(server, exchange, outcome)
             federation.run(self._resumed(federation) if resume else 0)
-            self._keep_models(server)
+            _keep_models(self, server)
         except Aborted as error:
             reason = f"aborted: {error}"
             self.events.add("aborted", str(error))
@@ -147,18 +147,8 @@ class Run:
         self.say(round_line(*place, report.facts, report.rejected, report.seconds, report.aggregation))
         if self.folder is not None:
             append_round(self.folder, report.line())
-            if problem := live.refresh(self.folder, lambda: record_of(self, outcome, running=True)):
-                self.events.add("warning", f"the report is no longer renewed while the run goes on: {problem}")
+            _renew(live, self.folder, lambda: record_of(self, outcome, running=True), self.events)
         self.observe(report)
-
-    def _keep_models(self, server: ServerHalf[Any]) -> None:
-        """The models that the server holds go beside the results; a personal model that never left its site is not among them."""
-        if self.folder is None:
-            return
-        for path, model in server.models().items():
-            about = {"method": self.method.name, "site": None, "role": path}
-            card = {**about, "seed": self.settings.seed, "rounds": self.settings.rounds}
-            save_model(self.folder / MODELS / path, self.task, model, card)
 
     def _resumed(self, federation: Federation) -> int:
         """The federation as its checkpoint has it; returns the number of finished steps."""
@@ -262,6 +252,21 @@ def refused_run(
         events=events.to_list(),
     )
     return write_results(folder, record)
+
+
+def _renew(live: LiveReport, folder: Path, record: Callable[[], RunRecord], events: EventLog) -> None:
+    """The report while the run goes on; that it cannot be drawn is an event."""
+    if problem := live.refresh(folder, record):
+        events.add("warning", f"the report is no longer renewed while the run goes on: {problem}")
+
+
+def _keep_models(run: Run, server: ServerHalf[Any]) -> None:
+    """The models that the server holds go beside the results; a personal model that never left its site is not among them."""
+    if run.folder is None:
+        return
+    for path, model in server.models().items():
+        card = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed, "rounds": run.settings.rounds}
+        save_model(run.folder / MODELS / path, run.task, model, card)
 
 
 def _make_readable(folder: Path | None) -> None:
