@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from medflare.evaluation import site_report
+from medflare.evaluation.figures import patients_plot
 from medflare.evaluation.site_report import SiteReport, mean_interval, patient_values, render_site_report, worst
 from medflare.tasks.cases import Cases
 from small import small_task
@@ -56,7 +57,7 @@ def test_classification_shows_counts_and_how_sure_the_model_was() -> None:
 
 
 def test_labels_that_do_not_exclude_each_other() -> None:
-    task = small_task("classification", target="multilabel", loss={"name": "bce"})
+    task = small_task("classification", target="multilabel")
     cases = Cases(("a", "b"), {}, torch.tensor([[0.9, 0.2, 0.5], [0.5, 0.5, 0.5]]), torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]))
     assert patient_values(cases, task) == pytest.approx({"a": (0.9 + 0.8 + 0.5) / 3, "b": 0.5})
 
@@ -67,6 +68,13 @@ def test_an_interval_needs_two_patients_and_lies_within_them() -> None:
     low, high = mean_interval(values) or (0.0, 0.0)
     assert 0.3 < low < 0.475 < high < 0.65, "about 1.96 x 0.288 / sqrt(20) on either side"
     assert mean_interval(dict(reversed(values.items()))) == (low, high), "whatever the order"
+
+
+def test_thousands_of_patients_are_one_picture() -> None:
+    few, many = ({str(place): place / count for place in range(count)} for count in (10, 1000))
+    points, picture = (patients_plot({"deployed": values}, {"deployed": None}, "Dice") or "" for values in (few, many))
+    assert "<image" not in points and "<image" in picture and len(picture) < 10 * len(points)
+    assert patients_plot({}, {}, "Dice") is None
 
 
 def test_ten_patients_are_named() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from medflare.core.manifest import Fact
 from medflare.core.message import Message
@@ -13,11 +12,10 @@ from medflare.data.sites.site import Site
 from medflare.federation.exchange import DELIVER, ENROL
 from medflare.federation.participant import Participant
 from medflare.federation.screening.replies import unreadable
-from medflare.federation.screening.withholding import tells_of_few, too_few, withhold
+from medflare.federation.screening.withholding import too_few, withhold
 from medflare.methods.catalogue import get_method
-from medflare.tasks.cases import Cases
 from methods import squares
-from small import small_task, stacked
+from small import stacked
 
 INVITATION = {"role": "inside", "sites": ["A", "B"]}
 
@@ -64,16 +62,6 @@ def test_patients_are_counted_and_not_images() -> None:
     site = squares.site("A")
     site.data = replace(site.data, test=replace(stacked(site.data.test), patients=("one",) * 5))
     assert too_few(site, 2) == ("test",) and too_few(site, 1) == () == too_few(squares.site("A"), 4)
-
-
-def test_counts_of_a_rare_class_stay_at_the_site() -> None:
-    """Five patients, of whom one has class 1: with the accuracy, the others' counts would tell how that one was taken."""
-    task = small_task("classification")
-    cases = Cases("abcde", {}, torch.full((5, 3), 1 / 3, dtype=torch.float64), torch.tensor([0, 0, 2, 2, 1]))
-    assert tells_of_few(cases, task, 2) and not tells_of_few(cases, task, 1) and not tells_of_few(cases, task, 0)
-    common = replace(cases, targets=torch.tensor([0, 0, 2, 2, 2]))
-    assert not tells_of_few(common, task, 2) and tells_of_few(common, task, 3), "a class that nobody has tells of nobody"
-    assert not tells_of_few(Cases("ab", {"dice": torch.ones(2)}), task, 9), "masks have no counts"
 
 
 def test_a_report_that_cannot_be_written_costs_no_model() -> None:

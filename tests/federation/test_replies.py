@@ -16,7 +16,6 @@ from medflare.federation.exchange import DELIVER, ENROL, Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.screening.replies import DELIVERS, ENROLS, is_number, unfit, unreadable
-from medflare.federation.screening.withholding import withhold
 from medflare.methods.base import MEASURED, Step
 from small import tiny_phantom
 
@@ -80,22 +79,6 @@ def test_what_sites_say_every_day_passes() -> None:
     assert unreadable(message, "A") is None and unfit(message, MEASURED) is None
 
 
-def curve(**changes: Any) -> dict[str, Any]:
-    return {"auc": None, "low": None, "high": None, "sensitivity": [], **changes}
-
-
-def answers(**changes: Any) -> dict[str, Any]:
-    return {"classes": {"global": {"confusion": [], "roc": [], **changes}}}
-
-
-def test_class_reports_pass_kept_back_or_not() -> None:
-    whole = answers(confusion=[[[1, 0], [2, 3]]], roc=[curve(auc=0.5, low=0.1, high=1, sensitivity=[0.5] * 21)])
-    for facts in (whole, answers(), {"classes": {}}):
-        assert unfit(Message({}, facts), DELIVERS) is None
-    withhold(whole, DELIVERS, ("test",))
-    assert whole == answers() and unfit(Message({}, whole), DELIVERS) is None
-
-
 @pytest.mark.parametrize(
     ("declared", "facts", "words"),
     [
@@ -111,12 +94,6 @@ def test_class_reports_pass_kept_back_or_not() -> None:
         (ENROLS, {"n": {"train": 10**12}}, "n 'train' is 1000000000000, expected a count"),
         (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 0.1}}, "privacy says nothing of 'steps'"),
         (DELIVERS, {"reports": 3}, "reports is int, expected a table"),
-        (DELIVERS, {"classes": {"global": {}}}, "classes 'global' is no table of 'confusion' and 'roc'"),
-        (DELIVERS, answers(confusion=[[[1, 2]]]), "classes 'global' 'confusion' [0] is no square of at most 16 classes"),
-        (DELIVERS, answers(confusion=[[[-1]]]), "classes 'global' 'confusion' [0] [0] [0] is -1, expected a count"),
-        (DELIVERS, answers(roc=[{"auc": 0.5}]), "classes 'global' 'roc' [0] is no curve with its area"),
-        (DELIVERS, answers(roc=[curve(auc=2)]), "classes 'global' 'roc' [0] 'auc' is 2, expected a number from 0 to 1"),
-        (DELIVERS, answers(roc=[curve(sensitivity=[0.5])]), "classes 'global' 'roc' [0] 'sensitivity' has not 21 places"),
     ],
 )
 def test_facts_that_cannot_be_meant(declared: Any, facts: dict[str, Any], words: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LOSS, _AGGREGATION = "loss", "Aggregation"  # panels beside those of the validated models
+_MANY: Final = 500  # marks that are drawn one by one
 _GOLDEN: Final = 0.6180339887  # its multiples are spread evenly
 _INK: Final = "#010203"  # stands for the page's text colour until the SVG is finished
 
@@ -167,7 +168,8 @@ def patients_plot(
         for row, (model, found) in enumerate(values.items()):
             points = [found[patient] for patient in sorted(found)]
             places = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]  # apart, and at the same place every time
-            axis.plot(points, places, linestyle="none", marker="o", markersize=4, alpha=0.5, color=_COLOURS[row % len(_COLOURS)])
+            style = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": _COLOURS[row % len(_COLOURS)]}
+            axis.plot(points, places, linestyle="none", rasterized=len(points) > _MANY, **style)
             mean, interval = sum(points) / len(points), intervals[model]
             if interval is not None:
                 axis.plot(interval, [row, row], color=_INK, linewidth=2)

@@ -86,7 +86,7 @@ class SiteFolder:
         self.pictures[title] = png
 
     def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
-        """Write the site's own report, of what was kept and shown.
+        """Write the site's own report, of what was kept and shown; none where nothing was delivered.
 
         Args:
             site: with its test images.
@@ -94,6 +94,8 @@ class SiteFolder:
             models: role of a model -> delivered model.
             events: of the delivery.
         """
+        if not self.delivered:
+            return
         metrics = {name: found for name, (found, _) in self.delivered.items()}
         cases = {name: found for name, (_, found) in self.delivered.items()}
         pictures = {**examples(site, models, cases), **self.pictures}

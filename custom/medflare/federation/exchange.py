@@ -1,7 +1,7 @@
 """How the schedule reaches the sites: the exchange that an engine supplies, and the courier that counts what travels over it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from medflare.core.message import Message
@@ -28,7 +28,7 @@ class Reply:
     message: Message | None = None
     problem: str = ""
     kind: str = "failed"
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
 
 class Exchange(Protocol):

@@ -15,8 +15,8 @@ from torch import Tensor
 from medflare.core.events import KINDS
 from medflare.core.manifest import Fact, count, listing, number, table
 from medflare.core.message import Message
+from medflare.federation.screening.answers import class_counts
 from medflare.federation.settings import FACTS_LIMIT
-from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
 from medflare.tasks.metrics_table import METRICS
 
 _DEPTH: Final = 8  # of tables within tables
@@ -59,41 +59,13 @@ def _cost(value: object) -> str | None:
     return f"says nothing of {missing[0]!r}" if missing else None
 
 
-def _classes(value: object) -> str | None:
-    """What `tasks.classes.class_report` gives; lists empty where the site keeps them back."""
-    if not isinstance(value, Mapping) or value.keys() != {"confusion", "roc"}:
-        return "is no table of 'confusion' and 'roc'"
-    for name, takes in (("confusion", listing(_counts)), ("roc", listing(_curve))):
-        if problem := takes(value[name]):
-            return f"{name!r} {problem}"
-    return None
-
-
-def _counts(value: object) -> str | None:
-    """A square matrix of images."""
-    problem = listing(listing(count(_MOST_IMAGES)))(value)
-    if problem or not isinstance(value, list | tuple):
-        return problem
-    return None if all(len(row) == len(value) <= MOST_CLASSES for row in value) else f"is no square of at most {MOST_CLASSES} classes"
-
-
-def _curve(value: object) -> str | None:
-    """An area, its interval, and the curve at fixed places."""
-    if not isinstance(value, Mapping) or value.keys() != {"auc", "low", "high", "sensitivity"}:
-        return "is no curve with its area"
-    for name, found in value.items():
-        if problem := (listing(number(0.0, 1.0)) if name == "sensitivity" else METRIC)(found):
-            return f"{name!r} {problem}"
-    return None if len(value["sensitivity"]) in (0, len(FALSE_ALARMS)) else f"'sensitivity' has not {len(FALSE_ALARMS)} places"
-
-
 # What the phases of every method report, see `exchange.PHASES_OF_ALL`.
 ENROLS: Final = (Fact("n", "images by split", _images), Fact("class_counts", "training images or pixels by class", listing(count())))
 DELIVERS: Final = (
     Fact("metrics", "model -> metric -> value on test images", table(_measured), "test"),
     Fact("n", "images by split", _images),
     Fact("reports", "what models say of their own work", table(), "test"),
-    Fact("classes", "model -> confusion counts and ROC curves of test images", table(_classes), "test"),
+    Fact("classes", "model -> confusion counts and ROC curves of test images", table(class_counts), "test"),
     Fact("privacy", "what the run has cost the site's patients", _cost),
 )
 
