@@ -1,5 +1,6 @@
 """A small run, written down once: three inside sites of which one is odd, one outside site."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -53,6 +54,32 @@ def history() -> list[dict[str, Any]]:
             "sites": {"A": facts(None, 0.6), "B": facts(None, 0.7), "C": facts(None, None)},
         },
     ]
+
+
+@pytest.fixture
+def classified(task: TaskConfig) -> RunRecord:
+    """Two sites inside and one outside on two classes; X keeps its counts back."""
+
+    def scores(value: float) -> dict[str, float]:
+        return {"accuracy": value, "auc_macro": value}
+
+    def answers(hits: int) -> dict[str, Any]:
+        low, high = (0.5, 1.0) if hits else (None, None)
+        curve = {"auc": 0.75, "low": low, "high": high, "sensitivity": [0.5] * 10 + [1.0] * 11}
+        return {"confusion": [[[3, 1], [4 - hits, hits]]], "roc": [curve]}
+
+    kept_back = {"confusion": [], "roc": []}
+    sites = {
+        "A": SiteRecord("inside", {"train": 4, "test": 8}, {"global": scores(0.5), "deployed": scores(0.75)}),
+        "B": SiteRecord("inside", {"train": 4, "test": 8}, {"global": scores(0.5), "deployed": scores(0.5)}),
+        "X": SiteRecord("outside", {"train": 0, "test": 8}, {"global": scores(0.5), "deployed": scores(0.5)}),
+    }
+    sites["A"].classes = {"global": answers(1), "deployed": answers(3)}
+    sites["B"].classes = {"global": answers(1), "deployed": answers(0)}
+    sites["X"].classes = {"global": kept_back, "deployed": kept_back}
+    changed: dict[str, Any] = {"kind": "classification", "labels": ("<ill>",), "metric": "accuracy"}
+    costs = {"A": {"down_bytes": 2048, "up_bytes": 1024, "seconds": 61.0}}
+    return RunRecord("fedavg", dataclasses.replace(task, **changed), 7, 2, sites, costs=costs)
 
 
 @pytest.fixture

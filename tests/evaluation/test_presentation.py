@@ -13,6 +13,7 @@ from medflare.evaluation.presentation import (
     format_setting,
     metric_label,
     metric_names,
+    model_columns,
 )
 from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.config import TaskConfig
@@ -58,3 +59,18 @@ def test_best_value() -> None:
 def test_the_selecting_metric_comes_first(record: RunRecord, task: TaskConfig) -> None:
     results = build_results(dataclasses.replace(record, task=dataclasses.replace(task, metric="iou")))
     assert metric_names(results) == ("iou", "dice", "hd95")
+
+
+def test_models_with_equal_numbers_share_a_column() -> None:
+    def site(**dice: float | None) -> dict[str, Any]:
+        return {"role": "inside", "metrics": {"global": {"dice": 0.5}, **{model: {"dice": value} for model, value in dice.items()}}}
+
+    def columns(*sites: dict[str, Any]) -> dict[str, str]:
+        return model_columns({"sites": dict(zip("AB", sites, strict=False))})
+
+    assert columns(site(personal=0.5, deployed=0.5)) == {"global = personal = deployed": "global"}
+    assert columns(site(personal=0.5), site(personal=0.6)) == {"global": "global", "personal": "personal"}, "one site is enough"
+    assert columns(site(personal=0.5), site(personal=None)) == {"global": "global", "personal": "personal"}, "undefined is not equal"
+    assert list(columns(site(personal=None, deployed=None))) == ["global", "personal", "deployed"], "nothing is known of them"
+    assert list(columns(site(personal=0.6, mixture=0.6))) == ["global", "personal = mixture"]
+    assert columns() == {}

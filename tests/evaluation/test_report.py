@@ -10,9 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from medflare.evaluation import report
-from medflare.evaluation.figures import models_by_site, training_curves
+from medflare.evaluation.classes import class_tables
+from medflare.evaluation.figures import models_by_site, roc_curves, training_curves
 from medflare.evaluation.report import render_report
-from medflare.evaluation.results import RunRecord, build_results
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.tasks.config import TaskConfig
 
 _VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -202,3 +203,81 @@ def test_without_matplotlib_the_page_says_so(record: RunRecord, history: list[di
     page = Page(render_report(build_results(record), history))
     assert "Without figures: matplotlib is not installed" in page.text
     assert not any(tag == "svg" for tag, _ in page.tags)
+
+
+def table(page: Page, caption: str) -> list[list[str]]:
+    """The one table whose caption begins so."""
+    (found,) = [table for own, table in zip(page.captions, page.tables, strict=True) if own.startswith(caption)]
+    return found
+
+
+def test_equal_models_share_a_column(record: RunRecord) -> None:
+    """FedAvg delivers one model in three roles."""
+    sites = {}
+    for name, dice in (("A", 0.4), ("B", 0.6)):
+        metrics = {model: {"dice": dice, "iou": dice / 2} for model in ("global", "personal", "deployed")}
+        sites[name] = SiteRecord("inside", {"train": 4}, metrics)
+    results = build_results(dataclasses.replace(record, sites=sites))
+    assert set(results["sites"]["A"]["metrics"]) == {"global", "personal", "deployed"}, "the results hold all of them"
+    page = Page(render_report(results))
+    assert page.tables[0][0] == ["site", "train", "validation", "test", "global = personal = deployed"]
+    assert page.tables[0][1:] == [["A", "4 (50 %)", "?", "?", "0.400"], ["B", "4 (50 %)", "?", "?", "0.600"], ["mean, inside", "", "0.500"]]
+    assert table(page, "All metrics")[1] == ["global = personal = deployed"] * 2
+    assert "global = personal = deployed" in drawn(models_by_site(results))[1]
+
+
+def test_counts_of_all_sites_together_and_of_each(classified: RunRecord) -> None:
+    page = Page(render_report(build_results(classified)))
+    together = [table for caption, table in zip(page.captions, page.tables, strict=True) if caption == "2 inside sites together"]
+    header = ["truth", "not <ill>", "<ill>"]
+    assert together[0] == [header, ["not <ill>", "0.750(6)", "0.250(2)"], ["<ill>", "0.625(5)", "0.375(3)"]], "the deployed model first"
+    assert together[1][2] == ["<ill>", "0.750(6)", "0.250(2)"]
+    assert page.captions.count("A") == 2 and page.captions.count("X") == 0, "what a site keeps back is not there"
+    areas = next(found for found in page.tables if found[0] == ["site", "<ill>"])
+    assert areas[1:] == [["A", "0.750 (0.500 to 1.000)"], ["B", "0.750"]]
+
+
+def test_curves_of_every_site(classified: RunRecord) -> None:
+    tables = class_tables(build_results(classified))
+    assert [of.model for of in tables] == ["deployed", "global"]
+    _, text = drawn(roc_curves(tables[0]))
+    assert all(word in text for word in ("<ill>", "A", "B", "sensitivity"))
+    without = dataclasses.replace(tables[0], points={})
+    assert roc_curves(without) is None
+
+
+def test_counts_that_do_not_fit_the_task_are_left_out(classified: RunRecord) -> None:
+    three = {"confusion": [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]], "roc": []}
+    sites = {name: dataclasses.replace(site, classes={"global": three}) for name, site in classified.sites.items()}
+    assert class_tables(build_results(dataclasses.replace(classified, sites=sites))) == []
+
+
+def test_segmentation_has_no_classes(record: RunRecord) -> None:
+    assert class_tables(build_results(record)) == []
+    assert "Class by class" not in render_report(build_results(record))
+
+
+def test_traffic_and_time_of_every_site(classified: RunRecord) -> None:
+    found = table(Page(render_report(build_results(classified))), "Tensors on the wire and time")
+    assert found[1:] == [["A", "2.0 KiB", "1.0 KiB", "1 min 01 s"]]
+    older = build_results(dataclasses.replace(classified, costs={}))
+    del older["costs"]
+    assert "time at work" not in render_report(older), "results of earlier versions say nothing of it"
+
+
+def test_the_chosen_round_stands_at_the_top_and_in_the_curves(record: RunRecord, history: list[dict[str, Any]]) -> None:
+    elections = {"global": {"round": 1, "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}}]}}
+    results = build_results(dataclasses.replace(record, elections=elections))
+    text = render_report(results)
+    assert '<dd class="number">1 of 2</dd><dd class="note">of training behind the global model, elected by 2 sites</dd>' in text
+    assert "Dotted: the round that was chosen." not in text, "there are no curves"
+    assert "Dotted: the round that was chosen." in render_report(results, history)
+    assert training_curves(results, history) != training_curves(build_results(record), history)
+
+
+def test_a_page_renews_itself_only_while_the_run_goes_on(record: RunRecord, history: list[dict[str, Any]]) -> None:
+    html = render_report(build_results(dataclasses.replace(record, sites={}, running=True)), history[:1])
+    assert ("meta", {"http-equiv": "refresh", "content": "10"}) in Page(html).tags
+    assert "RUNNING" in Page(html).text and "1 of 2 rounds, as of 20" in Page(html).text and "COMPLETED" not in html
+    assert "Models are evaluated when the last round is over." in html
+    assert "http-equiv" not in render_report(build_results(record), history)

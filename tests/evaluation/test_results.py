@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from medflare.core.errors import StateError
-from medflare.evaluation.results import RunRecord, append_round, find_results, load_results, read_rounds, write_results
+from medflare.evaluation import results
+from medflare.evaluation.results import LiveReport, RunRecord, append_round, find_results, load_results, read_rounds, write_results
 
 
 def test_written_results_are_what_is_returned(tmp_path: Path, record: RunRecord) -> None:
@@ -82,3 +83,33 @@ def test_a_phase_that_comes_twice_in_a_round_stays_twice(tmp_path: Path, history
 def test_nan_becomes_null_in_a_line(tmp_path: Path) -> None:
     append_round(tmp_path, {"step": 0, "phase": "train", "round": 0, "sites": {"A": {"loss": math.nan, "gradient": np.float32(0.5)}}})
     assert read_rounds(tmp_path)[0]["sites"]["A"] == {"loss": None, "gradient": 0.5}
+
+
+# -- while a run goes on ---------------------------------------------------------------------------------------------------
+
+
+def test_a_running_report_is_written_when_it_is_time_and_replaced_at_the_end(
+    tmp_path: Path, record: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = dataclasses.replace(record, running=True)
+    live = LiveReport()
+    assert live.refresh(tmp_path, lambda: running) == "" and not any(tmp_path.iterdir()), "not in the first seconds"
+    monkeypatch.setattr(results, "_PAUSE", 0.0)
+    live = LiveReport()
+    assert live.refresh(tmp_path, lambda: running) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"], "results are for the end"
+    written = (tmp_path / "report.html").read_text()
+    assert "RUNNING" in written and 'http-equiv="refresh"' in written
+    assert live.refresh(tmp_path, lambda: pytest.fail("it is too early")) == "", "it took its time, and the run gets fifty times that"
+    write_results(tmp_path, record)
+    assert "RUNNING" not in (tmp_path / "report.html").read_text() and load_results(tmp_path)["status"] == "COMPLETED"
+
+
+def test_a_report_that_cannot_be_drawn_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> RunRecord:
+        raise ValueError("odd")
+
+    monkeypatch.setattr(results, "_PAUSE", 0.0)
+    live = LiveReport()
+    assert live.refresh(tmp_path, broken) == "ValueError: odd"
+    assert live.refresh(tmp_path, broken) == ""

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.federation.exchange import Courier, Reply, numbered, total_bytes
-from medflare.federation.outcome import Outcome
+from medflare.federation.exchange import Courier, Reply, numbered
+from medflare.federation.outcome import Cost, Outcome
 from medflare.methods.base import Step
 
 STEP = Step("train", 2)
@@ -42,11 +42,11 @@ def test_every_site_that_was_asked_has_an_answer_in_order() -> None:
 
 def test_what_travels_is_counted_both_ways() -> None:
     outcome = Outcome()
-    courier = Courier(Answering(A=Reply(message(2)), B=Reply(problem="broken")), outcome)
+    courier = Courier(Answering(A=Reply(message(2), seconds=1.5), B=Reply(problem="broken", seconds=0.5)), outcome)
     for calls in (1, 2):
         courier.ask(STEP, {"A": message(10), "B": message(5)})
         assert (outcome.down_bytes, outcome.up_bytes) == (calls * 15 * 4, calls * 2 * 4)
-    assert total_bytes([]) == 0
+    assert outcome.costs == {"A": Cost(80, 16, 3.0), "B": Cost(40, 0, 1.0)}, "work that came to nothing took its time too"
 
 
 def test_nobody_is_asked_in_vain() -> None:

@@ -67,6 +67,23 @@ class TestResults:
         for file in ("results.json", "metrics.jsonl", "report.html"):
             assert not any(patient in (folder / file).read_text() for patient in cases["patients"])
 
+    def test_every_site_has_a_report_of_its_own(self, kept: tuple[dict[str, Any], Path]) -> None:
+        _, folder = kept
+        for name in ("site-2", "site-9"):
+            file = folder / "sites" / name / "report.html"
+            page, scores = file.read_text(), json.loads((file.parent / "scores" / "deployed.json").read_text())
+            assert file.stat().st_mode & 0o777 == 0o600
+            assert any(patient in page for patient in scores["patients"])
+            assert page.count('src="data:image/png;base64,') == 3, "the worst, the median and the best patient"
+            assert page.count("<svg") == 1
+
+    def test_what_every_site_has_cost(self, kept: tuple[dict[str, Any], Path]) -> None:
+        results, _ = kept
+        assert set(results["costs"]) == set(results["sites"])
+        for way in ("down_bytes", "up_bytes"):
+            assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
+        assert results["costs"]["site-1"]["seconds"] > results["costs"]["site-9"]["seconds"] > 0, "an outside site does not train"
+
     def test_a_delivered_model_answers_as_in_the_run(self, kept: tuple[dict[str, Any], Path]) -> None:
         results, folder = kept
         model = load_model(folder / "sites" / "site-1" / "deployed")

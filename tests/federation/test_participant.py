@@ -64,6 +64,19 @@ def test_patients_are_counted_and_not_images() -> None:
     assert too_few(site, 2) == ("test",) and too_few(site, 1) == () == too_few(squares.site("A"), 4)
 
 
+def test_a_report_that_cannot_be_written_costs_no_model() -> None:
+    def broken(*given: Any) -> None:
+        raise OSError("no space left beside scans/Meier.png")
+
+    site = _site()
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, finish=broken)
+    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    incoming = Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1})
+    facts = participant.answer(DELIVER, 0, incoming).facts
+    assert facts["metrics"]["global"]["dice"] is not None
+    assert [event["message"] for event in facts["events"]] == ["the site's own report could not be written (OSError)"]
+
+
 def test_tables_keep_their_names_and_a_failure_is_told() -> None:
     facts: dict[str, Any] = {"loss": math.nan, "validation": {"global": 0.5, "personal": None}, "scores": {"A": 0.5}, "n": 3}
     withhold(facts, (Fact("loss", measured="train"), Fact("validation", measured="validation"), Fact("n")), ("train", "validation"))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from medflare.evaluation import report
 from medflare.evaluation.results import read_rounds
 from medflare.federation.local.loop import run_local
 from small import tiny_phantom
@@ -35,3 +36,26 @@ def test_every_step_is_a_line_and_has_its_number(tmp_path: Path) -> None:
     steps = read_rounds(tmp_path)
     assert [step["step"] for step in steps] == list(range(len(steps))) and len(steps) > 2  # the selector has steps of its own
     assert all(not step["aggregation"] for step in steps)
+
+
+def test_the_report_is_there_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medflare.evaluation.results._PAUSE", 0.0)
+    monkeypatch.setattr("medflare.evaluation.results._PAUSES", 0)
+    seen: list[str] = []
+    run_local("fedavg", TINY, 2, rounds=2, seed=3, out=tmp_path, observe=lambda step: seen.append((tmp_path / "report.html").read_text()))
+    assert len(seen) == 3 and all("RUNNING" in page for page in seen), "two rounds and the look at the last models"
+    assert "1 of 2 rounds" in seen[0] and "2 of 2 rounds" in seen[1]
+    assert "RUNNING" not in (tmp_path / "report.html").read_text()
+
+
+def test_no_run_ends_for_a_report_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object) -> str:
+        raise ValueError("odd")
+
+    monkeypatch.setattr("medflare.evaluation.results._PAUSE", 0.0)
+    draw, monkeys = report.render_report, iter([broken])
+    monkeypatch.setattr(report, "render_report", lambda *given: next(monkeys, draw)(*given))
+    results = run_local("fedavg", TINY, 2, rounds=1, seed=3, out=tmp_path)
+    assert results["status"] == "COMPLETED"
+    told = [event["message"] for event in results["events"] if event["kind"] == "warning"]
+    assert told == ["the report is no longer renewed while the run goes on: ValueError: odd"]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from medflare.studies.statistics.delong import delong
 from medflare.studies.statistics.patients import PatientComparison, compare_patients
 from medflare.studies.statistics.seeds import Run
 from medflare.studies.statistics.weighted import joined_cases, weighted_metric
+from medflare.tasks.delong import delong
 from medflare.tasks.metrics import score
 from small import small_task
 

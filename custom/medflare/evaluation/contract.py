@@ -58,6 +58,14 @@ class Traffic(_Open):
     up_bytes: int = Field(ge=0)
 
 
+class Cost(_Open):
+    """What one site has moved over the wire, and how long it was at work for the run."""
+
+    down_bytes: int = Field(ge=0)
+    up_bytes: int = Field(ge=0)
+    seconds: float = Field(ge=0)
+
+
 class EventEntry(_Open):
     """One event of the run, see `core.events`."""
 
@@ -102,6 +110,7 @@ class Results(_Open):
     mean: Means
     traffic: Traffic
     seconds: dict[str, float]
+    costs: dict[str, Cost] = Field(default_factory=dict)  # results of earlier versions have none
     events: list[EventEntry]
     versions: dict[str, str]
     configuration: Configuration

@@ -5,8 +5,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from medflare.evaluation.classes import ClassTables
 from medflare.evaluation.names import MODELS
-from medflare.evaluation.presentation import lower_is_better, metric_label, metric_names, model_names, ordered_sites
+from medflare.evaluation.presentation import lower_is_better, metric_label, metric_names, model_columns, ordered_sites
+from medflare.tasks.classes import FALSE_ALARMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,13 +18,16 @@ if TYPE_CHECKING:
 _COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LOSS, _AGGREGATION = "loss", "Aggregation"  # panels beside those of the validated models
+_MANY: Final = 500  # marks that are drawn one by one
+_GOLDEN: Final = 0.6180339887  # its multiples are spread evenly
 _INK: Final = "#010203"  # stands for the page's text colour until the SVG is finished
 
 
 def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
     """Loss, validation metric and place in the aggregation of every site over the rounds as SVG; None where no step was finished.
 
-    A validation metric at round r belongs to the models that the round started from: those that r rounds of training made.
+    A validation metric at round r belongs to the models that the round started from: those that r rounds of training made. A dotted line
+    stands where a model was chosen.
 
     Args:
         results: content of results.json.
@@ -33,6 +38,7 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
         return None
     metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
     sites = sorted({site for lines in panels.values() for site in lines})
+    chosen = {model: election["round"] for model, election in results.get("elections", {}).items()}
 
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -46,12 +52,13 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
                 rounds, values = zip(*points, strict=True)
                 style = _style(sites.index(site))
                 axis.plot(rounds, values, label=site, linewidth=1.6, markersize=3.5 if len(rounds) < 40 else 0, **style)
+            if title in chosen:
+                axis.axvline(chosen[title], color=_INK, alpha=0.4, linewidth=1, linestyle=":")
             axis.set_title(_heading(title, metric), fontsize=10, loc="left")
             axis.set_xlabel("round" if title == _LOSS or title.startswith(_AGGREGATION) else "rounds of training")
             axis.xaxis.get_major_locator().set_params(integer=True)
             _quiet(axis)
-        handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(8, len(handles)), frameon=False)
+        _legend(figure)
 
     return _svg(draw, width=3.4 * max(2, columns), height=2.7 * rows + 0.4 + 0.2 * (len(sites) // 8))
 
@@ -92,26 +99,93 @@ def models_by_site(results: Mapping[str, Any]) -> str | None:
     metrics = metric_names(results)
     if not metrics:
         return None
-    metric, sites, models = metrics[0], ordered_sites(results), model_names(results)
+    metric, sites, columns = metrics[0], ordered_sites(results), model_columns(results)
 
     def draw(figure: "Figure") -> None:
         axis = figure.subplots()
         for row, site in enumerate(sites.values()):
-            values = [value for model in models if (value := site["metrics"][model][metric]) is not None]
+            values = [value for model in columns.values() if (value := site["metrics"][model][metric]) is not None]
             if values:
                 axis.plot([min(values), max(values)], [row, row], color=_INK, alpha=0.25, linewidth=1.2, zorder=1)
-        for place, model in enumerate(models):
+        for place, (heading, model) in enumerate(columns.items()):
             points = [(value, row) for row, site in enumerate(sites.values()) if (value := site["metrics"][model][metric]) is not None]
             if points:
-                size = max(4, 9 - 2 * place)  # smaller ones on top, so that equal models all stay visible
-                axis.plot(*zip(*points, strict=True), label=model, linestyle="none", markersize=size, zorder=2, **_style(place, line=False))
+                size = max(4, 9 - 2 * place)  # smaller ones on top, so that equal numbers all stay visible
+                style = {"linestyle": "none", "markersize": size, "zorder": 2, **_style(place, line=False)}
+                axis.plot(*zip(*points, strict=True), label=heading, **style)
         axis.set_yticks(range(len(sites)), [f"{name} (outside)" if site["role"] == "outside" else name for name, site in sites.items()])
         axis.set_ylim(len(sites) - 0.5, -0.5)
         axis.set_xlabel(f"test {metric_label(metric)}" + (", lower is better" if lower_is_better(metric) else ""))
         _quiet(axis, grid="x")
-        figure.legend(loc="outside upper left", ncols=len(models), frameon=False)
+        figure.legend(loc="outside upper left", ncols=len(columns), frameon=False)
 
     return _svg(draw, width=10.2, height=1.1 + 0.34 * len(sites))
+
+
+def roc_curves(tables: ClassTables) -> str | None:
+    """ROC curves of one model as SVG, a panel for each class with a line for each site; None where there is none.
+
+    Args:
+        tables: of the model.
+    """
+    if not tables.points:
+        return None
+    sites = sorted({site for lines in tables.points.values() for site in lines})
+    columns = min(3, len(tables.points))
+    rows = -(-len(tables.points) // columns)
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for axis in axes[len(tables.points) :]:
+            axis.set_visible(False)
+        for axis, (curve, lines) in zip(axes, tables.points.items(), strict=False):
+            axis.plot([0, 1], [0, 1], color=_INK, alpha=0.25, linewidth=1)
+            for site, values in lines.items():
+                axis.plot(FALSE_ALARMS, values, label=site, linewidth=1.6, markersize=3, **_style(sites.index(site)))
+            axis.set_title(curve, fontsize=10, loc="left")
+            axis.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+            _quiet(axis)
+        _legend(figure)
+
+    return _svg(draw, width=3.4 * max(2, columns), height=3.4 * rows + 0.3 + 0.2 * (len(sites) // 8))
+
+
+def patients_plot(
+    values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str
+) -> str | None:
+    """A mark for every patient, a row for every model, with the mean and its interval, as SVG; None where there is no value.
+
+    Args:
+        values: model -> patient -> value.
+        intervals: model -> that of the mean.
+        label: what the values are.
+    """
+    if not values:
+        return None
+
+    def draw(figure: "Figure") -> None:
+        axis = figure.subplots()
+        for row, (model, found) in enumerate(values.items()):
+            points = [found[patient] for patient in sorted(found)]
+            places = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]  # apart, and at the same place every time
+            style = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": _COLOURS[row % len(_COLOURS)]}
+            axis.plot(points, places, linestyle="none", rasterized=len(points) > _MANY, **style)
+            mean, interval = sum(points) / len(points), intervals[model]
+            if interval is not None:
+                axis.plot(interval, [row, row], color=_INK, linewidth=2)
+            axis.plot([mean], [row], marker="D", markersize=7, color=_INK)
+        axis.set_yticks(range(len(values)), list(values))
+        axis.set_ylim(len(values) - 0.5, -0.5)
+        axis.set_xlabel(label)
+        _quiet(axis, grid="x")
+
+    return _svg(draw, width=10.2, height=0.7 + 0.6 * len(values))
+
+
+def _legend(figure: "Figure") -> None:
+    """One below all panels, each label once."""
+    handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(8, len(handles)), frameon=False)
 
 
 def _style(place: int, line: bool = True) -> dict[str, Any]:

@@ -7,6 +7,7 @@ MODELS: Final = ("global", "personal", "deployed")
 ROLES: Final = ("inside", "outside")
 SPLITS: Final = ("train", "validation", "test")
 COMPLETED, FAILED = "COMPLETED", "FAILED"
+RUNNING: Final = "RUNNING"  # of a report alone: results.json is written at the end
 UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
 
 FOLDER: Final = "medflare"  # below the server's job folder

@@ -78,6 +78,35 @@ def model_names(results: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(model for site in results["sites"].values() for model in site["metrics"]))
 
 
+def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
+    """Columns of a table of models: models whose numbers are the same at every site share one.
+
+    A model without any number is equal to nobody: nothing is known of it.
+
+    Args:
+        results: content of results.json.
+
+    Returns:
+        Heading -> the model whose numbers the column shows.
+
+    Examples:
+        >>> one, other = {"dice": 0.5}, {"dice": 0.6}
+        >>> model_columns({"sites": {"A": {"metrics": {"global": one, "personal": other, "deployed": one}}}})
+        {'global = deployed': 'global', 'personal': 'personal'}
+    """
+    groups: list[list[str]] = []
+    for model in model_names(results):
+        numbers = _numbers(results, model)
+        defined = any(value is not None for metrics in numbers for value in metrics.values())
+        twins = next((group for group in groups if defined and _numbers(results, group[0]) == numbers), None)
+        groups.append([model]) if twins is None else twins.append(model)
+    return {" = ".join(group): group[0] for group in groups}
+
+
+def _numbers(results: Mapping[str, Any], model: str) -> list[Mapping[str, float | None]]:
+    return [site["metrics"][model] for site in results["sites"].values()]
+
+
 def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
     """Sites by name, those inside the federation before those outside.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from medflare.core.events import Event
 from medflare.core.versions import installed_versions
-from medflare.evaluation.names import COMPLETED, FAILED, MODELS, ROLES, SCHEMA, SPLITS, UNKNOWN
+from medflare.evaluation.names import COMPLETED, FAILED, MODELS, ROLES, RUNNING, SCHEMA, SPLITS, UNKNOWN
 from medflare.tasks.config import TaskConfig
 
 
@@ -29,6 +29,7 @@ class SiteRecord:
             where undefined.
         reports: model -> what it says about its own work, for example how often each network of a super model answered.
         privacy: what training with differential privacy has cost ("epsilon", "delta", "steps"); empty without it.
+        classes: model -> confusion counts and ROC curves of its test images, see `tasks.classes.class_report`; empty for segmentation.
     """
 
     role: str
@@ -36,6 +37,7 @@ class SiteRecord:
     metrics: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     reports: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
+    classes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,11 +52,13 @@ class RunRecord:
         seconds: stage ("training", "total", ...) -> wall-clock seconds.
         hyper: half of the method ("site", "server") -> its hyper-parameters as they were used.
         settings: further settings that shaped the run (engine, min_sites, resplit, ...).
+        costs: site -> {"down_bytes", "up_bytes", "seconds" that it was at work}.
         history: one mapping a step, as `results.append_round` takes them.
         pictures: title -> PNG file content, shown in the report.
         elections: model that the sites chose together -> {"round": of training behind the delivered one, "candidates": [{"round",
             "value": what the votes came to, "votes": site -> metric}]}.
         tables: title -> site -> column -> number or text: what a method tells of its sites beside metrics.
+        running: the run goes on: there is a report of it, and no results yet.
     """
 
     method: str
@@ -73,6 +77,8 @@ class RunRecord:
     pictures: Mapping[str, bytes] = field(default_factory=dict)
     elections: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    running: bool = False
 
 
 def build_results(record: RunRecord) -> dict[str, Any]:
@@ -95,12 +101,13 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "task": record.task.name if record.task else UNKNOWN,
         "seed": record.seed,
         "rounds": record.rounds,
-        "status": FAILED if record.reason else COMPLETED,
+        "status": FAILED if record.reason else RUNNING if record.running else COMPLETED,
         "reason": record.reason or None,
         "sites": sites,
         "mean": mean_over_sites(sites, dict.fromkeys(models, metrics)),
         "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
         "seconds": dict(record.seconds),
+        "costs": {site: record.costs[site] for site in sorted(record.costs)},
         "elections": record.elections,
         "events": list(record.events),
         "versions": installed_versions(),
@@ -115,7 +122,7 @@ def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str,
         "n": {split: site.n.get(split) for split in SPLITS},
         "metrics": {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models},
     }
-    more = {"share": share, "reports": site.reports, "privacy": site.privacy}
+    more = {"share": share, "reports": site.reports, "privacy": site.privacy, "classes": site.classes}
     return {**found, **{name: content for name, content in more.items() if content}}
 
 

@@ -2,12 +2,14 @@
 
 import base64
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from medflare.core.packages import installed
-from medflare.evaluation.figures import models_by_site, training_curves
-from medflare.evaluation.names import ROLES, SPLITS
+from medflare.evaluation.classes import class_tables
+from medflare.evaluation.figures import models_by_site, roc_curves, training_curves
+from medflare.evaluation.names import ROLES, RUNNING, SPLITS
 from medflare.evaluation.presentation import (
     best_value,
     format_bytes,
@@ -17,7 +19,7 @@ from medflare.evaluation.presentation import (
     lower_is_better,
     metric_label,
     metric_names,
-    model_names,
+    model_columns,
     ordered_sites,
     privacy_costs,
     synthetic_source,
@@ -40,15 +42,17 @@ def render_report(
         pictures: title -> PNG file content.
     """
     drawable = installed("matplotlib")
-    return _template().render(
+    return template("report.html").render(
         results=results,
         metrics=metric_names(results),
-        models=model_names(results),
+        columns=model_columns(results),
         sites=ordered_sites(results),
         means=[role for role in ROLES if any(site["role"] == role for site in results["sites"].values())],
         splits=SPLITS,
         synthetic=synthetic_source(results),
         tiles=_tiles(results),
+        updated=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC") if results["status"] == RUNNING else "",
+        reached=max((step["round"] for step in history), default=-1) + 1,
         comparison=models_by_site(results) if drawable else None,
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
@@ -58,13 +62,20 @@ def render_report(
         tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
         privacy=privacy_costs(results),
         pictures={title: base64.b64encode(content).decode() for title, content in (pictures or {}).items()},
+        classes=[(tables, roc_curves(tables) if drawable else None) for tables in class_tables(results)],
+        costs=_costs(results),
         seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
         traffic=_flattened(results["traffic"]),
     )
 
 
 @cache
-def _template() -> "Template":
+def template(name: str) -> "Template":
+    """A page of `templates/`: escaped, and an error where it names what is not there.
+
+    Args:
+        name: of its file.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -75,8 +86,8 @@ def _template() -> "Template":
         lstrip_blocks=True,
     )
     environment.filters.update(label=metric_label, setting=format_setting)
-    environment.globals.update(shown=format_metric, best=_is_best, lower_is_better=lower_is_better)
-    return environment.get_template("report.html")
+    environment.globals.update(zip=zip, shown=format_metric, best=_is_best, lower_is_better=lower_is_better)
+    return environment.get_template(name)
 
 
 def _is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
@@ -95,6 +106,10 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             if value is not None:
                 where = f"mean over {count} {role} site{'s' if count > 1 else ''}, deployed model"
                 tiles.append((f"{metric_label(metric)}, {role}", format_metric(metric, value), where))
+    for model, election in results.get("elections", {}).items():
+        voters = {site for candidate in election["candidates"] for site in candidate["votes"]}
+        where = f"of training behind the {model} model, elected by {len(voters)} site{'s' if len(voters) > 1 else ''}"
+        tiles.append(("Chosen round", f"{election['round']} of {results['rounds']}", where))
     traffic = results["traffic"]
     moved = f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"
     tiles.append(("Traffic", format_bytes(traffic["down_bytes"] + traffic["up_bytes"]), moved))
@@ -112,6 +127,16 @@ def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         favourites = {site: max(own, key=lambda found: found["votes"][site])["round"] for site, own in heard.items()}
         shown[model] = {**election, "sites": sites, "favourites": favourites}
     return shown
+
+
+def _costs(results: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
+    """Site -> what it was sent, what it sent, and how long it was at work, in words."""
+    costs = results.get("costs", {})
+    known = {site: costs[site] for site in ordered_sites(results) if site in costs}
+    return {
+        site: (format_bytes(cost["down_bytes"]), format_bytes(cost["up_bytes"]), format_seconds(cost["seconds"]))
+        for site, cost in known.items()
+    }
 
 
 def _reports(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

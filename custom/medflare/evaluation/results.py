@@ -1,10 +1,12 @@
 """What every run leaves behind, whichever engine ran it: results.json, metrics.jsonl and report.html. Other rooms enter here."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from medflare.core.errors import StateError
 from medflare.core.store import write_atomically, write_json
@@ -24,6 +26,7 @@ __all__ = [
     "ROUNDS_FILE",
     "SPLITS",
     "UNKNOWN",
+    "LiveReport",
     "RunRecord",
     "SiteRecord",
     "append_round",
@@ -34,6 +37,9 @@ __all__ = [
     "read_rounds",
     "write_results",
 ]
+
+_PAUSE: Final = 5.0  # seconds between two reports of a run that goes on, at least
+_PAUSES: Final = 50  # times as long as one took to write
 
 
 # -- results.json and report.html ------------------------------------------------------------------------------------------
@@ -50,6 +56,39 @@ def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
     page = report.render_report(results, json_ready(record.history), record.pictures)
     write_atomically(folder / REPORT_FILE, page.encode(), public=True)
     return results
+
+
+class LiveReport:
+    """The report of a run that goes on, written anew after its steps: a browser that has it open shows the newest by itself.
+
+    Never so often that the run would wait for it: not in its first seconds, and then at most a fiftieth of its time.
+    """
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + _PAUSE
+
+    def refresh(self, folder: Path, record: Callable[[], RunRecord]) -> str:
+        """Write report.html if it is time; results.json is for the end.
+
+        Args:
+            folder: where it goes.
+            record: gives what is known of the run.
+
+        Returns:
+            Why it could not be drawn, "" where nothing is wrong. It is not tried again: no run ends for a page that nobody needs.
+        """
+        started = time.monotonic()
+        if started < self._due:
+            return ""
+        try:
+            known = record()
+            page = report.render_report(build_results(known), json_ready(known.history), known.pictures)
+            write_atomically(folder / REPORT_FILE, page.encode(), public=True)
+        except Exception as error:
+            self._due = math.inf
+            return f"{type(error).__name__}: {error}"
+        self._due = time.monotonic() + max(_PAUSE, _PAUSES * (time.monotonic() - started))
+        return ""
 
 
 def find_results(path: Path) -> Path:

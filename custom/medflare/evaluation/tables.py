@@ -18,7 +18,7 @@ from medflare.evaluation.presentation import (
     lower_is_better,
     metric_label,
     metric_names,
-    model_names,
+    model_columns,
     ordered_sites,
     synthetic_source,
 )
@@ -71,19 +71,22 @@ def _summary(results: Mapping[str, Any]) -> Text:
 
 def _table(results: Mapping[str, Any], metrics: Sequence[str]) -> Table:
     """Sites down, models across, metric by metric; the best model of a site stands out."""
-    columns = [(model, metric) for metric in metrics for model in model_names(results)]
+    models = model_columns(results)
+    columns = [(model, metric) for metric in metrics for model in models.values()]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("site", "role", "images\n" + "/".join(SPLITS)):
         table.add_column(heading)
-    for model, metric in columns:
-        table.add_column(f"{metric_label(metric)}{' ↓' if lower_is_better(metric) else ''}\n{model}", justify="right")
+    for metric in metrics:
+        words = f"{metric_label(metric)}{' ↓' if lower_is_better(metric) else ''}"
+        for heading in models:
+            table.add_column(f"{words}\n" + heading.replace(" = ", "\n= "), justify="right")
     sites = ordered_sites(results)
     for name, site in sites.items():
         counts = "/".join("?" if site["n"][split] is None else str(site["n"][split]) for split in SPLITS)
         table.add_row(Text(name), site["role"], counts, *_cells(site["metrics"], columns))
     for role in ROLES if columns else ():
         if sum(site["role"] == role for site in sites.values()) > 1:
-            table.add_row("mean", role, "", *_cells(results["mean"][role], columns), style="bold")
+            table.add_row("mean", role, "", *_cells(results["mean"][role], columns))
     return table
 
 
@@ -105,5 +108,5 @@ def _cells(models: Mapping[str, Mapping[str, float | None]], columns: list[tuple
     for model, metric in columns:
         value = models[model][metric]
         best = value is not None and value == best_value(metric, (values[metric] for values in models.values()))
-        cells.append(Text(format_metric(metric, value), "green" if best else ""))
+        cells.append(Text(format_metric(metric, value), "bold green" if best else ""))
     return cells

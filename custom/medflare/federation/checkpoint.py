@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.federation.outcome import Cost
 from medflare.federation.schedule import Federation
 from medflare.federation.screening.past import Past
 
@@ -38,6 +39,7 @@ class Checkpoint:
             "events": federation.events.to_list(),
             "history": outcome.history,
             "bytes": [outcome.down_bytes, outcome.up_bytes],
+            "costs": {site: asdict(cost) for site, cost in outcome.costs.items()},
             "plan": dict(self.plan),
         }
         StateStore(self.folder).save(CHECKPOINT, Message(half.states, {**half.facts, _RUN: run}))
@@ -61,6 +63,7 @@ class Checkpoint:
         federation.past = Past(**run["past"])
         federation.outcome.history = run["history"]
         federation.outcome.down_bytes, federation.outcome.up_bytes = run["bytes"]
+        federation.outcome.costs = {site: Cost(**cost) for site, cost in run.get("costs", {}).items()}  # 0.2.0 kept none
         federation.events.replace([*run["events"], *federation.events.to_list()])
         federation.events.add("resumed", f"went on after {run['finished']} finished steps")
         return int(run["finished"])

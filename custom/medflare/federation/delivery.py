@@ -1,9 +1,9 @@
 """What a site does with its final models: measure them on its own test images, and keep them with their cards."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,14 +16,19 @@ from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
 from medflare.data.sites.local import PLACE
-from medflare.data.sites.montage import montage
+from medflare.data.sites.montage import fullest_row, montage, overlay
 from medflare.data.sites.site import Site
+from medflare.evaluation.names import REPORT_FILE
+from medflare.evaluation.presentation import format_metric
+from medflare.evaluation.site_report import SiteReport, patient_values, render_site_report, value_label
+from medflare.federation.screening.withholding import tells_of_few
 from medflare.inference.deployed import save_model
 from medflare.kits.places import PROGRESS
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
 from medflare.methods.parts.training import finite_or_none
 from medflare.tasks.cases import Cases
+from medflare.tasks.classes import class_report
 from medflare.tasks.config import TaskConfig
 
 ROLES = ("global", "personal", "deployed")
@@ -55,7 +60,11 @@ class SiteFolder:
     """A site's own folder in a run, for `Participant`'s `keep`, `show` and `tell`: delivered models with their cards, scores, pictures, and
     the step at hand.
 
-    Scores of single patients and pictures speak of patients: they stay here.
+    Scores of single patients, pictures and the site's report speak of patients: they stay here.
+
+    Attributes:
+        delivered: role -> metrics and scores of the models kept so far.
+        pictures: title -> PNG shown so far.
     """
 
     folder: Path
@@ -63,6 +72,8 @@ class SiteFolder:
     method: Method
     task: TaskConfig
     seed: int
+    delivered: dict[str, tuple[Mapping[str, Any], Cases]] = field(default_factory=dict)
+    pictures: dict[str, bytes] = field(default_factory=dict)
 
     def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
         """Write a delivered model and its card, and what it scored patient by patient.
@@ -77,10 +88,29 @@ class SiteFolder:
         chosen = {KEPT: model.facts[KEPT]} if KEPT in model.facts else {}
         save_model(self.folder / role, self.task, model, {**card, **chosen})
         write_json(self.folder / SCORES / f"{role}.json", cases.to_dict())
+        self.delivered[role] = metrics, cases
 
     def show(self, title: str, png: bytes) -> None:
         """Write a picture."""
         write_atomically(self.folder / "pictures" / f"{title}.png", png)
+        self.pictures[title] = png
+
+    def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
+        """Write the site's own report, of what was kept and shown; none where nothing was delivered.
+
+        Args:
+            site: with its test images.
+            role: "inside" or "outside".
+            models: role of a model -> delivered model.
+            events: of the delivery.
+        """
+        if not self.delivered:
+            return
+        metrics = {name: found for name, (found, _) in self.delivered.items()}
+        cases = {name: found for name, (_, found) in self.delivered.items()}
+        pictures = {**examples(site, models, cases), **self.pictures}
+        report = SiteReport(self.method.name, self.site, role, self.task, site.n, metrics, cases, pictures, events)
+        write_atomically(self.folder / REPORT_FILE, render_site_report(report).encode())
 
     def tell(self, phase: str, round: int, rounds: int, begins: bool) -> None:
         """Note the step at hand, for `medflare site status`. A full disk stops no training for the sake of a note."""
@@ -139,7 +169,7 @@ def _best(site: Site, models: Mapping[str, Message]) -> tuple[str, Metrics]:
     return max(measured, key=lambda role: -math.inf if (value := measured[role]) is None else value), measured
 
 
-def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str, Any]:
+def evaluated(site: Site, models: Mapping[str, Message], keep: Keep, minimum_patients: int = 0) -> dict[str, Any]:
     """Build the final models, measure them on the site's test images and hand them to `keep`.
 
     Args:
@@ -147,15 +177,17 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
         models: role -> delivered model. A method may deliver further roles, to be compared with its own; equal objects are
             measured once.
         keep: called with (role, model, metrics, cases) for every delivered model. Cases are in no fact: what is in a fact leaves the site.
+        minimum_patients: confusion counts and curves stay here where a class, or its contrary, has patients, but fewer.
 
     Returns:
-        Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), "n" and "events", which name
-            no site: the server knows whose they are.
+        Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), of classification "classes"
+            (role -> see `tasks.classes.class_report`), "n" and "events", which name no site: the server knows whose they are.
     """
     log = EventLog()
     metrics: dict[str, Metrics] = {}
     seen: dict[int, tuple[Metrics, Cases]] = {}
     reports: dict[str, Any] = {}
+    classes: dict[str, Any] = {}
     for role in dict.fromkeys([*ROLES, *models]) if models else ():  # a method that trains nothing delivers nothing, and misses none
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.metrics)
@@ -171,7 +203,10 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep) -> dict[str
                     log.add("reverted", f"{role}: {line}")
         metrics[role], cases = seen[id(models[role])]
         keep(role, models[role], metrics[role], cases)
-    return {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list()}
+        if site.task.kind == "classification" and not tells_of_few(cases, site.task, minimum_patients):
+            classes[role] = class_report(cases, site.task.target, site.task.labels)
+    told = {"classes": found} if (found := {role: report for role, report in classes.items() if report}) else {}
+    return {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list(), **told}
 
 
 def volume_picture(site: Site, models: Mapping[str, Message]) -> dict[str, bytes]:
@@ -186,6 +221,29 @@ def volume_picture(site: Site, models: Mapping[str, Message]) -> dict[str, bytes
         return {}
     module = build_deployed(site.task, models["deployed"]).to(site.device)
     return {"middle slices": montage(site, module)}
+
+
+def examples(site: Site, models: Mapping[str, Message], cases: Mapping[str, Cases]) -> dict[str, bytes]:
+    """Outlines of the deployed model on an image of its worst, its median and its best test patient; nothing for classification.
+
+    Args:
+        site: whose patients are shown.
+        models: role -> delivered model.
+        cases: role -> what it scored patient by patient.
+
+    Returns:
+        Title -> PNG; empty without Pillow and SciPy.
+    """
+    if site.task.kind != "segmentation" or "deployed" not in models or not (installed("PIL") and installed("scipy")):
+        return {}
+    values = patient_values(cases["deployed"], site.task)
+    ranked = sorted(values, key=lambda name: (values[name], name))
+    if not ranked:
+        return {}
+    chosen = dict(zip(("worst", "median", "best"), (ranked[0], ranked[len(ranked) // 2], ranked[-1]), strict=True))
+    module = build_deployed(site.task, models["deployed"]).to(site.device)
+    titles = {name: f"{word}: {name}, {value_label(site.task)} {format_metric('', values[name])}" for word, name in chosen.items()}
+    return {title: overlay(site, module, fullest_row(site, name)) for name, title in titles.items()}
 
 
 def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Metrics, Cases]:

@@ -1,11 +1,11 @@
 """How the schedule reaches the sites: the exchange that an engine supplies, and the courier that counts what travels over it."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from medflare.core.message import Message
-from medflare.federation.outcome import Outcome
+from medflare.federation.outcome import Cost, Outcome
 from medflare.federation.screening.plain import one_line
 from medflare.federation.screening.replies import DELIVERS, ENROLS, stateful, unfit, unreadable
 from medflare.methods.base import Step
@@ -23,11 +23,13 @@ class Reply:
     Attributes:
         problem: empty when the message is there; else one line.
         kind: the event that a problem becomes: "failed" (the site reported an error), "late" or "missing".
+        seconds: that the site was at work on it.
     """
 
     message: Message | None = None
     problem: str = ""
     kind: str = "failed"
+    seconds: float = field(default=0.0, compare=False)
 
 
 class Exchange(Protocol):
@@ -63,9 +65,17 @@ class Courier:
         answers = self.exchange(step, outgoing) if outgoing else {}
         silent = Reply(problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing")
         replies = {site: _usable(answers.get(site, silent), site, step.phase) for site in sorted(outgoing)}
-        self.outcome.down_bytes += total_bytes(outgoing.values())
-        self.outcome.up_bytes += total_bytes(reply.message for reply in replies.values() if reply.message is not None)
+        for site, reply in replies.items():
+            self._count(site, outgoing[site].nbytes, 0 if reply.message is None else reply.message.nbytes, reply.seconds)
         return replies
+
+    def _count(self, site: str, down: int, up: int, seconds: float) -> None:
+        cost = self.outcome.costs.setdefault(site, Cost())
+        self.outcome.down_bytes += down
+        self.outcome.up_bytes += up
+        cost.down_bytes += down
+        cost.up_bytes += up
+        cost.seconds += seconds
 
 
 def numbered(message: Message, index: int, rounds: int) -> Message:
@@ -79,11 +89,6 @@ def numbered(message: Message, index: int, rounds: int) -> Message:
     return Message(message.states, {**message.facts, "step": index, "run_rounds": rounds})
 
 
-def total_bytes(messages: Iterable[Message]) -> int:
-    """Bytes of all tensors of all messages."""
-    return sum(message.nbytes for message in messages)
-
-
 def _usable(reply: Reply, site: str, phase: str) -> Reply:
     """The reply, or why nobody can work with it; what the phases of a method declare is looked at by `screening.updates`."""
     if reply.message is None:
@@ -91,4 +96,4 @@ def _usable(reply: Reply, site: str, phase: str) -> Reply:
     problem = unreadable(reply.message, site)
     if problem is None and phase in _FACTS:
         problem = stateful(reply.message) or unfit(reply.message, *_FACTS[phase])
-    return reply if problem is None else Reply(problem=one_line(problem), kind="rejected")
+    return reply if problem is None else Reply(problem=one_line(problem), kind="rejected", seconds=reply.seconds)

@@ -33,6 +33,20 @@ class StepReport:
 
 
 @dataclass
+class Cost:
+    """What one site has cost so far.
+
+    Attributes:
+        down_bytes, up_bytes: tensors sent to it and received from it.
+        seconds: that it was at work, as far as the engine knows.
+    """
+
+    down_bytes: int = 0
+    up_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
 class Outcome:
     """How a federation ended.
 
@@ -41,6 +55,7 @@ class Outcome:
         delivered: site -> facts of its final evaluation ("metrics": role -> metric -> value).
         history: one line a step, see `StepReport.line`.
         seconds: stage -> wall-clock seconds.
+        costs: site -> what it has cost.
         elections: model -> {"round": of training behind the delivered one, "candidates": see `Election.record`}.
         tables: see `Telling.tables`.
         rounds: of training that were done; None in a run that failed before its end.
@@ -52,6 +67,7 @@ class Outcome:
     down_bytes: int = 0
     up_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
     elections: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     rounds: int | None = None

@@ -6,10 +6,11 @@ from typing import Any, Final
 
 import torch
 
-from medflare.core.errors import ConfigError, MessageError
+from medflare.core.errors import Aborted, ConfigError, MessageError
 from medflare.core.events import EventLog
 from medflare.core.manifest import Entry, Phase
 from medflare.core.message import Message
+from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
@@ -28,6 +29,7 @@ from medflare.tasks.schedules import rate_factor
 # Of one kind, what a site says of its data; the server's gate takes a hundred events in all (`screening.replies`), and 64 KiB of facts.
 _MOST_EVENTS: Final = 45
 _LONGEST_EVENT: Final = 400  # characters
+Finish = Callable[[Site, str, Mapping[str, Message], list[dict[str, Any]]], None]
 
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
@@ -50,6 +52,9 @@ def import_ahead() -> None:
     import monai  # noqa: F401
 
     from medflare.data.sites import opening  # noqa: F401
+
+    if installed("matplotlib"):
+        import matplotlib.figure  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports a third of itself for the first optimiser
 
@@ -85,6 +90,7 @@ class Participant:
         keep: called at delivery with (role, delivered model, metrics, scores patient by patient) for each final model, so that an
             engine can put it on disk.
         show: called at delivery with (name, PNG content) for each picture that the method makes for the site itself.
+        finish: called after both with (site, role, models, events), for a report of the site's own.
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
         minimum_patients: of how many a metric must be for it to leave the site.
         chosen: what the site deploys by its own choice, see `LocalSettings.keep`; None: what the method deploys.
@@ -104,6 +110,7 @@ class Participant:
         store: Store | None = None,
         keep: Keep = lambda role, message, metrics, cases: None,
         show: Callable[[str, bytes], None] = lambda name, png: None,
+        finish: Finish = lambda site, role, models, events: None,
         budget: Budget | None = None,
         minimum_patients: int = 0,
         chosen: str | None = None,
@@ -116,6 +123,7 @@ class Participant:
         self.store = store or MemoryStore()
         self.keep = keep
         self.show = show
+        self.finish = finish
         self.minimum_patients, self.chosen, self.tell = minimum_patients, chosen, tell
         self.began = time.monotonic()
         self.account = Account(Ledger(self.store), budget)
@@ -237,10 +245,24 @@ class Participant:
     def _deliver(self, half: SiteHalf[Any], incoming: Message) -> Message:
         """Final models and pictures made, measured and handed to the engine to keep."""
         models, said = chosen_here(half.site, half.deliver(incoming), self.chosen)
-        facts = evaluated(half.site, models, self.keep)
+        facts = evaluated(half.site, models, self.keep, self.minimum_patients)
         facts["events"] += [{"kind": "warning", "message": line} for line in said]
         withhold(facts, DELIVERS, too_few(half.site, self.minimum_patients))
         for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():
             self.show(name, png)
+        role = "inside" if half.inside else "outside"
+        facts["events"] += _own_report(lambda: self.finish(half.site, role, models, facts["events"]))
         cost = half.privacy()
         return Message({}, facts if cost is None else {**facts, "privacy": cost})
+
+
+def _own_report(written: Callable[[], None]) -> list[dict[str, Any]]:
+    """The site's own report; where it cannot be written that is an event, and no reason to lose models and metrics."""
+    log = EventLog()
+    try:
+        written()
+    except Aborted:
+        raise
+    except Exception as error:
+        log.add("warning", f"the site's own report could not be written ({type(error).__name__})")
+    return log.to_list()

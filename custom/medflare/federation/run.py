@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
 from medflare.core.store import make_folder, write_json
 from medflare.evaluation.console import round_line
-from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord, append_round, build_results, write_results
+from medflare.evaluation.results import UNKNOWN, LiveReport, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.exchange import Exchange
 from medflare.federation.outcome import Outcome, StepReport, Telling
@@ -135,18 +135,19 @@ class Run:
             manifest,
             self.settings.rules,
             identity,
-            lambda report: self._after_step(report, server.context.rounds),
+            partial(self._after_step, server.context, outcome, LiveReport()),
             keep,
             outcome,
             reports=lambda phase: self.method.site_class.phase(phase).reports,
         )
         return federation
 
-    def _after_step(self, report: StepReport, rounds: int) -> None:
-        place = report.step.phase, report.step.round, rounds
+    def _after_step(self, context: ServerContext, outcome: Outcome, live: LiveReport, report: StepReport) -> None:
+        place = report.step.phase, report.step.round, context.rounds
         self.say(round_line(*place, report.facts, report.rejected, report.seconds, report.aggregation))
         if self.folder is not None:
             append_round(self.folder, report.line())
+            _renew(live, self.folder, lambda: record_of(self, outcome, running=True), self.events)
         self.observe(report)
 
     def _resumed(self, federation: Federation) -> int:
@@ -203,7 +204,20 @@ def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
         outcome: what the schedule left.
         reason: why the run failed, one line; "" for a completed one.
     """
-    record = RunRecord(
+    record = record_of(run, outcome, reason)
+    return build_results(record) if run.folder is None else write_results(run.folder, record)
+
+
+def record_of(run: Run, outcome: Outcome, reason: str = "", *, running: bool = False) -> RunRecord:
+    """What is known of a run.
+
+    Args:
+        run: method, task, settings and pictures.
+        outcome: what the schedule left so far.
+        reason: why the run failed, one line.
+        running: it goes on.
+    """
+    return RunRecord(
         method=run.method.name,
         task=run.task,
         seed=run.settings.seed,
@@ -220,14 +234,15 @@ def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
         elections=outcome.elections,
         tables=outcome.tables,
         pictures=run.pictures,
+        costs={site: asdict(cost) for site, cost in outcome.costs.items()},
+        running=running,
     )
-    return build_results(record) if run.folder is None else write_results(run.folder, record)
 
 
 def _site_record(site: str, settings: RunSettings, outcome: Outcome) -> SiteRecord:
     enrolled, delivered = outcome.enrolled.get(site, {}), outcome.delivered.get(site, {})
     role = "outside" if site in settings.outside else "inside"
-    found = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy"))
+    found = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy", "classes"))
     return SiteRecord(role, enrolled.get("n", {}), *found)
 
 
@@ -257,6 +272,21 @@ def refused_run(
         events=events.to_list(),
     )
     return write_results(folder, record)
+
+
+def _renew(live: LiveReport, folder: Path, record: Callable[[], RunRecord], events: EventLog) -> None:
+    """The report while the run goes on; that it cannot be drawn is an event."""
+    if problem := live.refresh(folder, record):
+        events.add("warning", f"the report is no longer renewed while the run goes on: {problem}")
+
+
+def _keep_models(run: Run, server: ServerHalf[Any]) -> None:
+    """The models that the server holds go beside the results; a personal model that never left its site is not among them."""
+    if run.folder is None:
+        return
+    for path, model in server.models().items():
+        card = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed, "rounds": run.settings.rounds}
+        save_model(run.folder / MODELS / path, run.task, model, card)
 
 
 def _make_readable(folder: Path | None) -> None:

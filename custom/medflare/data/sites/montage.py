@@ -1,19 +1,20 @@
-"""Volumes as pictures: middle slices along three axes with the outlines of what is true and of what a model predicts."""
+"""Test images as pictures, volumes by their middle slices, with the outlines of what is true and of what a model predicts."""
 
 from collections.abc import Sequence
 from io import BytesIO
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from medflare.data.sites.fitting import Predictor
-from medflare.data.sites.scoring import predict, predict_each
+from medflare.data.sites.scoring import PatientWise, asks_patients, evaluating, predict, predict_each
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.tasks.metrics import Spacing, foreground, structures
 
+_LARGE: Final = 320  # pixels of the longest side of a small picture
 _SIDE: Final = 160  # pixels of the longest side of a slice
 _TRUE: Final = (0, 255, 80)
 _PREDICTED: Final = (255, 60, 200)
@@ -29,22 +30,81 @@ def montage(site: Site, predictor: Predictor, most: int = 4) -> bytes:
         predictor: as for `Site.score`.
         most: volumes.
     """
+    return _png(np.concatenate([_planes(site, predictor, row) for row in range(min(most, len(site.data.test)))]))
+
+
+def overlay(site: Site, predictor: Predictor, row: int) -> bytes:
+    """A PNG of one test image, truth and prediction outlined as in `montage`; of a volume its slices.
+
+    It shows a patient and stays at the site.
+
+    Args:
+        site: of a segmentation task.
+        predictor: as for `Site.score`.
+        row: of the image.
+    """
+    if site.task.spatial_dims == 3:
+        return _png(_planes(site, predictor, row))
+    image = site.data.test.image(row)
+    colours = image if len(image) == 3 else image[:1].expand(3, *image.shape[1:])
+    low, high = np.percentile(colours.numpy(), [0.5, 99.5])
+    canvas = _enlarged((255 * (colours.permute(1, 2, 0).numpy() - low) / max(high - low, 1e-6)).clip(0, 255).astype(np.uint8))
+    for mask, colour in zip(_masks(site, predictor, row), (_TRUE, _PREDICTED), strict=True):
+        for structure in mask.numpy():
+            draw_outline(canvas, np.ascontiguousarray(structure), colour)
+    return _png(canvas)
+
+
+def fullest_row(site: Site, patient: str) -> int:
+    """The patient's test image with the most true foreground.
+
+    Args:
+        site: of a segmentation task.
+        patient: one of its test patients.
+    """
+    data = site.data.test
+    rows = [row for row, name in enumerate(data.patients) if name == patient]
+    return max(rows, key=lambda row: int(structures(data.targets[row][None], site.task).sum()))
+
+
+def _png(picture: np.ndarray) -> bytes:
     from PIL import Image
 
-    data, task = site.data.test, site.task
-    rows = []
-    for row in range(min(most, len(data))):
-        image = data.image(row)[None].to(site.device)
-        if task.fit == "patch":
-            probabilities = predict_each(predictor, [image], task, site.scoring_batch)[0][None]
-        else:
-            probabilities = predict(predictor, [Batch(image, image, torch.tensor([row]))], task.outputs)
-        masks = [structures(data.targets[row][None], task)[0], foreground(probabilities, task)[0]]
-        spacing = data.spacings[row] or (1.0,) * 3
-        rows.append(np.concatenate([_plane(data.image(row)[0], masks, axis, spacing) for axis in (2, 1, 0)], axis=1))
     buffer = BytesIO()
-    Image.fromarray(np.concatenate(rows)).save(buffer, format="PNG")
+    Image.fromarray(picture).save(buffer, format="PNG")
     return buffer.getvalue()
+
+
+def _enlarged(picture: np.ndarray) -> np.ndarray:
+    """A small picture (H, W, 3) with its longest side at `_LARGE`."""
+    from PIL import Image
+
+    height, width = picture.shape[:2]
+    scale = max(1.0, _LARGE / max(height, width))
+    size = round(width * scale), round(height * scale)
+    return np.array(Image.fromarray(picture).resize(size, Image.Resampling.BILINEAR))
+
+
+def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
+    """True and predicted masks of a test image, bool (C, ...) each."""
+    data, task = site.data.test, site.task
+    image = data.image(row)[None].to(site.device)
+    if task.fit == "patch":
+        probabilities = predict_each(predictor, [image], task, site.scoring_batch)[0][None]
+    elif asks_patients(predictor, len(data)):
+        rows = [other for other, name in enumerate(data.patients) if name == data.patients[row]]
+        images = torch.stack([data.image(other) for other in rows]).to(site.device)
+        with torch.no_grad(), evaluating(predictor):
+            probabilities = cast(PatientWise, predictor).together(images.split(site.scoring_batch)).float().cpu()[[rows.index(row)]]
+    else:
+        probabilities = predict(predictor, [Batch(image, image, torch.tensor([row]))], task.outputs)
+    return [structures(data.targets[row][None], task)[0], foreground(probabilities, task)[0]]
+
+
+def _planes(site: Site, predictor: Predictor, row: int) -> np.ndarray:
+    """The slices of a test volume, side by side."""
+    masks, spacing = _masks(site, predictor, row), site.data.test.spacings[row] or (1.0,) * 3
+    return np.concatenate([_plane(site.data.test.image(row)[0], masks, axis, spacing) for axis in (2, 1, 0)], axis=1)
 
 
 def _plane(volume: Tensor, masks: Sequence[Tensor], axis: int, spacing: Spacing) -> np.ndarray:

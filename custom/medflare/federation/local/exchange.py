@@ -1,5 +1,6 @@
 """How the plain loop reaches its sites where it does everything itself: one after the other, in this process."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from medflare.core.errors import Aborted, MedflareError
@@ -47,14 +48,16 @@ class LocalExchange:
         Raises:
             Aborted: the run was asked to stop.
         """
+        started = time.monotonic()
         try:
             if site not in self.participants:
                 self.participants[site] = self.opened(site)
-            return Reply(self.participants[site].answer(step.phase, step.round, message))
+            answer = self.participants[site].answer(step.phase, step.round, message)
         except Aborted:
             raise
         except MedflareError as error:
-            return Reply(problem=str(error))
+            return Reply(problem=str(error), seconds=time.monotonic() - started)
+        return Reply(answer, seconds=time.monotonic() - started)
 
     def close(self) -> None:
         """Nothing is left behind."""

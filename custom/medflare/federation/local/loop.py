@@ -135,8 +135,12 @@ def _participant(run: Run, name: str, opened: Callable[[str, str], Site], delive
         if home is not None:
             home.show(title, png)
 
+    def finish(site: Site, role: str, models: Mapping[str, Message], events: list[dict[str, Any]]) -> None:
+        if home is not None:
+            home.finish(site, role, models, events)
+
     store = None if home is None else StateStore(home.folder / STATE)
-    return Participant(name, lambda role: opened(name, role), run.method, run.hyper, store=store, keep=keep, show=show)
+    return Participant(name, lambda role: opened(name, role), run.method, run.hyper, store=store, keep=keep, show=show, finish=finish)
 
 
 def resume_local(

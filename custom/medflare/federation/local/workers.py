@@ -124,8 +124,8 @@ class ForkedExchange:
             raise Aborted(parcel.words["aborted"])
         for title, png in parcel.states.pop(_PICTURES, {}).items():
             self._pictures[title] = png.numpy().tobytes()
-        problem = parcel.words["problem"]
-        return Reply(problem=problem) if problem else Reply(parcel.message)
+        problem, seconds = parcel.words["problem"], parcel.words["seconds"]
+        return Reply(problem=problem, seconds=seconds) if problem else Reply(parcel.message, seconds=seconds)
 
     def _forked(self, site: str) -> _Fork:
         ours, theirs = socket.socketpair()
@@ -164,6 +164,7 @@ class ForkedExchange:
             return Parcel({**words, "aborted": str(error)})
         except Exception:
             return Parcel({**words, "trace": traceback.format_exc()})
+        words["seconds"] = reply.seconds
         if reply.message is None:
             return Parcel({**words, "problem": reply.problem})
         return Parcel({**words, "facts": reply.message.facts}, reply.message.states)

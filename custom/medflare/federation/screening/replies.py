@@ -9,6 +9,7 @@ from typing import Final
 
 from medflare.core.manifest import Fact, count, listing, models, number, table
 from medflare.core.message import Message
+from medflare.federation.screening.answers import class_counts
 from medflare.federation.screening.plain import not_events, not_plain, not_states, shown
 from medflare.privacy.settings import cost
 from medflare.tasks.metrics_table import METRICS
@@ -48,6 +49,7 @@ DELIVERS: Final = (
     Fact("metrics", "model -> metric -> value on test images", models(_measured, 1000), "test"),
     Fact("n", "images by split", _images),
     Fact("reports", "what models say of their own work", models(table(), 1000), "test"),
+    Fact("classes", "model -> confusion counts and ROC curves of test images", models(class_counts, 1000), "test"),
     Fact("privacy", "what the run has cost the site's patients", cost),
 )
 

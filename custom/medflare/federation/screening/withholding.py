@@ -6,6 +6,9 @@ from typing import Any, Final
 
 from medflare.core.manifest import Fact
 from medflare.data.sites.site import Site
+from medflare.tasks.cases import Cases
+from medflare.tasks.classes import patients_of_classes
+from medflare.tasks.config import TaskConfig
 
 SPLITS: Final = ("train", "validation", "test")
 
@@ -19,6 +22,22 @@ def too_few(site: Site, minimum: int) -> tuple[str, ...]:
     """
     patients = {split: len(set(site.data.split(split).patients)) for split in SPLITS}
     return tuple(split for split in SPLITS if 0 < patients[split] < minimum)
+
+
+def tells_of_few(cases: Cases, task: TaskConfig, minimum: int) -> bool:
+    """Whether confusion counts and curves would tell of few patients: a class, or all others together, has some, but too few.
+
+    All of them stay then: what one class keeps back could be reckoned from the others and the accuracy.
+
+    Args:
+        cases: of a classification task.
+        task: gives target and labels.
+        minimum: as for `too_few`.
+    """
+    if cases.targets is None:
+        return False
+    counts = patients_of_classes(cases.patients, cases.targets.numpy(), task.target, len(task.labels))
+    return any(0 < patients < minimum for patients in counts)
 
 
 def withhold(facts: dict[str, Any], declared: Iterable[Fact], splits: tuple[str, ...]) -> None:

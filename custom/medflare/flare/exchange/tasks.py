@@ -7,7 +7,7 @@ of life are its questions for work and the pulse that it sends while a task runs
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
@@ -35,6 +35,8 @@ class _Asked:
     since: float
     fetched: bool = False
     answer: Shareable | None = None
+    began: float = 0.0
+    seconds: float = 0.0  # between fetching and answering
 
 
 class TaskExchange:
@@ -105,7 +107,7 @@ class TaskExchange:
             for one in asked.values():
                 if one.answer is None:
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
-        return {site: problems.get(site) or _reply(one.answer) for site, one in asked.items()}
+        return {site: problems.get(site) or replace(_reply(one.answer), seconds=one.seconds) for site, one in asked.items()}
 
     def wait_for_task(self, site: str, seconds: float) -> None:
         """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`."""
@@ -146,7 +148,7 @@ class TaskExchange:
         with self._changed:
             self.watch.fetched(site)
             if site in self._asked and self._asked[site].task is client_task.task:
-                self._asked[site].fetched = True
+                self._asked[site].fetched, self._asked[site].began = True, time.monotonic()
 
     def _answered(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         """Only stores the answer: FLARE holds its locks while this runs."""
@@ -156,6 +158,7 @@ class TaskExchange:
         with self._changed:
             if site in self._asked and self._asked[site].task is client_task.task:
                 self._asked[site].answer = result
+                self._asked[site].seconds = time.monotonic() - (self._asked[site].began or self._asked[site].since)
                 self._changed.notify_all()
 
     # -- waiting -----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medflare.core.rng import numpy_generator
-from medflare.studies.statistics.delong import delong
 from medflare.studies.statistics.weighted import CaseDict, has_metric, patients_of, weighted_metric
+from medflare.tasks.delong import delong
 
 Floats: TypeAlias = NDArray[np.float64]
 Run: TypeAlias = Mapping[str, Any]  # a results dict

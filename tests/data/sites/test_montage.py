@@ -1,0 +1,72 @@
+"""Outlines on test images: truth green, the answer magenta, on pictures of any size and of patients with several."""
+
+from dataclasses import replace
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from medflare.data.sites.montage import fullest_row, overlay
+from medflare.data.sites.site import Site
+from methods import squares
+from small import stacked
+
+GREEN, MAGENTA = (0, 255, 80), (255, 60, 200)
+
+
+@pytest.fixture
+def site() -> Site:
+    return squares.site("A")
+
+
+def colours(png: bytes) -> tuple[np.ndarray, set[tuple[int, ...]]]:
+    picture = np.asarray(Image.open(BytesIO(png)))
+    return picture, set(map(tuple, picture.reshape(-1, 3).tolist()))
+
+
+def nothing(images: Tensor) -> Tensor:
+    return torch.zeros(len(images), 1, *images.shape[2:])
+
+
+def corner(images: Tensor) -> Tensor:
+    answer = nothing(images)
+    answer[..., :4, :4] = 0.9
+    return answer
+
+
+def test_truth_and_answer_are_outlined(site: Site) -> None:
+    picture, found = colours(overlay(site, nothing, 0))
+    assert picture.shape == (320, 320, 3), "small pictures are enlarged"
+    assert GREEN in found and MAGENTA not in found
+    assert {GREEN, MAGENTA} <= colours(overlay(site, corner, 0))[1]
+
+
+def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) -> None:
+    class Together:
+        of_patients = True
+
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        def __call__(self, images: Tensor) -> Tensor:
+            raise AssertionError("it wants the patient")
+
+        def together(self, parts: tuple[Tensor, ...]) -> Tensor:
+            self.asked.append(sum(map(len, parts)))
+            return torch.cat([corner(part) for part in parts])
+
+    data = stacked(site.data.test)
+    site.data = replace(site.data, test=replace(data, patients=("one", "two", "two", "two", "three")))
+    model = Together()
+    assert MAGENTA in colours(overlay(site, model, 2))[1] and model.asked == [3]
+
+
+def test_the_fullest_image_of_a_patient_is_shown(site: Site) -> None:
+    data = stacked(site.data.test)
+    targets = torch.zeros_like(data.targets)
+    targets[1, :2], targets[3, :5] = 1, 1
+    site.data = replace(site.data, test=replace(data, targets=targets, patients=("one", "two", "one", "two", "one")))
+    assert fullest_row(site, "two") == 3 and fullest_row(site, "one") == 0

@@ -1,0 +1,76 @@
+"""Confusion counts and curves on their way: kept back where they tell of few patients, taken only as what they are."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.message import Message
+from medflare.data.sites.site import Site
+from medflare.data.splits import SiteData, Split
+from medflare.federation.delivery import evaluated
+from medflare.federation.screening.replies import DELIVERS, unfit
+from medflare.federation.screening.withholding import tells_of_few, withhold
+from medflare.inference.deployed import plain_message
+from medflare.tasks.cases import Cases
+from small import small_task
+
+
+def curve(**changes: Any) -> dict[str, Any]:
+    return {"auc": None, "low": None, "high": None, "sensitivity": [], **changes}
+
+
+def answers(**changes: Any) -> dict[str, Any]:
+    return {"classes": {"global": {"confusion": [], "roc": [], **changes}}}
+
+
+def test_class_reports_pass_kept_back_or_not() -> None:
+    whole = answers(confusion=[[[1, 0], [2, 3]]], roc=[curve(auc=0.5, low=0.1, high=1, sensitivity=[0.5] * 21)])
+    for facts in (whole, answers(), {"classes": {}}):
+        assert unfit(Message({}, facts), DELIVERS) is None
+    withhold(whole, DELIVERS, ("test",))
+    assert whole["classes"]["global"]["confusion"] == [] == whole["classes"]["global"]["roc"]
+    assert unfit(Message({}, whole), DELIVERS) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"classes": {"global": {}}}, "is no table of 'confusion' and 'roc'"),
+        (answers(confusion=[[[1, 2]]]), "'confusion' [0] is no square of at most 16 classes"),
+        (answers(confusion=[[[-1]]]), "'confusion' [0] [0] [0] is -1, expected a count"),
+        (answers(confusion=[[[1]]] * 17), "'confusion' has more than 16 classes"),
+        (answers(roc=[{"auc": 0.5}]), "'roc' [0] is no curve with its area"),
+        (answers(roc=[curve(auc=2)]), "'roc' [0] 'auc' is 2, expected a number from 0 to 1"),
+        (answers(roc=[curve(sensitivity=[0.5])]), "'roc' [0] 'sensitivity' has not 21 places"),
+    ],
+)
+def test_what_is_no_class_report_is_named(facts: dict[str, Any], words: str) -> None:
+    assert unfit(Message({}, facts), DELIVERS) == f"classes 'global' {words}"
+
+
+def test_counts_of_a_rare_class_stay_at_the_site() -> None:
+    """Five patients, of whom one has class 1: with the accuracy, the others' counts would tell how that one was taken."""
+    task = small_task("classification")
+    cases = Cases("abcde", {}, torch.full((5, 3), 1 / 3, dtype=torch.float64), torch.tensor([0, 0, 2, 2, 1]))
+    assert tells_of_few(cases, task, 2) and not tells_of_few(cases, task, 1) and not tells_of_few(cases, task, 0)
+    common = replace(cases, targets=torch.tensor([0, 0, 2, 2, 2]))
+    assert not tells_of_few(common, task, 2) and tells_of_few(common, task, 3), "a class that nobody has tells of nobody"
+    assert not tells_of_few(Cases("ab", {"dice": torch.ones(2)}), task, 9), "masks have no counts"
+
+
+@pytest.mark.parametrize(("minimum", "told"), [(0, True), (2, True), (3, False)])
+def test_a_site_tells_of_common_classes_alone(minimum: int, told: bool) -> None:
+    """Four test patients, two of each of two classes."""
+    task = small_task("classification", labels=["dark", "bright"])
+    part = Split(torch.rand(4, 1, 16, 16), torch.tensor([0, 0, 1, 1]), tuple("abcd"), tuple("abcd"))
+    site = Site("A", task, SiteData(part, part, part))
+    model = plain_message(site.network().state_dict())
+    facts = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum)
+    assert facts["metrics"]["global"]["accuracy"] is not None
+    assert ("classes" in facts) == told
+    if told:
+        assert facts["classes"]["global"] == facts["classes"]["deployed"] and "personal" not in facts["classes"]
+        assert sum(map(sum, facts["classes"]["global"]["confusion"][0])) == 4
+        assert unfit(Message({}, facts), DELIVERS) is None

@@ -1,0 +1,89 @@
+"""Confusion counts and ROC curves against values worked out by hand, and what becomes of them where there is little."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medflare.tasks import classes
+from medflare.tasks.cases import Cases
+from medflare.tasks.classes import FALSE_ALARMS, class_report, confusion_counts, patients_of_classes, sensitivities
+from medflare.tasks.delong import area_interval
+
+EMPTY = {"auc": None, "low": None, "high": None, "sensitivity": []}
+
+
+def cases(probabilities: list[list[float]], targets: list[Any], patients: str = "abcd") -> Cases:
+    return Cases(tuple(patients), {}, torch.tensor(probabilities, dtype=torch.float64), torch.tensor(targets))
+
+
+def test_two_classes_by_hand() -> None:
+    """Scores 0.9+ 0.6- 0.2+ 0.1-: the curve goes up to a half, across to a half, up to one."""
+    report = class_report(cases([[0.9], [0.2], [0.6], [0.1]], [1, 1, 0, 0]), "binary", ["disc"])
+    assert report["confusion"] == [[[1, 1], [1, 1]]]
+    (curve,) = report["roc"]
+    assert curve["auc"] == 0.75 and (curve["low"], curve["high"]) == (pytest.approx(0.0571, abs=1e-4), 1.0)
+    assert curve["sensitivity"] == [0.5] * 10 + [1.0] * 11 and len(FALSE_ALARMS) == 21
+    exclusive = class_report(cases([[0.1, 0.9], [0.8, 0.2], [0.4, 0.6], [0.9, 0.1]], [1, 1, 0, 0]), "multiclass", ["no", "yes"])
+    assert exclusive == report, "two exclusive classes are the same task"
+
+
+def test_an_area_and_its_interval_by_hand() -> None:
+    """V10 = (1, 1/2), V01 = (1/2, 1): variances 1/8 each, their mean over two 1/16 each, together 1/8."""
+    area = area_interval(np.array([4.0, 2.0, 3.0, 1.0]), np.array([True, True, False, False]))
+    assert area.value == 0.75 and area.low == pytest.approx(0.75 - 1.959964 * 0.125**0.5, abs=1e-6) and area.high == 1.0
+    perfect = area_interval(np.arange(4.0), np.array([False, False, True, True]))
+    assert (perfect.value, perfect.low, perfect.high) == (1.0, 1.0, 1.0), "nothing varies"
+    single = area_interval(np.arange(3.0), np.array([False, False, True]))
+    assert single.value == 1.0 and np.isnan(single.low) and np.isnan(single.high)
+    assert np.isnan(area_interval(np.arange(2.0), np.array([True, True])).value)
+
+
+def test_several_classes_are_each_against_the_rest() -> None:
+    found = class_report(cases([[0.8, 0.1, 0.1], [0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.7, 0.2, 0.1]], [0, 1, 1, 0]), "multiclass", "xyz")
+    assert found["confusion"] == [[[2, 0, 0], [1, 1, 0], [0, 0, 0]]]
+    assert [curve["auc"] for curve in found["roc"]] == [1.0, 1.0, None] and found["roc"][2] == EMPTY
+
+
+def test_labels_that_do_not_exclude_each_other_have_a_matrix_each() -> None:
+    answered = cases([[0.8, 0.1], [0.2, 0.5], [0.6, 0.9], [0.7, 0.2]], [[1, 0], [0, 0], [0, 1], [1, 0]])
+    found = class_report(answered, "multilabel", ["p", "q"])
+    assert found["confusion"] == [[[1, 1], [0, 2]], [[3, 0], [0, 1]]], "0.5 is no"
+    assert [curve["auc"] for curve in found["roc"]] == [1.0, 1.0]
+
+
+def test_images_of_one_patient_have_no_interval() -> None:
+    (curve,) = class_report(cases([[0.9], [0.2], [0.6], [0.1]], [1, 1, 0, 0], "aabb"), "binary", ["disc"])["roc"]
+    assert curve["auc"] == 0.75 and curve["low"] is None and curve["high"] is None
+
+
+def test_one_class_alone_has_counts_and_no_curve() -> None:
+    assert class_report(cases([[0.9], [0.2]], [1, 1], "ab"), "binary", ["disc"]) == {"confusion": [[[0, 0], [1, 1]]], "roc": [EMPTY]}
+
+
+def test_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert class_report(Cases(("a",), {"dice": torch.ones(1)}), "binary", ["disc"]) == {}, "segmentation"
+    assert class_report(cases([], [], ""), "binary", ["disc"]) == {}
+    many = [str(label) for label in range(17)]
+    assert class_report(cases([[1.0] * 17], [0], "a"), "multiclass", many) == {}, "facts are small"
+    monkeypatch.setattr(classes, "installed", lambda module: False)
+    assert class_report(cases([[0.9]], [1], "a"), "binary", ["disc"]) == {}
+
+
+def test_a_curve_names_no_score() -> None:
+    """Any growing function of the scores gives the same curve, and so do more cases than places."""
+    random = np.random.default_rng(0)
+    truth, scores = random.random(500) < 0.3, random.random(500)
+    assert sensitivities(scores, truth) == sensitivities(scores**3, truth)
+    assert len(sensitivities(scores, truth)) == 21 and sensitivities(scores, truth)[-1] == 1.0
+    assert sensitivities(np.ones(4), np.array([True, False, True, False]))[:3] == [0.0, 0.05, 0.1], "ties lie on the diagonal"
+
+
+def test_counts_hold_classes_that_do_not_occur() -> None:
+    assert confusion_counts(np.array([2, 2]), np.array([0, 2]), 3) == [[0, 0, 1], [0, 0, 0], [0, 0, 1]]
+
+
+def test_patients_behind_the_counts() -> None:
+    assert patients_of_classes("aabc", np.array([1, 1, 0, 1]), "binary", 1) == [2, 1]
+    assert patients_of_classes("abc", np.array([[1, 0], [0, 0], [1, 0]]), "multilabel", 2) == [2, 1, 0, 3]
