@@ -280,15 +280,6 @@ def _renew(live: LiveReport, folder: Path, record: Callable[[], RunRecord], even
         events.add("warning", f"the report is no longer renewed while the run goes on: {problem}")
 
 
-def _keep_models(run: Run, server: ServerHalf[Any]) -> None:
-    """The models that the server holds go beside the results; a personal model that never left its site is not among them."""
-    if run.folder is None:
-        return
-    for path, model in server.models().items():
-        card = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed, "rounds": run.settings.rounds}
-        save_model(run.folder / MODELS / path, run.task, model, card)
-
-
 def _make_readable(folder: Path | None) -> None:
     """The run's folder, before anything private is written deeper in it: a report lies there, which others may read (`core.store`)."""
     if folder is not None:
