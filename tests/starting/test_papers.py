@@ -187,6 +187,16 @@ def test_grades_keep_their_lists_and_wrong_lines_are_named(tmp_path: Path) -> No
         prepare(get_preparation("gdrbench"), root, tmp_path / "again")
 
 
+def test_a_site_that_is_left_out_is_tested_on_all_it_has(tmp_path: Path) -> None:
+    prepare(get_preparation("prostate"), releases.prostate(tmp_path / "from"), tmp_path / "DATA")
+    task = load_task({**load_task("papers/prostate_iop").to_dict(), **SMALL["segmentation"]})
+    slices = {
+        role: len(open_site("HK", task, seed=0, role=role, data_root=tmp_path / "DATA").data.split("test"))
+        for role in ("inside", "outside")
+    }
+    assert slices == {"inside": 3, "outside": 15}  # three slices a volume
+
+
 def test_a_volume_without_a_mask_is_named(tmp_path: Path) -> None:
     root = releases.prostate(tmp_path / "from")
     (root / "HK/Case02_segmentation.nii.gz").unlink()
