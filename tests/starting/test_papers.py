@@ -173,6 +173,8 @@ def test_one_class_is_left_out_and_one_cohort_never_trains(tmp_path: Path) -> No
     }
     found = listed(tmp_path / "DATA" / "vienna_dias")
     assert len(found["test"]) == 18 and not found["training"] and not found["validation"]
+    redrawn = prepare(get_preparation("dermoscopy_prr"), tmp_path / "from", tmp_path / "again", Choices(redraw=True))
+    assert {item.split for item in redrawn.sites["vienna_dias"]} == {"test"} and "18 (427)" in redrawn.table
     assert [item.label for item in prepared.sites["msk"] if item.first.name in ("ISIC_9000000.jpg", "ISIC_9000001.jpg")] == [2, 1]
 
 
