@@ -173,6 +173,8 @@ def test_one_class_is_left_out_and_one_cohort_never_trains(tmp_path: Path) -> No
     }
     found = listed(tmp_path / "DATA" / "vienna_dias")
     assert len(found["test"]) == 18 and not found["training"] and not found["validation"]
+    redrawn = prepare(get_preparation("dermoscopy_prr"), tmp_path / "from", tmp_path / "again", Choices(redraw=True))
+    assert {item.split for item in redrawn.sites["vienna_dias"]} == {"test"} and "18 (427)" in redrawn.table
     assert [item.label for item in prepared.sites["msk"] if item.first.name in ("ISIC_9000000.jpg", "ISIC_9000001.jpg")] == [2, 1]
 
 
@@ -185,6 +187,16 @@ def test_grades_keep_their_lists_and_wrong_lines_are_named(tmp_path: Path) -> No
     (root / "splits/IDRID_train.txt").write_text("IDRID/pdr/a.jpg 5\n")
     with pytest.raises(DataError, match=r"IDRID_train.txt line 1: 'IDRID/pdr/a.jpg 5' is no 'IDRID/GRADE/FILE NUMBER'"):
         prepare(get_preparation("gdrbench"), root, tmp_path / "again")
+
+
+def test_a_site_that_is_left_out_is_tested_on_all_it_has(tmp_path: Path) -> None:
+    prepare(get_preparation("prostate"), releases.prostate(tmp_path / "from"), tmp_path / "DATA")
+    task = load_task({**load_task("papers/prostate_iop").to_dict(), **SMALL["segmentation"]})
+    slices = {
+        role: len(open_site("HK", task, seed=0, role=role, data_root=tmp_path / "DATA").data.split("test"))
+        for role in ("inside", "outside")
+    }
+    assert slices == {"inside": 3, "outside": 15}  # three slices a volume
 
 
 def test_a_volume_without_a_mask_is_named(tmp_path: Path) -> None:

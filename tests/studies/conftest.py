@@ -1,4 +1,4 @@
-"""Three runs with numbers that can be worked out by hand."""
+"""Three runs with numbers that can be worked out by hand, and small sites on disk."""
 
 import dataclasses
 
@@ -7,6 +7,9 @@ import pytest
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.statistics.seeds import Run
 from medflare.tasks.config import load_task
+from pictures import make_site
+
+__all__ = ["make_site", "record", "runs"]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A table of a paper is one command: its rows run, kept, and laid beside the paper's numbers with every setting that differs."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,17 @@ from medflare.starting.papers.catalogue import PREPARATIONS
 from medflare.studies.candidates import Candidate
 from medflare.studies.suites import MEAN, load_suite, suites
 from medflare.tasks.config import load_task
-from small import tiny_phantom
+from small import SEGMENTATION
 
 TINY: dict[str, Any] = {
     "paper": "A paper",
     "table": "Table 1",
     "data": "none",
-    "sites": ["site-1", "site-2"],
-    "methods": {"FedAvg": "fedavg", "Alone": "single-site"},
+    "sites": ["A", "B"],
+    "methods": {"FedAvg": "fedavg", "Blind": "constant"},
     "settings": {"rounds": 1, "metric": "dice", "percent": True},
     "seeds": [0, 1],
-    "numbers": {"FedAvg": {"site-1": 80.5, "mean": 81}, "Theirs": {"mean": 82.25}, "Alone": {}},
+    "numbers": {"FedAvg": {"A": 80.5, "mean": 81}, "Theirs": {"mean": 82.25}, "Blind": {}},
     "source": "Table 1, column Dice",
     "differences": ["images are synthetic"],
 }
@@ -31,7 +32,7 @@ TINY: dict[str, Any] = {
 def written(folder: Path, **changes: Any) -> str:
     """The tiny suite with some settings changed."""
     task, suite = folder / "task.json", folder / "suite.json"
-    task.write_text(json.dumps(tiny_phantom()))
+    task.write_text(json.dumps(SEGMENTATION))
     suite.write_text(json.dumps({**TINY, "task": str(task), **changes}))
     return str(suite)
 
@@ -58,33 +59,35 @@ def test_means_of_the_papers_are_those_of_their_columns() -> None:
                 assert mean == pytest.approx(numbers[MEAN], rel=7e-3), f"{name}, {row}"
 
 
-def test_a_suite_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    suite, out = written(tmp_path), tmp_path / "out"
-    assert main(["study", "--suite", suite, "--out", str(out)]) == 0
+def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ABC":
+        make_site(name=name)
+    run, out = ["study", "--data-root", str(tmp_path), "--suite", written(tmp_path)], tmp_path / "out"
+    assert main([*run, "--out", str(out)]) == 0
     assert "[4/4]" in capsys.readouterr().out
     table = (out / "beside_the_paper.md").read_text()
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
-    assert lines[0] == ["row", "of", "site-1", MEAN]
+    assert lines[0] == ["row", "of", "A", MEAN]
     assert lines[2] == ["FedAvg", "paper", "80.50", "81.00"] and lines[3][:2] == ["", "fedavg"]
-    assert [line[:2] for line in lines[4:]] == [["Theirs", "paper"], ["Alone", "paper"], ["", "single-site"]]
+    assert [line[:2] for line in lines[4:]] == [["Theirs", "paper"], ["Blind", "paper"], ["", "constant"]]
     runs = [json.loads((out / f"fedavg/seed{seed}/results.json").read_text()) for seed in (0, 1)]
-    ours = [run["sites"]["site-1"]["metrics"]["deployed"]["dice"] for run in runs]
+    ours = [run["sites"]["A"]["metrics"]["deployed"]["dice"] for run in runs]
     assert lines[3][2].startswith(f"{50 * sum(ours):.2f} [") and "- images are synthetic\n" in table and "the suite has" not in table
     options = ["--seeds", "0", "--set", "task.batch_size=8", "--rounds", "2"]
-    assert main(["study", "--suite", suite, "--out", str(out), *options]) == 0
+    assert main([*run, "--out", str(out), *options]) == 0
     again = capsys.readouterr().out
     assert "[1/" not in again and "- seeds: 0, the suite has 0, 1" in again and "rounds:" not in again  # it was run with one round
-    assert main(["study", "--suite", suite, "--out", str(tmp_path / "other"), *options, "--sites", "site-1,site-2,site-3"]) == 0
+    assert main([*run, "--out", str(tmp_path / "other"), *options, "--sites", "A,B,C"]) == 0
     other = capsys.readouterr().out
-    assert "- rounds: 2, the suite has 1" in other and "- sites: site-1, site-2, site-3, the suite has site-1, site-2" in other
-    assert "- batch_size of the task: 8, the suite has 16" in other
+    assert "- rounds: 2, the suite has 1" in other and "- sites: A, B, C, the suite has A, B" in other
+    assert "- batch_size of the task: 8, the suite has 4" in other
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"methods": {"FedAvgg": "fedavg"}}, r"methods: unknown row 'FedAvgg'; did you mean FedAvg"),
-        ({"numbers": {"FedAvg": {"site-9": 1}, "Alone": {}}}, r"numbers of FedAvg: unknown column 'site-9'; did you mean site-"),
+        ({"numbers": {"FedAvg": {"meen": 1}, "Blind": {}}}, r"numbers of FedAvg: unknown column 'meen'; did you mean mean"),
         ({"settings": {"rounds": 0, "metric": "dice"}}, r"settings.rounds must be at least 1, got 0"),
         ({"seeds": []}, r"seeds must be a list of at least 1"),
         ({"seed": 1}, r"unknown setting 'seed'; did you mean seeds"),

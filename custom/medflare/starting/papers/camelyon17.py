@@ -5,7 +5,7 @@ from typing import Final
 
 from medflare.core.errors import DataError
 from medflare.starting.finding import Item
-from medflare.starting.papers.preparation import IMAGES, Download, Preparation, expected
+from medflare.starting.papers.preparation import IMAGES, NO_TEST, WITHOUT_TEST, Download, Preparation, expected
 from medflare.starting.tables import read_rows
 
 _RELEASE: Final = Download("camelyon17_v1.0", "https://wilds.stanford.edu/datasets/#camelyon17")
@@ -50,13 +50,13 @@ PREPARATION: Final = Preparation(
     classes=("normal", "tumor"),
     unit="patches",
     shares={"training": 0.8, "validation": 0.2},
-    splits=("training", "validation"),
+    splits=WITHOUT_TEST,
     counts={"center1": {IMAGES: 34_904}, "center2": {IMAGES: 85_054}},
     total=455_954,
     source="FedDAG, Sec. IV-A1 (all patches); WILDS, Sec. 4.1.2 (its validation and test hospital)",
     notes=(
         "patients are kept in one split; WILDS and FedDAG split patches, so a patient's are on both sides",
         "FedDAG trains on a random part of the patches; its size and the ratio of its split are not legible in the text at hand",
-        "no test list: a site that trains draws one from its training patients, an outside site is tested on all its patches",
+        NO_TEST,
     ),
 )

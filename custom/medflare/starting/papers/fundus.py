@@ -8,7 +8,7 @@ from typing import Any, Final
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.starting.finding import Item
-from medflare.starting.papers.preparation import IMAGES, Download, Preparation, expected, files_in
+from medflare.starting.papers.preparation import IMAGES, NO_TEST, WITHOUT_TEST, Download, Preparation, expected, files_in
 
 _DOFE: Final = Download("Fundus (DoFE's dataset, folders Domain1 ... Domain4)", "https://github.com/emma-sjwang/Dofe")
 _RIGA: Final = Download("RIGAPlus (folders RIGA and RIGA-mask)", "https://zenodo.org/record/6325549")
@@ -107,6 +107,7 @@ def recode(mask: Path) -> Any:
 
 _FOUR_COUNTS: Final = {"Drishti-GS": 101, "RIM-ONE": 159, "REFUGE-train": 400, "REFUGE-val": 400}
 _SIX_COUNTS: Final = {"Drishti-GS": 101, "RIGA-BinRushed": 195, "RIGA-Magrabia": 94, "RIGA-MESSIDOR": 460, "RIM-ONE": 159, "REFUGE": 800}
+_MASKS: Final = "images are DoFE's regions around the optic disc; masks are written anew as 0, 1 (disc), 2 (cup)"
 _EYES: Final = "nobody says which photographs are of one patient: each counts as a patient"
 
 FOUR: Final = Preparation(
@@ -117,11 +118,12 @@ FOUR: Final = Preparation(
     downloads=(_DOFE,),
     find=find_four,
     kind="segmentation",
-    shares=dict(zip(SPLITS, (0.64, 0.16, 0.2), strict=True)),
+    shares={"training": 0.84, "validation": 0.16},  # of IOP-FL's 64, 16 and 20 %
+    splits=WITHOUT_TEST,
     counts={site: {IMAGES: count} for site, count in _FOUR_COUNTS.items()},
     source="IOP-FL, Sec. IV-A: 101, 159, 400 and 400 images",
     recode=recode,
-    notes=(_EYES, "images are DoFE's regions around the optic disc; masks are written anew as 0, 1 (disc), 2 (cup)"),
+    notes=(NO_TEST, _EYES, _MASKS),
 )
 PREPARATIONS: Final = (
     FOUR,
@@ -134,10 +136,12 @@ PREPARATIONS: Final = (
         downloads=(_DOFE, _RIGA),
         find=find_six,
         shares=dict(zip(SPLITS, (0.5, 0.25, 0.25), strict=True)),
+        splits=SPLITS,
         counts={site: {IMAGES: count} for site, count in _SIX_COUNTS.items()},
         source="FedSM, Table 1: training, validation and test images together",
         notes=(
-            *FOUR.notes,
+            _EYES,
+            _MASKS,
             f"FedSM does not say which of RIGA's six readers it follows; masks are those of reader {_READER}",
             "RIGA+ leaves photographs of RIGA out and has them cropped: expect a few more or fewer at RIGA-Magrabia and RIGA-MESSIDOR",
         ),

@@ -5,7 +5,7 @@ from typing import Final
 
 from medflare.core.errors import DataError
 from medflare.starting.finding import Item
-from medflare.starting.papers.preparation import IMAGES, Download, Preparation, expected
+from medflare.starting.papers.preparation import IMAGES, NO_TEST, WITHOUT_TEST, Download, Preparation, expected
 
 _RELEASE: Final = Download("images and splits", "https://github.com/chehx/DGDR/tree/main/GDRBench")
 _SOURCES: Final = ("APTOS", "DEEPDR", "FGADR", "IDRID", "MESSIDOR", "RLDR")
@@ -46,12 +46,12 @@ PREPARATION: Final = Preparation(
     kind="classification",
     classes=_GRADES,
     shares={"training": 0.8, "validation": 0.2},
-    splits=("training", "validation"),
+    splits=WITHOUT_TEST,
     counts={"APTOS": {IMAGES: 3662}, "FGADR": {IMAGES: 1842}, "IDRID": {IMAGES: 516}, "RLDR": {IMAGES: 1593}},
     total=11_357,
     source="GDRBench/README.md; all six together: FedDAG, Sec. IV-A1",
     notes=(
         "nobody says which photographs are of one patient: each counts as a patient",
-        "no test list: a site that trains draws one from its training images, an outside site is tested on all its images",
+        NO_TEST,
     ),
 )

@@ -14,6 +14,8 @@ IMAGES: Final = "images"
 PATIENTS: Final = "patients"
 TRAINED_ON: Final = "not test"  # training and validation images together, where a paper has no validation images of its own
 TEST: Final = "test"
+WITHOUT_TEST: Final = ("training", "validation")  # `splits` of data on which papers leave sites out
+NO_TEST: Final = "no test list: a site that trains draws one from its training patients, an outside site is tested on all its images"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from medflare.core.errors import DataError
 from medflare.data.datalist import FILE
@@ -14,7 +14,7 @@ from medflare.starting.papers.preparation import IMAGES, PATIENTS, TEST, TRAINED
 from medflare.starting.writing import bring_files, folder_of, refuse_existing, usable_items, write_datalist
 
 _COUNTED: Final = (IMAGES, PATIENTS, TRAINED_ON, TEST)
-Sites = Mapping[str, Sequence[Item]]
+Sites: TypeAlias = Mapping[str, Sequence[Item]]
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,28 @@ def prepare(preparation: Preparation, source: Path, target: Path, choices: Choic
     items, bad = usable_items(preparation.find(source), source)
     if bad:
         raise DataError(f"{source}: {len(bad)} of {len(bad) + len(items)} are not usable, the first: {bad[0]}; download them again")
-    if choices.redraw:
-        items = [replace(item, split="") for item in items]
     sites: dict[str, list[Item]] = {}
     for item in items:
         sites.setdefault(item.site, []).append(item)
+    counts = preparation.counts
+    if choices.redraw:
+        sites = {site: listed if _only_tested(listed) else [replace(item, split="") for item in listed] for site, listed in sites.items()}
+        counts = {site: {name: count for name, count in of.items() if name not in (TRAINED_ON, TEST)} for site, of in counts.items()}
     leaks = leaks_of(sites)
     if leaks and not preparation.crossing:
         raise DataError(f"{preparation.name}: {_first(leaks)}; a patient belongs to one split of one site")
     warnings = (f"{preparation.crossing}: {_first(leaks)}; --redraw splits by patient",) if leaks else ()
-    rows, differing = beside_the_paper(preparation, {} if choices.redraw else preparation.counts, sites)
+    rows, differing = beside_the_paper(preparation, counts, sites)
     if differing and choices.strict:
         raise DataError(f"{preparation.name}: {_first(differing)} ({preparation.source}); complete the download, or leave --strict out")
     refuse_existing(target, sites, force=choices.force)
     split = {site: _split(preparation, site, listed, choices.seed) for site, listed in sorted(sites.items())}
     _write(preparation, split, source, target, copy=choices.copy)
     return Prepared(preparation, split, target, rows, (*warnings, *differing))
+
+
+def _only_tested(items: Sequence[Item]) -> bool:
+    return all(item.split == "test" for item in items)
 
 
 def _first(lines: Sequence[str]) -> str:
@@ -172,21 +178,19 @@ def beside_the_paper(preparation: Preparation, counts: Mapping[str, Mapping[str,
     for site in sorted({*sites, *counts}):
         found = _counts(sites.get(site, ()), preparation.classes)
         published = counts.get(site, {})
-        cells = [
-            str(found[name]) + (f" ({published[name]})" if published.get(name, found[name]) != found[name] else "") for name in columns
-        ]
-        rows.append([site, *cells])
-        differing += [
-            f"{site} has {found[name]} {name}, published are {number}" for name, number in published.items() if found[name] != number
-        ]
+        rows.append([site, *(_cell(found[name], published.get(name)) for name in columns)])
+        off = {name: count for name, count in published.items() if found[name] != count}
+        differing += [f"{site} has {found[name]} {name}, published are {count}" for name, count in off.items()]
     total = sum(map(len, sites.values()))
     if preparation.total not in (None, total):
         differing.append(f"there are {total} {preparation.unit}, published are {preparation.total}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows
-    ]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return "\n".join([*lines, f"published counts: {preparation.source or 'none'}"]), differing
+
+
+def _cell(found: int, published: int | None) -> str:
+    return str(found) if published in (None, found) else f"{found} ({published})"
 
 
 def _counts(items: Sequence[Item], classes: Sequence[str]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.starting.finding import Item, holdings
 from medflare.starting.layouts import recognise
-from medflare.starting.papers.preparation import IMAGES, Download, Preparation, expected, files_in
+from medflare.starting.papers.preparation import IMAGES, NO_TEST, WITHOUT_TEST, Download, Preparation, expected, files_in
 
 # Site -> the names of its folder; the release was renamed once, ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
 _FOLDERS: Final = {
@@ -83,7 +83,6 @@ def find_fedsm(root: Path) -> list[Item]:
     return items
 
 
-_IOP_SPLIT: Final = dict(zip(SPLITS, (0.64, 0.16, 0.2), strict=True))
 PREPARATIONS: Final = (
     Preparation(
         name="prostate",
@@ -94,10 +93,11 @@ PREPARATIONS: Final = (
         find=find_six,
         kind="segmentation",
         unit="volumes",
-        shares=_IOP_SPLIT,
+        shares={"training": 0.84, "validation": 0.16},  # of IOP-FL's 64, 16 and 20 %
+        splits=WITHOUT_TEST,
         counts={site: {IMAGES: count} for site, count in _VOLUMES.items()},
         source="IOP-FL, Sec. IV-A: 12, 12, 30, 30, 13 and 19 volumes; sites by the released data",
-        notes=(_SLICES, "GRACE's code splits by slice, so its patients are on both sides; here they are not"),
+        notes=(NO_TEST, _SLICES, "GRACE's code splits by slice, so its patients are on both sides; here they are not"),
     ),
     Preparation(
         name="prostate_prr",
