@@ -129,7 +129,7 @@ def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: 
         >>> patients_of_classes(["a", "a", "b"], np.array([0, 0, 1]), "multiclass", 3)
         [1, 1, 1, 1, 0, 2]
     """
-    names = np.array(patients)
+    names = np.array(list(patients))
     if target == "multilabel":
         columns = [targets[:, label] == 1 for label in range(labels)]
     else:
