@@ -159,8 +159,7 @@ def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         >>> pooled([[[1, 0], [2, 3]], [[4, 1], [0, 0]]])
         [[5, 1], [2, 3]]
     """
-    total: list[list[int]] = np.sum(np.array(matrices), axis=0).tolist()
-    return total
+    return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*matrices, strict=True)]
 
 
 def row_shares(matrix: Sequence[Sequence[int]]) -> list[list[float | None]]:
