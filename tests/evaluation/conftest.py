@@ -68,7 +68,7 @@ def classified(task: TaskConfig) -> RunRecord:
         curve = {"auc": 0.75, "low": low, "high": high, "sensitivity": [0.5] * 10 + [1.0] * 11}
         return {"confusion": [[[3, 1], [4 - hits, hits]]], "roc": [curve]}
 
-    kept_back = {"confusion": [], "roc": []}
+    kept_back: dict[str, Any] = {"confusion": [], "roc": []}
     sites = {
         "A": SiteRecord("inside", {"train": 4, "test": 8}, {"global": scores(0.5), "deployed": scores(0.75)}),
         "B": SiteRecord("inside", {"train": 4, "test": 8}, {"global": scores(0.5), "deployed": scores(0.5)}),

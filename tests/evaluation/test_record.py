@@ -135,3 +135,13 @@ def test_site_record_needs_nothing_but_a_role(task: TaskConfig) -> None:
     validate_results(results)
     assert results["configuration"]["hyper"] == {"site": {}, "server": {}}
     assert results["sites"]["A"]["n"] == {"train": None, "validation": None, "test": None}
+
+
+def test_costs_of_sites_are_for_those_who_know_of_them(record: RunRecord) -> None:
+    cost: dict[str, Any] = {"down_bytes": 10, "up_bytes": 0, "seconds": 1.5}
+    results = build_results(dataclasses.replace(record, costs={"B": cost, "A": cost}))
+    assert list(results["costs"]) == ["A", "B"]
+    validate_results(results)
+    validate_results({name: content for name, content in results.items() if name != "costs"})
+    with pytest.raises(ValueError, match=r"costs\.A\.up_bytes"):
+        validate_results({**results, "costs": {"A": {**cost, "up_bytes": -1}}})

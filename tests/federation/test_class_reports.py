@@ -27,7 +27,8 @@ def answers(**changes: Any) -> dict[str, Any]:
 
 def test_class_reports_pass_kept_back_or_not() -> None:
     whole = answers(confusion=[[[1, 0], [2, 3]]], roc=[curve(auc=0.5, low=0.1, high=1, sensitivity=[0.5] * 21)])
-    for facts in (whole, answers(), {"classes": {}}):
+    empty: dict[str, Any] = {"classes": {}}
+    for facts in (whole, answers(), empty):
         assert unfit(Message({}, facts), DELIVERS) is None
     withhold(whole, DELIVERS, ("test",))
     assert whole["classes"]["global"]["confusion"] == [] == whole["classes"]["global"]["roc"]

@@ -11,7 +11,7 @@ from medflare.tasks.cases import Cases
 from medflare.tasks.classes import FALSE_ALARMS, class_report, confusion_counts, patients_of_classes, sensitivities
 from medflare.tasks.delong import area_interval
 
-EMPTY = {"auc": None, "low": None, "high": None, "sensitivity": []}
+EMPTY: dict[str, Any] = {"auc": None, "low": None, "high": None, "sensitivity": []}
 
 
 def cases(probabilities: list[list[float]], targets: list[Any], patients: str = "abcd") -> Cases:

@@ -168,7 +168,7 @@ def patients_plot(
         for row, (model, found) in enumerate(values.items()):
             points = [found[patient] for patient in sorted(found)]
             places = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]  # apart, and at the same place every time
-            style = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": _COLOURS[row % len(_COLOURS)]}
+            style: dict[str, Any] = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": _COLOURS[row % len(_COLOURS)]}
             axis.plot(points, places, linestyle="none", rasterized=len(points) > _MANY, **style)
             mean, interval = sum(points) / len(points), intervals[model]
             if interval is not None:

@@ -109,7 +109,9 @@ class SiteFolder:
         metrics = {name: found for name, (found, _) in self.delivered.items()}
         cases = {name: found for name, (_, found) in self.delivered.items()}
         pictures = {**examples(site, models, cases), **self.pictures}
-        report = SiteReport(self.method.name, self.site, role, self.task, site.n, metrics, cases, pictures, events)
+        told = EventLog()
+        told.extend(events, site=self.site)
+        report = SiteReport(self.method.name, self.site, role, self.task, site.n, metrics, cases, pictures, told.to_list())
         write_atomically(self.folder / REPORT_FILE, render_site_report(report).encode())
 
     def tell(self, phase: str, round: int, rounds: int, begins: bool) -> None:

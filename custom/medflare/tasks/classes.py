@@ -129,7 +129,7 @@ def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: 
         >>> patients_of_classes(["a", "a", "b"], np.array([0, 0, 1]), "multiclass", 3)
         [1, 1, 1, 1, 0, 2]
     """
-    names = np.array(patients)
+    names = np.array(list(patients))
     if target == "multilabel":
         columns = [targets[:, label] == 1 for label in range(labels)]
     else:
@@ -159,8 +159,7 @@ def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         >>> pooled([[[1, 0], [2, 3]], [[4, 1], [0, 0]]])
         [[5, 1], [2, 3]]
     """
-    total: list[list[int]] = np.sum(np.array(matrices), axis=0).tolist()
-    return total
+    return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*matrices, strict=True)]
 
 
 def row_shares(matrix: Sequence[Sequence[int]]) -> list[list[float | None]]:

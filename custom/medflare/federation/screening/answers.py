@@ -6,7 +6,6 @@ from typing import Final
 from medflare.core.manifest import count, listing, number
 from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
 
-_MOST_IMAGES: Final = 10**9
 _SHARE: Final = number(0.0, 1.0, optional=True)
 _SHARES: Final = listing(number(0.0, 1.0))
 
@@ -29,7 +28,7 @@ def class_counts(value: object) -> str | None:
 
 def _counts(value: object) -> str | None:
     """A square matrix of images."""
-    problem = listing(listing(count(_MOST_IMAGES)))(value)
+    problem = listing(listing(count()))(value)
     if problem or not isinstance(value, list | tuple):
         return problem
     return None if all(len(row) == len(value) <= MOST_CLASSES for row in value) else f"is no square of at most {MOST_CLASSES} classes"
