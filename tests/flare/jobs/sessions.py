@@ -35,8 +35,9 @@ class Served:
         self.looks = 0
 
     def get_job_meta(self, identity: str) -> dict[str, Any]:
-        tried = {"schedule_history": self.history[self.looks]} if self.history else {}
-        return job(identity, status=self.states[min(self.looks, len(self.states) - 1)], job_deploy_detail=list(self.details), **tried)
+        status = self.states[min(self.looks, len(self.states) - 1)]
+        tried = self.history[self.looks] if self.history else []
+        return job(identity, status=status, job_deploy_detail=list(self.details), schedule_history=tried)
 
     def show_stats(self, identity: str, target: str) -> dict[str, Any]:
         if self.looks >= len(self.stats):

@@ -13,7 +13,7 @@ from medflare.flare.exchange.progress import GROUP
 from medflare.flare.jobs.explaining import explained, server_log
 from medflare.flare.jobs.sessions import REFUSALS, RUNNING, Job
 
-_EVERY = 2.0  # seconds between two looks
+_EVERY = 1.0  # seconds between two looks
 _QUIET = 10.0  # seconds without a sign of life until a site is named; it is named again whenever they have doubled
 _FINISHED = "FINISHED:"  # what FLARE's words for the end of a job begin with
 _STEP = re.compile(r"(?:round \d+ \(\d+/\d+\)|after round \d+|without a round) \w+: .+")  # as `evaluation.console.round_line` writes it
