@@ -6,6 +6,10 @@ import pytest
 
 from medflare.evaluation.results import read_rounds
 from medflare.federation.local.loop import run_local
+from medflare.federation.run import Run
+from medflare.federation.settings import PATIENCE, RunSettings
+from medflare.methods.catalogue import get_method
+from medflare.tasks.config import load_task
 from small import tiny_phantom
 
 TINY = tiny_phantom()
@@ -35,3 +39,13 @@ def test_every_step_is_a_line_and_has_its_number(tmp_path: Path) -> None:
     steps = read_rounds(tmp_path)
     assert [step["step"] for step in steps] == list(range(len(steps))) and len(steps) > 2  # the selector has steps of its own
     assert all(not step["aggregation"] for step in steps)
+
+
+def test_a_run_may_be_taken_up_with_other_patience(tmp_path: Path) -> None:
+    def plan(**settings: float) -> object:
+        asked = RunSettings(rounds=1, seed=0, **settings)  # type: ignore[arg-type]
+        checkpoint = Run(get_method("fedavg"), load_task("phantom"), {}, asked, ("A", "B"), folder=tmp_path)._checkpoint
+        assert checkpoint is not None
+        return checkpoint.plan
+
+    assert plan() == plan(**dict.fromkeys(PATIENCE, 5.0)) != plan(max_share=0.5)
