@@ -64,7 +64,8 @@ def test_command_line_and_api_give_the_plain_loops_models_and_metrics(
         cwd=tmp_path,
     )
     first = federation.submit(job)
-    federation.watch(first)
+    watched = federation.watch(first).stdout
+    assert all(f"({round}/{ROUNDS}) train: site-1 loss" in watched for round in range(1, ROUNDS + 1)), "every step, the last ones too"
     shown = federation.script("fetch.sh", federation.kit("lead"), first, tmp_path / "first")
     assert "COMPLETED" in shown.stdout and "site-2" in shown.stdout
 

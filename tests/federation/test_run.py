@@ -7,6 +7,10 @@ import pytest
 from medflare.evaluation import report
 from medflare.evaluation.results import read_rounds
 from medflare.federation.local.loop import run_local
+from medflare.federation.run import Run
+from medflare.federation.settings import PATIENCE, RunSettings
+from medflare.methods.catalogue import get_method
+from medflare.tasks.config import load_task
 from small import tiny_phantom
 
 TINY = tiny_phantom()
@@ -59,3 +63,13 @@ def test_no_run_ends_for_a_report_of_the_way(tmp_path: Path, monkeypatch: pytest
     assert results["status"] == "COMPLETED"
     told = [event["message"] for event in results["events"] if event["kind"] == "warning"]
     assert told == ["the report is no longer renewed while the run goes on: ValueError: odd"]
+
+
+def test_a_run_may_be_taken_up_with_other_patience(tmp_path: Path) -> None:
+    def plan(**settings: float) -> object:
+        asked = RunSettings(rounds=1, seed=0, **settings)  # type: ignore[arg-type]
+        checkpoint = Run(get_method("fedavg"), load_task("phantom"), {}, asked, ("A", "B"), folder=tmp_path)._checkpoint
+        assert checkpoint is not None
+        return checkpoint.plan
+
+    assert plan() == plan(**dict.fromkeys(PATIENCE, 5.0)) != plan(max_share=0.5)

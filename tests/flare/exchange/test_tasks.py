@@ -246,9 +246,16 @@ def test_a_site_whose_process_died_is_named_at_once(monkeypatch: pytest.MonkeyPa
     carrier = exchange(controller, step_timeout=1.5, silence=LONG, dead=lambda: {"DU", "FG"})
     replies = carrier(STEP, asked(controller))
     assert replies["CS"].message is not None
-    assert replies["DU"].kind == "missing" and replies["DU"].problem.startswith("its process died in 'train' of round 3")
+    assert replies["DU"].kind == "missing" and replies["DU"].problem.startswith("its process died; 'train' of round 3 goes on")
     assert replies["FG"].kind == "late", "with fewer threads than sites it has no process until its turn comes"
     assert carrier.present(4) == ["CS", "FG"]
+    controller.behaviours["DU"] = never_fetches
+    carrier.step_timeout = LONG
+    started = time.monotonic()
+    assert carrier(Step("deliver", 4), {"DU": Message({})})["DU"].kind == "missing", "who is dead is not waited for a second time"
+    assert time.monotonic() - started < LONG / 2
+    carrier.watch.sign_of_life("DU")
+    assert "DU" in carrier.present(5)
 
 
 def test_abort_ends_the_wait() -> None:

@@ -20,14 +20,24 @@ class Served:
         stats: what `show_stats` gives at these looks.
         log: of the server.
         details: how the job was deployed.
+        history: of FLARE's tries to start the job, as it is at these looks.
     """
 
-    def __init__(self, *states: str, stats: tuple[Mapping[str, Any], ...] = (), log: str = "", details: tuple[str, ...] = ()):
-        self.states, self.stats, self.log, self.details = states, stats, log, details
+    def __init__(
+        self,
+        *states: str,
+        stats: tuple[Mapping[str, Any], ...] = (),
+        log: str = "",
+        details: tuple[str, ...] = (),
+        history: tuple[list[str], ...] = (),
+    ):
+        self.states, self.stats, self.log, self.details, self.history = states, stats, log, details, history
         self.looks = 0
 
     def get_job_meta(self, identity: str) -> dict[str, Any]:
-        return job(identity, status=self.states[min(self.looks, len(self.states) - 1)], job_deploy_detail=list(self.details))
+        status = self.states[min(self.looks, len(self.states) - 1)]
+        tried = self.history[self.looks] if self.history else []
+        return job(identity, status=status, job_deploy_detail=list(self.details), schedule_history=tried)
 
     def show_stats(self, identity: str, target: str) -> dict[str, Any]:
         if self.looks >= len(self.stats):

@@ -30,6 +30,13 @@ def test_every_line_is_said_once_as_it_comes() -> None:
     )
 
 
+def test_a_job_that_waits_says_what_for() -> None:
+    tried = [f"2026-11-22 08:15:{second}: connected sites (1) < min_sites (2)" for second in (10, 20)]
+    served = Served(SUBMITTED, SUBMITTED, SUBMITTED, RUNNING, COMPLETED, history=([], tried[:1], tried, tried, tried))
+    waiting = "id SUBMITTED, waits: connected sites (1) < min_sites (2)"
+    assert followed(served)[1] == ["id SUBMITTED", waiting, "id RUNNING", "id FINISHED:COMPLETED"]
+
+
 def test_lines_that_are_kept_no_more_are_not_missed_in_count() -> None:
     _, said = followed(Served(RUNNING, RUNNING, COMPLETED, stats=(told("a", "b"), told("d", "e", count=5))))
     assert said[1:5] == ["a", "b", "d", "e"]
@@ -40,7 +47,7 @@ def test_lines_that_are_kept_no_more_are_not_missed_in_count() -> None:
 def test_steps_after_the_last_look_are_in_the_log() -> None:
     log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {step}" for step in STEPS)
     ended, said = followed(Served(RUNNING, COMPLETED, stats=(told(STEPS[0]),), log=log))
-    assert ended and said == ["id RUNNING", STEPS[0], "id FINISHED:COMPLETED", *STEPS[1:]]
+    assert ended and said == ["id RUNNING", *STEPS, "id FINISHED:COMPLETED"]
 
 
 def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:

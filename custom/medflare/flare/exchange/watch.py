@@ -30,6 +30,7 @@ class Watch:
         dead: tells the sites whose process ended, where processes can be seen, that is in the simulator.
         heard: site -> when it was heard of last, on the monotonic clock.
         lost: sites that are given up until they are heard of again.
+        died: those of them whose process was seen to be gone: nobody waits for them, as for others, in the hope that they come back.
         behind: sites whose enrolment was closed before they answered; they are asked again when they ask for work.
         served: sites that have fetched a task of this job, so that the server must know their registration.
     """
@@ -38,16 +39,18 @@ class Watch:
     dead: Callable[[], Collection[str]] | None = None
     heard: dict[str, float] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
+    died: set[str] = field(default_factory=set)
     behind: set[str] = field(default_factory=set)
     served: set[str] = field(default_factory=set)
     _in_vain: dict[str, tuple[float, int]] = field(default_factory=dict)  # site -> since when, how often
-    _died: Collection[str] = ()
+    _without_process: Collection[str] = ()
     _looked: float = field(default_factory=time.monotonic)
 
     def sign_of_life(self, site: str) -> None:
         """The site was heard of just now, and is not given up any more."""
         self.heard[site] = time.monotonic()
         self.lost.discard(site)
+        self.died.discard(site)
 
     def question(self, site: str, ready: bool) -> None:
         """The site asks for work.
@@ -82,7 +85,7 @@ class Watch:
     def look(self) -> None:
         """Look at the sites' processes, if it is time to; what was seen holds until the next call, as a site may have another one then."""
         due = self.dead is not None and time.monotonic() - self._looked > _PROCESSES
-        self._died = self.dead() if self.dead is not None and due else ()
+        self._without_process = self.dead() if self.dead is not None and due else ()
         self._looked = time.monotonic() if due else self._looked
 
     def gone(self, site: str, step: "Step", fetched: bool, since: float, busy: float) -> str:
@@ -101,8 +104,10 @@ class Watch:
         """
         if self.refused(site):
             return REFUSED
-        if fetched and site in self._died:
-            return f"its process died in '{step.phase}' of round {step.round}; going on without the site"
+        if fetched and site in self._without_process:
+            self.died.add(site)
+        if site in self.died:
+            return f"its process died; '{step.phase}' of round {step.round} goes on without the site"
         if self.silent_since(site, since if fetched else max(since, busy)) > self.silence:
             return f"no sign of life in '{step.phase}' of round {step.round}; going on without the site"
         return ""

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +47,8 @@ def session(kit: Path) -> Iterator[Session]:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{kit} is no startup kit of a person ({place} cannot be read); give that of the lead") from error
     try:
-        opened = new_secure_session(user, str(kit))
+        with redirect_stdout(StringIO()):  # FLARE says there that it connects
+            opened = new_secure_session(user, str(kit))
     except Exception as error:  # FLARE's reasons are of many kinds
         raise MedflareError(f"no session with the server by {kit}: {_one_line(error)}; is the server up?") from error
     try:

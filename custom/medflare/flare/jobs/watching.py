@@ -13,8 +13,9 @@ from medflare.flare.exchange.progress import GROUP
 from medflare.flare.jobs.explaining import explained, server_log
 from medflare.flare.jobs.sessions import REFUSALS, RUNNING, Job
 
-_EVERY = 2.0  # seconds between two looks
+_EVERY = 1.0  # seconds between two looks
 _QUIET = 10.0  # seconds without a sign of life until a site is named; it is named again whenever they have doubled
+_FINISHED = "FINISHED:"  # what FLARE's words for the end of a job begin with
 _STEP = re.compile(r"(?:round \d+ \(\d+/\d+\)|after round \d+|without a round) \w+: .+")  # as `evaluation.console.round_line` writes it
 
 
@@ -80,9 +81,10 @@ def watch(opened: Session, job: str, say: Callable[[str], None], *, timeout: flo
 
     def look(opened: Session, job: str, meta: Job) -> bool:
         state = meta[JobMetaKey.STATUS.value]
-        if state != states[-1]:
-            say(f"{job} {state}")
-            states.append(state)
+        shown = state + _waits(meta)
+        if shown != states[-1] and not state.startswith(_FINISHED):  # before that come the last steps
+            say(f"{job} {shown}")
+            states.append(shown)
         if state == RUNNING:
             with suppress(*REFUSALS):  # its process comes up or goes down
                 follower.show(_told(opened.show_stats(job, TargetType.SERVER)))
@@ -94,11 +96,20 @@ def watch(opened: Session, job: str, say: Callable[[str], None], *, timeout: flo
         return False
     with suppress(*REFUSALS):
         follower.complete(server_log(opened, job))
+    say(f"{job} {meta[JobMetaKey.STATUS.value]}")
     if meta[JobMetaKey.STATUS.value] == RunStatus.FINISHED_COMPLETED.value:
         return True
     for line in explained(opened, job):
         say(line)
     return False
+
+
+def _waits(meta: Job) -> str:
+    """Why FLARE has not started a job yet, as it said when it tried last; empty where it has, or has not tried."""
+    history = meta.get(JobMetaKey.SCHEDULE_HISTORY.value)
+    if meta[JobMetaKey.STATUS.value] != RunStatus.SUBMITTED.value or not history:
+        return ""
+    return f", waits: {history[-1].partition(': ')[2]}"  # before it stands the time
 
 
 def _told(stats: Mapping[str, Any]) -> Mapping[str, Any]:
