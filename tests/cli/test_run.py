@@ -142,12 +142,13 @@ def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path) -> Non
 def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     build = Engine(tmp_path)
     monkeypatch.setattr("medflare.flare.jobs.building.build_job", build)
-    assert main(["job", "moon", "--site-half", "fedavg", "--silence", "60", "--resplit", "3", "--no-byoc", "--out", str(tmp_path)]) == 0
+    options = ["--silence", "60", "--patience", "4", "--resplit", "3", "--track", "mlflow", "--no-byoc", "--out", str(tmp_path)]
+    assert main(["job", "moon", "--site-half", "fedavg", *options]) == 0
     (((method, task), named, _),) = build.calls
     assert (method, task.resplit) == ("moon", 3)
     form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": EMPTY}
-    run = {"rounds": 10, "seed": 0, "outside": [], "min_sites": None, "sites_per_round": None, "silence": 60.0}
-    assert named == {**form, **run, "site_half": "fedavg", "server_half": None}
+    run = {"rounds": 10, "seed": 0, "outside": [], "min_sites": None, "sites_per_round": None, "silence": 60.0, "patience": 4}
+    assert named == {**form, **run, "track": "mlflow", "site_half": "fedavg", "server_half": None}
     assert f"job folder: {tmp_path} (0 B)" in capsys.readouterr().out
 
 

@@ -136,8 +136,8 @@ def add_data_root(parser: argparse.ArgumentParser) -> None:
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of the run and the choice of halves, as both engines take them; what has a default of FLARE's is left out."""
-    names = ("seed", "min_sites", "sites_per_round", "patience", "site_half", "server_half")
-    defaulted = ("step_timeout", "enrol_timeout", "silence", "max_share", "suspects")
+    names = ("seed", "min_sites", "sites_per_round", "site_half", "server_half")
+    defaulted = ("step_timeout", "enrol_timeout", "silence", "max_share", "suspects", "patience")
     chosen = {name: value for name in defaulted if (value := getattr(options, name)) is not None}
     return {**{name: getattr(options, name) for name in names}, "outside": names_in(options.outside), **chosen}
 

@@ -25,7 +25,7 @@ def add_commands(commands: Commands) -> None:
     )
     add_federation_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="job folder to write")
-    parser.add_argument("--track", default="", metavar="mlflow[=URI]", help="the server's curves go to MLflow too (medflare[mlflow])")
+    parser.add_argument("--track", metavar="mlflow[=URI]", help="the server's curves go to MLflow too (medflare[mlflow])")
     form = parser.add_argument_group("form (default: app/custom/ with a README, the place for classes of your own; medflare is installed)")
     form.add_argument("--no-byoc", action="store_true", help="without app/custom/: what hospitals accept that refuse jobs with code")
     form.add_argument("--embed-code", action="store_true", help="app/custom/ holds medflare: sites need torch, monai and nvflare only")
@@ -45,7 +45,7 @@ def _job(options: argparse.Namespace) -> int:
         out=options.out,
         byoc=not options.no_byoc,
         embed_code=options.embed_code,
-        track=options.track,
+        **({} if options.track is None else {"track": options.track}),
         **run_arguments(options),
     )
     if options.model is not None:
