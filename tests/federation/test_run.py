@@ -8,7 +8,7 @@ from medflare.evaluation import report
 from medflare.evaluation.results import read_rounds
 from medflare.federation.local.loop import run_local
 from medflare.federation.run import Run
-from medflare.federation.settings import PATIENCE, RunSettings
+from medflare.federation.settings import WAITS, RunSettings
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
 from small import tiny_phantom
@@ -72,4 +72,4 @@ def test_a_run_may_be_taken_up_with_other_patience(tmp_path: Path) -> None:
         assert checkpoint is not None
         return checkpoint.plan
 
-    assert plan() == plan(**dict.fromkeys(PATIENCE, 5.0)) != plan(max_share=0.5)
+    assert plan() == plan(**dict.fromkeys(WAITS, 5.0)) != plan(max_share=0.5)

@@ -18,7 +18,7 @@ from medflare.federation.exchange import Exchange
 from medflare.federation.outcome import Outcome, StepReport, Telling
 from medflare.federation.participant import identity_of
 from medflare.federation.schedule import Federation
-from medflare.federation.settings import PATIENCE, RunSettings, check_rounds
+from medflare.federation.settings import WAITS, RunSettings, check_rounds
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import ServerContext, ServerHalf
@@ -162,7 +162,7 @@ class Run:
         folder = self.checkpoints or self.folder
         if folder is None:
             return None
-        steering = {name: value for name, value in self.settings.to_dict().items() if name not in (*PATIENCE, "resume")}
+        steering = {name: value for name, value in self.settings.to_dict().items() if name not in (*WAITS, "resume")}
         plan = {
             "method": self.method.name,
             "halves": list(self.method.halves),

@@ -88,7 +88,7 @@ class RunSettings:
         return {**dataclasses.asdict(self), "outside": list(self.outside)}
 
 
-PATIENCE: Final = ("step_timeout", "enrol_timeout", "silence")  # of the server with its sites; a run may be taken up with others
+WAITS: Final = ("step_timeout", "enrol_timeout", "silence")  # of the server for its sites; a run may be taken up with others
 RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
 
 
