@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from medflare.core.errors import ConfigError
-from medflare.kits.kit import Kit, read_object
+from medflare.kits.kit import Kind, Kit, read_object
 from medflare.kits.places import LOCAL_FILE
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 ALLOWED: Final = "medflare."  # what class_allow_list must hold for medflare's components to load
 _PLAIN_LAUNCHER: Final = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
-_OUR_LAUNCHER: Final = "medflare.flare.launcher.RestartingLauncher"
 _SHARED: Final = "/tmp/nvflare/"  # FLARE's default: all federations of a machine share it, and a reboot empties it
 _SHOWN: Final = 60  # characters of a value in a change
 _Object = dict[str, Any]
@@ -75,7 +74,7 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
 
     _refuse_strange(kit, wishes)
     makers = {"authorization.json": _authorization, LOCAL_FILE: _own, "privacy.json": _privacy, "resources.json": _resources}
-    names = sorted(template.name for template in (TEMPLATES / kit.kind).glob("*.json"))
+    names = sorted(path.name for path in (TEMPLATES / kit.kind).glob("*.json"))
     before = {name: read_object(path) if (path := kit.local / name).exists() else None for name in names}
     after = {name: makers[name](kit, wishes, copy.deepcopy(content)) for name, content in before.items()}
     done = []
@@ -128,6 +127,16 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
+def template(kind: Kind, name: str) -> _Object:
+    """What a new kit gets.
+
+    Args:
+        kind: of the kit.
+        name: of the file in local/.
+    """
+    return read_object(TEMPLATES / kind / name)
+
+
 def _refuse_strange(kit: Kit, wishes: Wishes) -> None:
     """ConfigError where a wish is for the other kind of kit."""
     of_sites = ("data_root", "device", "batch_size", "cache", "minimum_patients", "redact")
@@ -144,8 +153,8 @@ def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
     from medflare.data.sites.local import local_settings
 
     if content is None:
-        template = read_object(TEMPLATES / kit.kind / LOCAL_FILE)
-        content = {name: template[name] for name in ("device", "minimum_patients", "redact")}  # the rest is an example of a site's own
+        usual = template(kit.kind, LOCAL_FILE)
+        content = {name: usual[name] for name in ("device", "minimum_patients", "redact")}  # the rest is an example of a site's own
     if wishes.data_root is not None:
         content["data_root"] = str(wishes.data_root.expanduser().resolve())
     if wishes.cache is not None:
@@ -183,7 +192,7 @@ def _privacy(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object | Non
 
 
 def _policy(kit: Kit, wishes: Wishes, content: _Object | None, name: str) -> _Object:
-    return read_object(TEMPLATES / kit.kind / name) if content is None or wishes.replace_policies else content
+    return template(kit.kind, name) if content is None or wishes.replace_policies else content
 
 
 def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
@@ -194,19 +203,23 @@ def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
         _store(content, wishes.storage)
     if wishes.bring_code:
         content["class_allow_list"] = [name for name in content["class_allow_list"] if name != ALLOWED]
-        _replace_launcher(content, _OUR_LAUNCHER, _PLAIN_LAUNCHER)
+        _replace_launcher(content, _our_launcher(), _PLAIN_LAUNCHER)
     return content
 
 
 def _adapt(resources: _Object, storage: Path) -> None:
     """What medflare needs of FLARE's resources.json, in place."""
     resources["class_allow_list"].insert(0, ALLOWED)
-    _replace_launcher(resources, _PLAIN_LAUNCHER, _OUR_LAUNCHER)
+    _replace_launcher(resources, _PLAIN_LAUNCHER, _our_launcher())
     for server in resources.get("servers", ()):
         server["heart_beat_timeout"] = 120  # seconds; FLARE's ten minutes are long for those who wait for a site that is gone
     manager = _components(resources).get("job_manager")
     if manager is not None and manager["args"]["uri_root"].startswith(_SHARED):
         _store(resources, storage)
+
+
+def _our_launcher() -> str:
+    return str(_components(template("site", "resources.json"))["process_launcher"]["path"])
 
 
 def _replace_launcher(resources: _Object, old: str, new: str) -> None:
