@@ -25,7 +25,7 @@ def test_it_says_who_runs_what(site: Kit) -> None:
     assert unit_name(site) == "medflare-site-1.service" and lines["User"] == [getpass.getuser()] and lines["UMask"] == ["0077"]
     assert lines["ExecStart"] == [f'"{site.folder}/startup/sub_start.sh"'] and lines["Restart"] == ["on-failure"]
     assert '"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT=60"' in lines["Environment"]
-    assert lines["ExecStartPre"] == [f'/bin/rm -f "{site.folder}/daemon_pid.fl"']
+    assert [f'"{site.folder}/{name}"' in lines["ExecStartPre"][0] for name in ("pid.fl", "daemon_pid.fl", "shutdown.fl")] == [True] * 3
 
 
 def test_folders_with_characters_of_systemds_own(tmp_path: Path, root: Root) -> None:

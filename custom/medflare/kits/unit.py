@@ -1,12 +1,14 @@
 """A systemd unit that runs a party from its kit: from boot, and again when its process is killed."""
 
 import pwd
+from typing import Final
 
 from medflare.kits.kit import Kit
-from medflare.kits.processes import SHELL_PID
+from medflare.kits.processes import LEFT_BEHIND
 from medflare.kits.starting import environment
 
-_UNIT = """\
+_COMMANDS: Final = "/usr/local/bin:/usr/bin:/bin"
+_UNIT: Final = """\
 [Unit]
 Description=medflare, {kind} {name}
 Wants=network-online.target
@@ -18,7 +20,7 @@ User={user}
 UMask=0077
 WorkingDirectory={folder}
 {environment}
-# A power cut leaves the number of FLARE's shell behind; after the boot it may be another process's.
+# A power cut leaves the numbers of FLARE's processes behind; after the boot they may be others'.
 ExecStartPre=/bin/rm -f {left_behind}
 ExecStart={start}
 StandardOutput=append:{output}
@@ -49,8 +51,8 @@ def unit_text(kit: Kit) -> str:
         name=_plain(kit.name),
         user=pwd.getpwuid(kit.folder.stat().st_uid).pw_name,
         folder=_plain(str(kit.folder)),
-        environment="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment().items()),
-        left_behind=_command(str(kit.folder / SHELL_PID)),
+        environment="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment(_COMMANDS).items()),
+        left_behind=" ".join(_command(str(kit.folder / name)) for name in LEFT_BEHIND),
         start=_command(str(kit.folder / "startup" / "sub_start.sh")),
         output=_plain(str(kit.output)),
     )

@@ -187,8 +187,8 @@ def _job_lines(job: "JobState") -> list[str]:
         step = f"{job.step}, round {min(job.round + 1, job.rounds)} of {job.rounds}"
         doing += f"; {'at work on' if job.working else 'last step:'} {step}, since {job.begun}"
     lines = [doing]
-    if job.left.replies or job.left.withheld:
-        lines.append(f"left: {format_bytes(job.left.bytes)} in {job.left.replies} entries; {job.left.withheld} kept back")
+    if job.left.entries or job.left.withheld:
+        lines.append(f"left: {format_bytes(job.left.bytes)} in {job.left.entries} entries; {job.left.withheld} kept back")
     return [*lines, *([f"models: {', '.join(job.models)}"] if job.models else [])]
 
 
