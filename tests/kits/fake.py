@@ -56,8 +56,10 @@ def make_kit(folder: Path, root: Root, kind: Kind = "site", port: int = 1, days:
     (startup / f"{part}.crt").write_bytes(root.signed(subject, key, days))
     (startup / "rootCA.pem").write_bytes(root.certificate)
     files = {"ssl_private_key": f"{part}.key", "ssl_cert": f"{part}.crt", "ssl_root_cert": "rootCA.pem"}
-    server: dict[str, Any] = {"name": "medflare", "service": {"target": f"localhost:{port}", "scheme": "http"}}
-    content = {"servers": [{**server, **files}]} if kind == "server" else {"servers": [server], "client": {**files, "fqsn": name}}
+    server = {"name": "medflare", "service": {"target": f"localhost:{port}", "scheme": "http"}}
+    content: dict[str, Any] = {"servers": [server], "client": {**files, "fqsn": name}}
+    if kind == "server":
+        content = {"servers": [{**server, **files}]}
     (startup / f"fed_{part}.json").write_text(json.dumps(content))
     (local / "resources.json.default").write_text(json.dumps(_resources(kind)))
     return open_kit(folder)

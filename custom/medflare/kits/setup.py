@@ -5,6 +5,7 @@ Kubernetes keeps its launcher.
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,15 +81,14 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
     done = []
     for name in names:
         path, old, new = kit.local / name, before[name], after[name]
-        settings = () if old is None or new is None else tuple(differences(old, new))
-        if new is None and old is not None:
+        if old == new:
+            done += [] if old is None else [Change(path, "kept")]
+        elif new is None:
             path.unlink()
             done.append(Change(path, "removed", ("all that it names is medflare's, which is not installed here",)))
-        elif new is not None and new != old:
+        else:
             write_json(path, new)
-            done.append(Change(path, "added" if old is None else "changed", settings))
-        elif new is not None:
-            done.append(Change(path, "kept"))
+            done.append(Change(path, "added") if old is None else Change(path, "changed", tuple(differences(old, new))))
     return done
 
 
@@ -121,8 +121,6 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    import json
-
     text = "not set" if value is None else json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
