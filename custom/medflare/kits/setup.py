@@ -154,7 +154,7 @@ def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
         usual = template(kit.kind, LOCAL_FILE)
         content = {name: usual[name] for name in ("device", "minimum_patients", "redact")}  # the rest is an example of a site's own
     if wishes.data_root is not None:
-        content["data_root"] = str(wishes.data_root.expanduser().resolve())
+        content["data_root"] = str(wishes.data_root.expanduser().absolute())  # a link stays one: mounts move
     if wishes.cache is not None:
         content["cache"] = _cache(wishes.cache, content.get("cache"))
     for name in ("device", "batch_size", "minimum_patients", "redact"):
@@ -167,7 +167,7 @@ def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
 def _cache(wish: str, before: Any) -> Any:
     if wish == "off":
         return False
-    folder = str(Path(wish).expanduser().resolve())
+    folder = str(Path(wish).expanduser().absolute())
     return {**before, "folder": folder} if isinstance(before, Mapping) else folder
 
 
