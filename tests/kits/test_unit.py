@@ -2,13 +2,14 @@
 
 import getpass
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from kits.fake import Root, make_kit, script
+from kits.fake import Root, make_kit, party, script
 from medflare.kits.kit import Kit
 from medflare.kits.unit import unit_name, unit_text
 
@@ -25,7 +26,17 @@ def test_it_says_who_runs_what(site: Kit) -> None:
     assert unit_name(site) == "medflare-site-1.service" and lines["User"] == [getpass.getuser()] and lines["UMask"] == ["0077"]
     assert lines["ExecStart"] == [f'"{site.folder}/startup/sub_start.sh"'] and lines["Restart"] == ["on-failure"]
     assert '"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT=60"' in lines["Environment"]
-    assert [f'"{site.folder}/{name}"' in lines["ExecStartPre"][0] for name in ("pid.fl", "daemon_pid.fl", "shutdown.fl")] == [True] * 3
+
+
+def test_it_takes_over_from_a_site_started_by_hand_and_from_a_power_cut(site: Kit) -> None:
+    (site.folder / "daemon_pid.fl").write_text("1")
+    (command,) = _lines(unit_text(site))["ExecStartPre"]
+    with party(site) as process:
+        done = subprocess.run(shlex.split(command), env={}, capture_output=True, text=True, check=True)
+        assert done.stdout == "site-1 has stopped (2 processes)\n" and process.wait(10)
+    (site.folder / "daemon_pid.fl").write_text("1")
+    subprocess.run(shlex.split(command), env={}, capture_output=True, check=True)
+    assert not list(site.folder.glob("*.fl"))
 
 
 def test_folders_with_characters_of_systemds_own(tmp_path: Path, root: Root) -> None:

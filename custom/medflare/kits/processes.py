@@ -18,7 +18,7 @@ from medflare.core.errors import StateError
 from medflare.kits.kit import Kit
 
 _SHUTDOWN: Final = "shutdown.fl"  # FLARE's shell starts nobody again where it finds this file
-LEFT_BEHIND: Final = ("pid.fl", "daemon_pid.fl", _SHUTDOWN, "restart.fl")  # by a shell that was killed
+_LEFT_BEHIND: Final = ("pid.fl", "daemon_pid.fl", _SHUTDOWN, "restart.fl")  # by a shell that was killed
 _MODULES: Final = "nvflare.private.fed.app."
 _PARTIES: Final = (f"{_MODULES}client.client_train", f"{_MODULES}server.server_train")
 _SHELL_PERIOD: Final = 5.0  # seconds between two looks of FLARE's shell
@@ -83,6 +83,7 @@ def stop(kit: Kit, patience: float = 10.0) -> int:
     """
     found = running(kit)
     if not found.all:
+        clear(kit)
         return 0
     (kit.folder / _SHUTDOWN).touch(mode=0o600)
     working = [*found.parties, *(process for processes in found.jobs.values() for process in processes)]
@@ -101,7 +102,7 @@ def stop(kit: Kit, patience: float = 10.0) -> int:
 
 def clear(kit: Kit) -> None:
     """Remove what FLARE's shell leaves in the kit when it is killed: it would take another process of that number for itself."""
-    for name in LEFT_BEHIND:
+    for name in _LEFT_BEHIND:
         (kit.folder / name).unlink(missing_ok=True)
 
 

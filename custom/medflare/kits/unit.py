@@ -1,10 +1,12 @@
 """A systemd unit that runs a party from its kit: from boot, and again when its process is killed."""
 
 import pwd
+import sys
+from pathlib import Path
 from typing import Final
 
+import medflare
 from medflare.kits.kit import Kit
-from medflare.kits.processes import LEFT_BEHIND
 from medflare.kits.starting import environment
 
 _COMMANDS: Final = "/usr/local/bin:/usr/bin:/bin"
@@ -20,8 +22,8 @@ User={user}
 UMask=0077
 WorkingDirectory={folder}
 {environment}
-# A power cut leaves the numbers of FLARE's processes behind; after the boot they may be others'.
-ExecStartPre=/bin/rm -f {left_behind}
+# Ends what was started by hand, and clears the numbers of processes that a power cut left behind: after the boot they may be others'.
+ExecStartPre={stop}
 ExecStart={start}
 StandardOutput=append:{output}
 StandardError=inherit
@@ -46,13 +48,14 @@ def unit_text(kit: Kit) -> str:
     Args:
         kit: of a site or the server; its owner is the account that runs it.
     """
+    package = Path(medflare.__file__).parents[1]  # a checkout's where medflare is not installed
     return _UNIT.format(
         kind=kit.kind,
         name=_plain(kit.name),
         user=pwd.getpwuid(kit.folder.stat().st_uid).pw_name,
         folder=_plain(str(kit.folder)),
         environment="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment(_COMMANDS).items()),
-        left_behind=" ".join(_command(str(kit.folder / name)) for name in LEFT_BEHIND),
+        stop=_command("/usr/bin/env", f"PYTHONPATH={package}", sys.executable, "-m", "medflare.cli", "site", "stop", str(kit.folder)),
         start=_command(str(kit.folder / "startup" / "sub_start.sh")),
         output=_plain(str(kit.output)),
     )
@@ -67,5 +70,5 @@ def _quoted(text: str) -> str:
     return '"{}"'.format(_plain(text).replace("\\", "\\\\").replace('"', '\\"'))
 
 
-def _command(word: str) -> str:
-    return _quoted(word).replace("$", "$$")
+def _command(*words: str) -> str:
+    return " ".join(_quoted(word).replace("$", "$$") for word in words)
