@@ -1,11 +1,9 @@
 """A systemd unit that runs a party from its kit: from boot, and again when its process is killed."""
 
 import pwd
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Final
 
-import medflare
 from medflare.kits.kit import Kit
 from medflare.kits.starting import environment
 
@@ -42,20 +40,20 @@ def unit_name(kit: Kit) -> str:
     return f"medflare-{kit.name}.service"
 
 
-def unit_text(kit: Kit) -> str:
+def unit_text(kit: Kit, medflare: Sequence[str]) -> str:
     """The unit. FLARE's shell runs in the foreground: it ends with 0 where FLARE was asked to shut down, and is not started again then.
 
     Args:
         kit: of a site or the server; its owner is the account that runs it.
+        medflare: the words that call the `medflare` command; the first is an absolute path.
     """
-    package = Path(medflare.__file__).parents[1]  # a checkout's where medflare is not installed
     return _UNIT.format(
         kind=kit.kind,
         name=_plain(kit.name),
         user=pwd.getpwuid(kit.folder.stat().st_uid).pw_name,
         folder=_plain(str(kit.folder)),
         environment="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment(_COMMANDS).items()),
-        stop=_command("/usr/bin/env", f"PYTHONPATH={package}", sys.executable, "-m", "medflare.cli", "site", "stop", str(kit.folder)),
+        stop=_command(*medflare, "site", "stop", str(kit.folder)),
         start=_command(str(kit.folder / "startup" / "sub_start.sh")),
         output=_plain(str(kit.output)),
     )
