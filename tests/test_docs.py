@@ -4,6 +4,7 @@ code that CONTRIBUTING has one write, the versions and numbers that pages name."
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 
 import medflare
 from medflare.cli import main
+from medflare.cli.command import command_line
 from medflare.methods.catalogue import get_method, method_names
 from medflare.networks.catalogue import NETWORKS, build_network
 from medflare.tasks.config import TaskConfig, load_task
@@ -61,6 +63,17 @@ def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> Non
             main([command, "--help"])
         assert ended.value.code == 0
         assert command in capsys.readouterr().out
+
+
+def test_commands_of_the_deployment_page_exist() -> None:
+    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```$", read("docs", "deployment.md"), re.MULTILINE | re.DOTALL)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    ours = [words[1:] for words in lines if words[0] == "medflare"]
+    assert len(ours) >= 12
+    for words in ours:
+        assert callable(command_line().parse_args(words).command)
+    scripts = {word for words in lines for word in words if re.fullmatch(r"poc_workspace/\w+\.(sh|py|yml)", word)}
+    assert len(scripts) >= 6 and [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
 
 
 def test_reference_numbers_are_described() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -56,7 +57,9 @@ def make_kit(folder: Path, root: Root, kind: Kind = "site", port: int = 1, days:
     (startup / "rootCA.pem").write_bytes(root.certificate)
     files = {"ssl_private_key": f"{part}.key", "ssl_cert": f"{part}.crt", "ssl_root_cert": "rootCA.pem"}
     server = {"name": "medflare", "service": {"target": f"localhost:{port}", "scheme": "http"}}
-    content = {"servers": [{**server, **files}]} if kind == "server" else {"servers": [server], "client": {**files, "fqsn": name}}
+    content: dict[str, Any] = {"servers": [server], "client": {**files, "fqsn": name}}
+    if kind == "server":
+        content = {"servers": [{**server, **files}]}
     (startup / f"fed_{part}.json").write_text(json.dumps(content))
     (local / "resources.json.default").write_text(json.dumps(_resources(kind)))
     return open_kit(folder)

@@ -13,7 +13,7 @@ from medflare.kits.cleaning import clean_kit
 from medflare.kits.kit import Kit
 
 MONTH = timedelta(days=30)
-KEPT = {"medflare/outbound.csv", "medflare/deployed/model.safetensors"}
+KEPT = {"medflare/outbound.csv", "medflare/deployed/model.safetensors", "audit.log", "meta.json"}
 GONE = {"medflare/state/half-3.safetensors", "app_site-1/config/task.json", "log.txt"}
 
 

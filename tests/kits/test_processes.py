@@ -70,6 +70,19 @@ def test_stop_ends_party_jobs_and_their_children_and_nobody_else(site: Kit, tmp_
     assert stop(site) == 0 and not (site.folder / "shutdown.fl").exists(), "else the next start would end at once"
 
 
+def test_what_is_another_accounts_is_said(site: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(process: psutil.Process) -> None:
+        raise psutil.AccessDenied(process.pid)
+
+    with party(site):
+        _wait(lambda: running(site).first is not None)
+        for name in ("terminate", "kill"):
+            monkeypatch.setattr(psutil.Process, name, refused)
+        with pytest.raises(StateError, match=r"^site-1 still runs \(process \d+, account \w+\): stop it as that account"):
+            stop(site, patience=0.1)
+    assert (site.folder / "shutdown.fl").exists(), "FLARE's shell ends by it"
+
+
 def test_started_once_and_stopped_with_its_shell(site: Kit, quick: None) -> None:
     _play(site, UP)
     try:

@@ -56,6 +56,12 @@ def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path)
     assert set(_verdicts(set_up(site, Wishes())).values()) == {"kept"}
 
 
+def test_a_link_to_the_data_stays_one(site: Kit, tmp_path: Path) -> None:
+    (tmp_path / "mount").symlink_to(tmp_path)
+    set_up(site, Wishes(data_root=tmp_path / "mount"))
+    assert _read(site, "medflare.json")["data_root"] == str(tmp_path / "mount")
+
+
 def test_policies_are_replaced_only_where_that_is_asked(site: Kit, server: Kit, tmp_path: Path) -> None:
     for kit, wishes in ((site, Wishes(minimum_patients=9)), (server, Wishes(storage=tmp_path / "store"))):
         set_up(kit, wishes)

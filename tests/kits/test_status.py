@@ -49,7 +49,7 @@ def test_a_running_job(site: Kit) -> None:
         state = party_state(site)
     (job,) = state.jobs
     assert (job.id, job.name, job.running, job.step, job.round, job.rounds, job.working) == (JOB, "fedsm-brain", True, "train", 1, 20, True)
-    assert job.left == Left(replies=2, bytes=2100, withheld=1) and job.models == ("deployed", "personal")
+    assert job.left == Left(entries=2, bytes=2100, withheld=1) and job.models == ("deployed", "personal")
     assert state.up_since.startswith(f"{datetime.now():%F}")
     assert state.to_dict()["jobs"][0]["left"]["bytes"] == 2100
 

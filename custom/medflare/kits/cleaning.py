@@ -15,6 +15,7 @@ from medflare.kits.processes import running
 from medflare.kits.status import job_folders
 
 _MEMORY: Final = "state"  # in the site's folder of a job: what it remembered between two steps
+_RECORDS: Final = (FOLDER, "audit.log", "meta.json")  # who asked for what, and what came of it
 
 
 class Removed(NamedTuple):
@@ -25,7 +26,7 @@ class Removed(NamedTuple):
 
 
 def clean_kit(kit: Kit, older_than: timedelta, *, jobs: bool = False, dry_run: bool = False) -> list[Removed]:
-    """Remove what nobody has used for so long. Models, scores, pictures and the account of what left are kept.
+    """Remove what nobody has used for so long. Models, scores, pictures and the records of what was asked and what left are kept.
 
     Args:
         kit: of a site.
@@ -57,7 +58,7 @@ def _ended_jobs(kit: Kit, older_than: timedelta, dry_run: bool) -> list[Removed]
     for folder in job_folders(kit):
         files = [path for path in folder.rglob("*") if path.is_file()]
         last = max((path.stat().st_mtime for path in (folder, *files)), default=0.0)
-        surplus = [path for path in (*folder.iterdir(), folder / FOLDER / _MEMORY) if path.name != FOLDER and path.exists()]
+        surplus = [path for path in (*folder.iterdir(), folder / FOLDER / _MEMORY) if path.name not in _RECORDS and path.exists()]
         if folder.name in active or time.time() - last < older_than.total_seconds() or not surplus:
             continue
         size = sum(file.stat().st_size for file in files if any(place == file or place in file.parents for place in surplus))

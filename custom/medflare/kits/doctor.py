@@ -16,7 +16,7 @@ from medflare.kits.certificates import end_of, ends_soon, refuse_invalid, refuse
 from medflare.kits.kit import Kit, read_object
 from medflare.kits.places import CACHE, LOCAL_FILE
 from medflare.kits.processes import running
-from medflare.kits.setup import ALLOWED
+from medflare.kits.setup import ALLOWED, template
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _GB: Final = 10**9
 _LITTLE: Final = 10 * _GB  # of free disk
 _TOO_LITTLE: Final = _GB
-_GUARD: Final = "medflare.flare.guard.OutboundGuard"
 
 
 class Finding(NamedTuple):
@@ -104,7 +103,7 @@ def _policies(kit: Kit) -> Finding:
         return _warning("a lead's jobs may bring code, which then runs here; medflare's own policies say byoc none")
     if ALLOWED not in contents["resources.json"].get("class_allow_list", ()):
         return _failed(f'class_allow_list in {kit.local / "resources.json"} lacks "{ALLOWED}", so every job of medflare is refused; add it')
-    if kit.kind == "site" and _GUARD not in _filters(contents.get("privacy.json", {})):
+    if kit.kind == "site" and not {*_filters(template("site", "privacy.json"))} <= {*_filters(contents.get("privacy.json", {}))}:
         return _warning("no OutboundGuard in privacy.json: nothing compares what leaves with what a method declares")
     return _ok("jobs may name medflare's components and bring no code")
 

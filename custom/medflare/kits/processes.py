@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 
 import psutil
 
+from medflare.core.errors import StateError
 from medflare.kits.kit import Kit
 
-SHELL_PID: Final = "daemon_pid.fl"
 _SHUTDOWN: Final = "shutdown.fl"  # FLARE's shell starts nobody again where it finds this file
-_LEFT_BEHIND: Final = ("pid.fl", SHELL_PID, _SHUTDOWN, "restart.fl")
+_LEFT_BEHIND: Final = ("pid.fl", "daemon_pid.fl", _SHUTDOWN, "restart.fl")  # by a shell that was killed
 _MODULES: Final = "nvflare.private.fed.app."
 _PARTIES: Final = (f"{_MODULES}client.client_train", f"{_MODULES}server.server_train")
 _SHELL_PERIOD: Final = 5.0  # seconds between two looks of FLARE's shell
@@ -77,9 +77,13 @@ def stop(kit: Kit, patience: float = 10.0) -> int:
 
     Returns:
         How many processes ran.
+
+    Raises:
+        StateError: some still do: they belong to another account.
     """
     found = running(kit)
     if not found.all:
+        clear(kit)
         return 0
     (kit.folder / _SHUTDOWN).touch(mode=0o600)
     working = [*found.parties, *(process for processes in found.jobs.values() for process in processes)]
@@ -90,6 +94,8 @@ def stop(kit: Kit, patience: float = 10.0) -> int:
     _end(list({process.pid: process for process in working}.values()), patience)
     _, left = psutil.wait_procs(found.shells, timeout=patience + 2 * _SHELL_PERIOD)  # it clears up behind itself
     _end(left, patience)
+    if (first := running(kit).first) is not None:
+        raise StateError(f"{kit.name} still runs (process {first.pid}, account {first.username()}): stop it as that account, or as root")
     clear(kit)
     return len(ended)
 

@@ -5,19 +5,19 @@ Kubernetes keeps its launcher.
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from medflare.core.errors import ConfigError
-from medflare.kits.kit import Kit, read_object
+from medflare.kits.kit import Kind, Kit, read_object
 from medflare.kits.places import LOCAL_FILE
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 ALLOWED: Final = "medflare."  # what class_allow_list must hold for medflare's components to load
 _PLAIN_LAUNCHER: Final = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
-_OUR_LAUNCHER: Final = "medflare.flare.launcher.RestartingLauncher"
 _SHARED: Final = "/tmp/nvflare/"  # FLARE's default: all federations of a machine share it, and a reboot empties it
 _SHOWN: Final = 60  # characters of a value in a change
 _Object = dict[str, Any]
@@ -75,21 +75,20 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
 
     _refuse_strange(kit, wishes)
     makers = {"authorization.json": _authorization, LOCAL_FILE: _own, "privacy.json": _privacy, "resources.json": _resources}
-    names = sorted(template.name for template in (TEMPLATES / kit.kind).glob("*.json"))
+    names = sorted(path.name for path in (TEMPLATES / kit.kind).glob("*.json"))
     before = {name: read_object(path) if (path := kit.local / name).exists() else None for name in names}
     after = {name: makers[name](kit, wishes, copy.deepcopy(content)) for name, content in before.items()}
     done = []
     for name in names:
         path, old, new = kit.local / name, before[name], after[name]
-        settings = () if old is None or new is None else tuple(differences(old, new))
-        if new is None and old is not None:
+        if old == new:
+            done += [] if old is None else [Change(path, "kept")]
+        elif new is None:
             path.unlink()
             done.append(Change(path, "removed", ("all that it names is medflare's, which is not installed here",)))
-        elif new is not None and new != old:
+        else:
             write_json(path, new)
-            done.append(Change(path, "added" if old is None else "changed", settings))
-        elif new is not None:
-            done.append(Change(path, "kept"))
+            done.append(Change(path, "added") if old is None else Change(path, "changed", tuple(differences(old, new))))
     return done
 
 
@@ -122,10 +121,18 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    import json
-
     text = "not set" if value is None else json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def template(kind: Kind, name: str) -> _Object:
+    """What a new kit gets.
+
+    Args:
+        kind: of the kit.
+        name: of the file in local/.
+    """
+    return read_object(TEMPLATES / kind / name)
 
 
 def _refuse_strange(kit: Kit, wishes: Wishes) -> None:
@@ -144,10 +151,10 @@ def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
     from medflare.data.sites.local import local_settings
 
     if content is None:
-        template = read_object(TEMPLATES / kit.kind / LOCAL_FILE)
-        content = {name: template[name] for name in ("device", "minimum_patients", "redact")}  # the rest is an example of a site's own
+        usual = template(kit.kind, LOCAL_FILE)
+        content = {name: usual[name] for name in ("device", "minimum_patients", "redact")}  # the rest is an example of a site's own
     if wishes.data_root is not None:
-        content["data_root"] = str(wishes.data_root.expanduser().resolve())
+        content["data_root"] = str(wishes.data_root.expanduser().absolute())  # a link stays one: mounts move
     if wishes.cache is not None:
         content["cache"] = _cache(wishes.cache, content.get("cache"))
     for name in ("device", "batch_size", "minimum_patients", "redact"):
@@ -160,7 +167,7 @@ def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
 def _cache(wish: str, before: Any) -> Any:
     if wish == "off":
         return False
-    folder = str(Path(wish).expanduser().resolve())
+    folder = str(Path(wish).expanduser().absolute())
     return {**before, "folder": folder} if isinstance(before, Mapping) else folder
 
 
@@ -183,7 +190,7 @@ def _privacy(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object | Non
 
 
 def _policy(kit: Kit, wishes: Wishes, content: _Object | None, name: str) -> _Object:
-    return read_object(TEMPLATES / kit.kind / name) if content is None or wishes.replace_policies else content
+    return template(kit.kind, name) if content is None or wishes.replace_policies else content
 
 
 def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
@@ -194,19 +201,23 @@ def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
         _store(content, wishes.storage)
     if wishes.bring_code:
         content["class_allow_list"] = [name for name in content["class_allow_list"] if name != ALLOWED]
-        _replace_launcher(content, _OUR_LAUNCHER, _PLAIN_LAUNCHER)
+        _replace_launcher(content, _our_launcher(), _PLAIN_LAUNCHER)
     return content
 
 
 def _adapt(resources: _Object, storage: Path) -> None:
     """What medflare needs of FLARE's resources.json, in place."""
     resources["class_allow_list"].insert(0, ALLOWED)
-    _replace_launcher(resources, _PLAIN_LAUNCHER, _OUR_LAUNCHER)
+    _replace_launcher(resources, _PLAIN_LAUNCHER, _our_launcher())
     for server in resources.get("servers", ()):
         server["heart_beat_timeout"] = 120  # seconds; FLARE's ten minutes are long for those who wait for a site that is gone
     manager = _components(resources).get("job_manager")
     if manager is not None and manager["args"]["uri_root"].startswith(_SHARED):
         _store(resources, storage)
+
+
+def _our_launcher() -> str:
+    return str(_components(template("site", "resources.json"))["process_launcher"]["path"])
 
 
 def _replace_launcher(resources: _Object, old: str, new: str) -> None:

@@ -56,18 +56,21 @@ def start(kit: Kit, patience: float = 60.0) -> str:
     raise StateError(f"{kit.name} is not up after {patience:g} s: {reason or 'its logs name no error'}; see {kit.log} and {kit.output}")
 
 
-def environment() -> dict[str, str]:
-    """What a party's processes need beside this process's environment: the Python that runs this command, and a shorter wait."""
+def environment(path: str) -> dict[str, str]:
+    """Variables that a party's processes need: the Python that runs this command comes first, and the wait is shorter.
+
+    Args:
+        path: where other commands are looked for.
+    """
     name, usual = _OUTCOME_WAIT
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return {"PATH": path, name: os.environ.get(name, usual)}
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), path]), name: os.environ.get(name, usual)}
 
 
 def _launch(kit: Kit) -> None:
     with open(kit.output, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
         subprocess.run(
             [kit.folder / "startup" / "start.sh"],
-            env={**os.environ, **environment()},
+            env={**os.environ, **environment(os.environ.get("PATH", os.defpath))},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -27,12 +27,12 @@ class Left:
     """What the site's guard let leave in a job, and what it kept back.
 
     Attributes:
-        replies: entries that left, `facts` among them.
+        entries: that left, `facts` among them.
         bytes: of all of them.
         withheld: replies that were kept back.
     """
 
-    replies: int = 0
+    entries: int = 0
     bytes: int = 0
     withheld: int = 0
 

@@ -1,12 +1,14 @@
 """A systemd unit that runs a party from its kit: from boot, and again when its process is killed."""
 
 import pwd
+from collections.abc import Sequence
+from typing import Final
 
 from medflare.kits.kit import Kit
-from medflare.kits.processes import SHELL_PID
 from medflare.kits.starting import environment
 
-_UNIT = """\
+_COMMANDS: Final = "/usr/local/bin:/usr/bin:/bin"
+_UNIT: Final = """\
 [Unit]
 Description=medflare, {kind} {name}
 Wants=network-online.target
@@ -18,8 +20,8 @@ User={user}
 UMask=0077
 WorkingDirectory={folder}
 {environment}
-# A power cut leaves the number of FLARE's shell behind; after the boot it may be another process's.
-ExecStartPre=/bin/rm -f {left_behind}
+# Ends what was started by hand, and clears the numbers of processes that a power cut left behind: after the boot they may be others'.
+ExecStartPre={stop}
 ExecStart={start}
 StandardOutput=append:{output}
 StandardError=inherit
@@ -38,19 +40,20 @@ def unit_name(kit: Kit) -> str:
     return f"medflare-{kit.name}.service"
 
 
-def unit_text(kit: Kit) -> str:
+def unit_text(kit: Kit, medflare: Sequence[str]) -> str:
     """The unit. FLARE's shell runs in the foreground: it ends with 0 where FLARE was asked to shut down, and is not started again then.
 
     Args:
         kit: of a site or the server; its owner is the account that runs it.
+        medflare: the words that call the `medflare` command; the first is an absolute path.
     """
     return _UNIT.format(
         kind=kit.kind,
         name=_plain(kit.name),
         user=pwd.getpwuid(kit.folder.stat().st_uid).pw_name,
         folder=_plain(str(kit.folder)),
-        environment="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment().items()),
-        left_behind=_command(str(kit.folder / SHELL_PID)),
+        environment="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment(_COMMANDS).items()),
+        stop=_command(*medflare, "site", "stop", str(kit.folder)),
         start=_command(str(kit.folder / "startup" / "sub_start.sh")),
         output=_plain(str(kit.output)),
     )
@@ -65,5 +68,5 @@ def _quoted(text: str) -> str:
     return '"{}"'.format(_plain(text).replace("\\", "\\\\").replace('"', '\\"'))
 
 
-def _command(word: str) -> str:
-    return _quoted(word).replace("$", "$$")
+def _command(*words: str) -> str:
+    return " ".join(_quoted(word).replace("$", "$$") for word in words)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from medflare.kits.status import JobState, PartyState
 
 _KIT = "startup kit of a site or the server: the folder with startup/ and local/"
+# From a checkout, too, where medflare is not installed.
+_THIS_COMMAND = ("/usr/bin/env", f"PYTHONPATH={Path(__file__).parents[3]}", sys.executable, "-m", "medflare.cli")
 _PATIENCE = 60.0  # seconds in which a party comes up
 
 
@@ -113,7 +116,7 @@ def _setup(options: argparse.Namespace) -> int:
             if options.systemd.name and len(kits) > 1:
                 raise ConfigError("--systemd FILE is for one kit; leave FILE out, and each kit gets its own")
             unit = options.systemd if options.systemd.name else kit.folder / unit_name(kit)
-            write_atomically(unit, unit_text(kit).encode(), public=True)
+            write_atomically(unit, unit_text(kit, _THIS_COMMAND).encode(), public=True)
             print(f"unit     {unit}; install it: sudo cp {unit} /etc/systemd/system/{unit_name(kit)} && "
                   f"sudo systemctl daemon-reload && sudo systemctl enable --now {unit_name(kit)}")  # fmt: skip
     return 0
@@ -187,8 +190,8 @@ def _job_lines(job: "JobState") -> list[str]:
         step = f"{job.step}, round {min(job.round + 1, job.rounds)} of {job.rounds}"
         doing += f"; {'at work on' if job.working else 'last step:'} {step}, since {job.begun}"
     lines = [doing]
-    if job.left.replies or job.left.withheld:
-        lines.append(f"left: {format_bytes(job.left.bytes)} in {job.left.replies} entries; {job.left.withheld} kept back")
+    if job.left.entries or job.left.withheld:
+        lines.append(f"left: {format_bytes(job.left.bytes)} in {job.left.entries} entries; {job.left.withheld} kept back")
     return [*lines, *([f"models: {', '.join(job.models)}"] if job.models else [])]
 
 

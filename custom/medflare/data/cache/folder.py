@@ -185,9 +185,9 @@ def _size(entry: Path) -> int:
 def _removed(entry: Path, dry_run: bool = False) -> int | None:
     """The bytes that an entry took, or would give back; None where it is in use and stays."""
     try:
-        file = (entry / _LOCK).open("ab")  # what was never finished may lack one
+        file = (entry / _LOCK).open("rb" if dry_run else "ab")  # what was never finished may lack one
     except OSError:
-        return None
+        return _size(entry) if dry_run and entry.exists() else None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
