@@ -158,7 +158,7 @@ LIES: dict[str, tuple[str, Place, Callable[[Message], Any], str]] = {
     "a variance below 0": ("fedavg", TRAIN, below_zero("model", "running_var"), "holds a number below 0"),
     "mean squares below 0": ("fedsm synced", TRAIN, below_zero("selector_exp_avg_sq", ""), "holds a number below 0"),
     "validation images that it does not have": ("fedsm", ("tune", 2, 0), fact(n_validation=2**53), "the site enrolled with"),
-    "a standard error that no metric has": ("fedsm", ("tune", 2, 0), fact(errors={"0": 1e308}), "expected a number from 0 to 1"),
+    "a standard error that no metric has": ("fedsm", ("tune", 2, 0), fact(errors={"0": 1e308}), "expected a number from 0 to 10"),
     "a thousand deciles": ("fedsm", ("confide", 2, 0), fact(confidence=[0.5] * 1000), "more than 9"),
     "a stage that there is not": ("prr", TRAIN, fact(stages=[7]), "stages [0] is 7"),
     "an A-distance of 1e300": ("grace", TRAIN, fact(a_distance=1e300), "expected a number from -2 to 2"),

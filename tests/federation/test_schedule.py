@@ -56,7 +56,9 @@ def run() -> Callable[..., Federation]:
         plan = FEDAVG.plan(task, SITES, {})
         server = FEDAVG.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=FEDAVG.site_class.phases))
         own = {**identity_of(FEDAVG, {}, task.fingerprint(), squares.SEED), **identity}
-        federation = Federation(server, exchange, lambda phase: FEDAVG.site_class.manifest(phase, plan), rules or Rules(), own)
+        half = FEDAVG.site_class
+        federation = Federation(server, exchange, lambda phase: half.manifest(phase, plan), rules or Rules(), own)
+        federation.reports = lambda phase: half.phase(phase).reports
         federation.run()
         return federation
 
