@@ -231,11 +231,7 @@ class SiteHalf(ABC, Generic[S]):
         raise ConfigError(f"{cls.__name__} has no phase {name!r}; it knows {', '.join(phase.name for phase in cls.phases)}")
 
     def contradicted(self, incoming: Message) -> str | None:
-        """What the server tells that is not so under this half's plan, in words, or None.
-
-        Args:
-            incoming: the server's message, as its phase declares it; the half has not worked with it yet.
-        """
+        """What a message tells, though as it is declared, that is not so under this half's plan, in words, or None."""
         return None
 
     @classmethod
