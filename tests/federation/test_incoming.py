@@ -10,7 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from federation import strategies
-from federation.replayed import FEDERATIONS, LIAR, recorded
+from federation.replayed import FEDERATIONS, LIAR, ROUNDS, recorded
 from federation.strategies import cases, copied
 from medflare.core.errors import MedflareError, MessageError, StateError
 from medflare.core.manifest import anything
@@ -130,29 +130,29 @@ def test_a_round_is_a_count() -> None:
 )
 def test_a_super_model_that_is_not_the_runs(facts: dict[str, Any], words: str) -> None:
     found = recorded("fedsm")
-    message = copied(found.sent[DELIVER, 2, 0][LIAR])
+    message = copied(found.sent[DELIVER, ROUNDS, 0][LIAR])
     message.facts |= facts
     with pytest.raises(MessageError) as caught:
-        found.participants[LIAR].answer(DELIVER, 2, message)
+        found.participants[LIAR].answer(DELIVER, ROUNDS, message)
     assert words in str(caught.value)
 
 
 def test_class_totals_of_other_classes() -> None:
     found = recorded("prr")
-    message = copied(found.sent["share_normalisation", 2, 0][LIAR])
+    message = copied(found.sent["share_normalisation", ROUNDS, 0][LIAR])
     message.facts["class_totals"] = [[1.0, 2.0, 3.0]]
     with pytest.raises(MessageError, match="'class_totals' is not of the task's classes"):
-        found.participants[LIAR].answer("share_normalisation", 2, message)
+        found.participants[LIAR].answer("share_normalisation", ROUNDS, message)
 
 
 def test_a_selector_to_train_without_the_models_that_it_chooses_from() -> None:
-    found, place = recorded("fedsm_extra"), ("train_selector", 2, 0)
+    found, place = recorded("fedsm_extra"), ("train_selector", ROUNDS, 0)
     late = Participant(LIAR, lambda role: squares.site(LIAR, found.task), found.method, found.hyper)
     late.answer(ENROL, 0, Message({}, dict(INVITATION)))
     message = copied(found.sent[place][LIAR])
     message.states = {entry: state for entry, state in message.states.items() if entry.startswith("selector")}
     with pytest.raises(StateError, match="before it was sent the finished models"):
-        late.answer("train_selector", 2, message)
+        late.answer("train_selector", ROUNDS, message)
 
 
 def test_every_fact_and_every_delivery_of_every_method_is_declared() -> None:
