@@ -95,7 +95,7 @@ class PersonalSite(FedAvgSite[H]):
 
     def contradicted(self, incoming: Message) -> str | None:
         """A super model of other sites, or with another selector, than the plan has."""
-        for fact, here in ((CLASSES, list(self.plan.sites)), (SPEC, dict(selector_spec(self.plan)))):
+        for fact, here in ((CLASSES, list(self.plan.sites)), (SPEC, dict(selector_spec(self.selector.plan)))):
             if fact in incoming.facts and incoming.facts[fact] != here:
                 return f"fact {fact!r} is {incoming.facts[fact]!r:.100}, this run has {here!r:.100}"
         return None
