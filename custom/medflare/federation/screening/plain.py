@@ -64,7 +64,7 @@ def not_plain(facts: object, most: int = FACTS_LIMIT) -> str | None:
         if problem := _no_leaf(value):
             return problem
         if place > most:  # every one takes a byte at least; few objects may be millions when they are written down
-            return f"more than {most} numbers and names of facts"
+            return f"over {most} bytes of facts, more than counts and metrics need"
     size = len(json.dumps(facts))
     return f"{size} bytes of facts, more than the {most} that counts and metrics need" if size > most else None
 
