@@ -154,7 +154,7 @@ class Participant:
         role, sites = incoming.facts[ROLE], tuple(incoming.facts[SITES])
         site = self._opened(role)
         self._agree(site, role, incoming.facts)
-        self._gate.refuse_start(round, incoming, self.method.plan(site.task, sites, self.hyper))
+        self._gate.refuse_start(round, incoming, self.method.plan(site.task, sites, self.hyper), START)
         if incoming.facts.get(FINISHED, 0):
             self._half.recall(incoming.facts[FINISHED])
         else:

@@ -9,11 +9,11 @@ from typing import Any, Final
 from medflare.core.errors import MessageError
 from medflare.core.manifest import Entry, EntrySpec, Fact, Phase, count, listing, negative, non_finite, number, table, text, violation
 from medflare.core.message import Message
-from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.screening.plain import not_plain, not_states, shown
 from medflare.federation.screening.replies import unfit
 from medflare.methods.base import Plan, SiteHalf
 
+_ENROL, _DELIVER = "enrol", "deliver"  # as `federation.exchange`, which imports from this room, has them
 _TOLD: Final = 2**20  # bytes of facts: names of all sites and their rounds, and no model
 ROLE, SITES, FINISHED = "role", "sites", "finished"  # what an invitation must say
 INVITES: Final = (
@@ -84,21 +84,22 @@ class SiteGate:
         Raises:
             MessageError: it cannot.
         """
-        self._refuse(ENROL, round, _unreadable(round, message) or uninviting(message, self.name))
+        self._refuse(_ENROL, round, _unreadable(round, message) or uninviting(message, self.name))
 
-    def refuse_start(self, round: int, message: Message, plan: Plan[Any, Any]) -> None:
+    def refuse_start(self, round: int, message: Message, plan: Plan[Any, Any], start: str) -> None:
         """Nothing where an invitation holds weights to start from that fit the network, if the task names some, and else none.
 
         Args:
             round: in which it came.
             message: the server's, see `refuse_invitation`.
             plan: of the site.
+            start: the entry that holds them.
 
         Raises:
             MessageError: it does not.
         """
-        sends = (Entry(START),) if plan.task.network.get("weights") else ()
-        self._refuse(ENROL, round, Incoming(plan).refusal(Phase(ENROL, sends=sends, tells=INVITES), message))
+        sends = (Entry(start),) if plan.task.network.get("weights") else ()
+        self._refuse(_ENROL, round, Incoming(plan).refusal(Phase(_ENROL, sends=sends, tells=INVITES), message))
 
     def numbers(self, phase: str, round: int, message: Message) -> tuple[int, int]:
         """(number of the step in the run, rounds of the run), which are taken out of the message.
@@ -127,7 +128,7 @@ class SiteGate:
         Raises:
             MessageError: it is not.
         """
-        declared = half.delivery if phase == DELIVER else half.phase(phase)
+        declared = half.delivery if phase == _DELIVER else half.phase(phase)
         if declared is None:
             return
         if self._known is None or self._known.plan is not half.plan:
