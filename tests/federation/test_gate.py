@@ -176,7 +176,7 @@ def test_what_was_found_to_end_a_run(name: str, tmp_path: Path) -> None:
     federation, place, change, words = LIES[name]
     lie = strategies.copied(recorded(federation).replies[place][LIAR])
     change(lie)
-    results = check(federation, place, lie, tmp_path)
+    results = check(federation, place, lie, tmp_path if "drawn" in name else None)
     assert any(words in found["message"] for found in results["events"] if found["site"] == LIAR), results["events"]
 
 
@@ -185,7 +185,7 @@ def test_no_reply_that_is_nearly_right_ends_a_run(name: str, tmp_path: Path) -> 
     found = recorded(name)
     count = 0
 
-    @cases(20)
+    @cases(12)
     @given(st.data())
     def one(data: st.DataObject) -> None:
         nonlocal count

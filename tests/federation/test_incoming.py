@@ -190,7 +190,7 @@ def refused(name: str, phase: str, message: Message) -> str | None:
     return gate(name).refusal(declared, own)
 
 
-@cases(600)
+@cases(300)
 @given(st.data())
 def test_no_message_raises_anything_at_the_site(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*FEDERATIONS]))
