@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[Callable[[Message], Any], str]] = {
     "a step as text": (lambda message: message.facts.update(step="first"), "step is str, expected a count"),
     "a step before the first": (lambda message: message.facts.update(step=-1), "step is -1, expected a count"),
     "no rounds": (lambda message: message.facts.update(run_rounds=None), "run_rounds is NoneType, expected a count"),
-    "a million facts": (lambda message: message.facts.update({"more": list(range(2**20))}), "over 1048576 bytes of facts"),
+    "a million facts": (lambda message: message.facts.update({"more": list(range(2**20))}), "over 262144 bytes of facts"),
     "an object": (lambda message: message.facts.update(more=object()), "neither number nor text (object)"),
 }
 

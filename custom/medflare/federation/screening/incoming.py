@@ -14,7 +14,7 @@ from medflare.federation.screening.replies import unfit
 from medflare.methods.base import Plan, SiteHalf
 
 _ENROL, _DELIVER = "enrol", "deliver"  # as `federation.exchange`, which imports from this room, has them
-_TOLD: Final = 2**20  # bytes of facts: names of all sites and their rounds, and no model
+_TOLD: Final = 2**18  # bytes of facts: names of all sites and their rounds, and no model
 ROLE, SITES, FINISHED = "role", "sites", "finished"  # what an invitation must say
 INVITES: Final = (
     Fact(ROLE, "what the site is to be", text("inside", "outside")),

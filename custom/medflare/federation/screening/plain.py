@@ -63,7 +63,7 @@ def not_plain(facts: object, most: int = FACTS_LIMIT) -> str | None:
     for place, value in enumerate(_walk(facts, 0)):
         if problem := _no_leaf(value):
             return problem
-        if place > most:  # every one takes a byte at least; few objects may be millions when they are written down
+        if place > most // 2:  # each takes two bytes at least; few objects may be millions when they are written down
             return f"over {most} bytes of facts, more than counts and metrics need"
     size = len(json.dumps(facts))
     return f"{size} bytes of facts, more than the {most} that counts and metrics need" if size > most else None
