@@ -185,7 +185,7 @@ def test_no_reply_that_is_nearly_right_ends_a_run(name: str, tmp_path: Path) -> 
     found = recorded(name)
     count = 0
 
-    @cases(12)
+    @cases(10)
     @given(st.data())
     def one(data: st.DataObject) -> None:
         nonlocal count
