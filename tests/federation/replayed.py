@@ -22,6 +22,7 @@ from small import small_task
 SITES: Final = ("A", "B", "C")
 OUTSIDE: Final = ("O",)
 LIAR: Final = "B"
+ROUNDS: Final = 1
 Place = tuple[str, int, int]  # phase, round, part of a step
 
 # Federations that between them have every phase, entry and fact: (method, its server half, hyper-parameters).
@@ -52,9 +53,9 @@ class Recorded:
     replies: dict[Place, dict[str, Message]] = field(default_factory=dict)
     participants: dict[str, Participant] = field(default_factory=dict)
 
-    def run(self, folder: Path | None = None, rounds: int = 2) -> Run:
+    def run(self, folder: Path | None = None) -> Run:
         """The same federation, to be executed with an exchange."""
-        settings = run_settings({"rounds": rounds, "seed": squares.SEED, "outside": list(OUTSIDE)})
+        settings = run_settings({"rounds": ROUNDS, "seed": squares.SEED, "outside": list(OUTSIDE)})
         return Run(self.method, self.task, self.hyper, settings, SITES, folder=folder)
 
     def answers(self, lies: Mapping[Place, Callable[[], Reply]]) -> "Replay":

@@ -239,7 +239,8 @@ def _instead(draw: DrawFn, value: Any) -> Any:
 def _place(draw: DrawFn, table: dict[Any, Any], full: bool = False) -> dict[Any, Any]:
     """The table itself or one within it."""
     inner = [found for found in table.values() if isinstance(found, dict) and (found or not full)]
-    return _place(draw, draw(st.sampled_from(inner)), full) if inner and draw(st.booleans()) else table
+    deeper = bool(inner) and draw(st.booleans())
+    return _place(draw, draw(st.sampled_from(inner)), full) if deeper else table
 
 
 def _change_states(draw: DrawFn, message: Message) -> None:

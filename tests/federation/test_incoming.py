@@ -10,9 +10,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from federation import strategies
-from federation.replayed import FEDERATIONS, LIAR, recorded
+from federation.replayed import FEDERATIONS, LIAR, ROUNDS, recorded
 from federation.strategies import cases, copied
-from medflare.core.errors import MedflareError, MessageError
+from medflare.core.errors import MedflareError, MessageError, StateError
 from medflare.core.manifest import anything
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[Callable[[Message], Any], str]] = {
     "a step as text": (lambda message: message.facts.update(step="first"), "step is str, expected a count"),
     "a step before the first": (lambda message: message.facts.update(step=-1), "step is -1, expected a count"),
     "no rounds": (lambda message: message.facts.update(run_rounds=None), "run_rounds is NoneType, expected a count"),
-    "a million facts": (lambda message: message.facts.update({"more": list(range(2**20))}), "numbers and names of facts"),
+    "a million facts": (lambda message: message.facts.update({"more": list(range(2**20))}), "over 262144 bytes of facts"),
     "an object": (lambda message: message.facts.update(more=object()), "neither number nor text (object)"),
 }
 
@@ -120,6 +120,41 @@ def test_a_round_is_a_count() -> None:
             participant().answer("train", round, training())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"selector": {"name": "vgg11"}}, "fact 'selector' is {'name': 'vgg11'}, this run has {'name': 'compact_selector'}"),
+        ({"sites": ["A", "B"]}, "fact 'sites' is ['A', 'B'], this run has ['A', 'B', 'C']"),
+        ({"gamma": 1.5}, "gamma is 1.5, expected a number from 0 to 1"),
+    ],
+)
+def test_a_super_model_that_is_not_the_runs(facts: dict[str, Any], words: str) -> None:
+    found = recorded("fedsm")
+    message = copied(found.sent[DELIVER, ROUNDS, 0][LIAR])
+    message.facts |= facts
+    with pytest.raises(MessageError) as caught:
+        found.participants[LIAR].answer(DELIVER, ROUNDS, message)
+    assert words in str(caught.value)
+
+
+def test_class_totals_of_other_classes() -> None:
+    found = recorded("prr")
+    message = copied(found.sent["share_normalisation", ROUNDS, 0][LIAR])
+    message.facts["class_totals"] = [[1.0, 2.0, 3.0]]
+    with pytest.raises(MessageError, match="'class_totals' is not of the task's classes"):
+        found.participants[LIAR].answer("share_normalisation", ROUNDS, message)
+
+
+def test_a_selector_to_train_without_the_models_that_it_chooses_from() -> None:
+    found, place = recorded("fedsm_extra"), ("train_selector", ROUNDS, 0)
+    late = Participant(LIAR, lambda role: squares.site(LIAR, found.task), found.method, found.hyper)
+    late.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    message = copied(found.sent[place][LIAR])
+    message.states = {entry: state for entry, state in message.states.items() if entry.startswith("selector")}
+    with pytest.raises(StateError, match="before it was sent the finished models"):
+        late.answer("train_selector", ROUNDS, message)
+
+
 def test_every_fact_and_every_delivery_of_every_method_is_declared() -> None:
     """What takes anything is no gate."""
     for name in method_names():
@@ -155,7 +190,7 @@ def refused(name: str, phase: str, message: Message) -> str | None:
     return gate(name).refusal(declared, own)
 
 
-@cases(600)
+@cases(300)
 @given(st.data())
 def test_no_message_raises_anything_at_the_site(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*FEDERATIONS]))

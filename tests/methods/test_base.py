@@ -12,8 +12,9 @@ from medflare.core.manifest import Entry, Fact, Phase
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.store import MemoryStore
-from medflare.methods.base import Kept, Plan, ServerContext, ServerHyper, SiteHalf, SiteHyper, extended
+from medflare.methods.base import Kept, Plan, ServerContext, ServerHyper, SiteHalf, SiteHyper
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.method import extended
 from methods import squares
 
 W = {"w": torch.ones(2)}

@@ -6,9 +6,8 @@ from typing import Any, Final
 
 import torch
 
-from medflare.core.errors import Aborted, ConfigError, MessageError
+from medflare.core.errors import Aborted, ConfigError
 from medflare.core.events import EventLog
-from medflare.core.manifest import Entry, Phase
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict
@@ -17,7 +16,7 @@ from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keep, Tell, check_choice, chosen_here, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
-from medflare.federation.screening.incoming import FINISHED, INVITES, ROLE, SITES, Incoming, uninviting, unnumbered, unreadable
+from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, SiteGate
 from medflare.federation.screening.replies import DELIVERS
 from medflare.federation.screening.withholding import too_few, withhold
 from medflare.methods.base import SiteHalf
@@ -129,7 +128,7 @@ class Participant:
         self.account = Account(Ledger(self.store), budget)
         self._half = RememberedHalf(name, self.store, self._made)
         self._site: Site | None = None
-        self._incoming: Incoming | None = None
+        self._gate = SiteGate(name)
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step. Errors are raised: the engine turns them into a reply that names the site.
@@ -147,13 +146,10 @@ class Participant:
             MedflareError: whatever is wrong with the site's data, state or configuration.
         """
         self.began = time.monotonic()
-        place = f"'{phase}' of round {round}"
-        self._refuse(place, unreadable(incoming) or (None if type(round) is int and round >= 0 else "its round is no count"))
         if phase == ENROL:
-            return self._enrol(place, incoming)
-        self._refuse(place, unnumbered(incoming))
-        step, rounds = incoming.facts.pop("step"), incoming.facts.pop("run_rounds")
-        self._check(place, phase, self._half.recall(step), incoming)
+            return self._enrol(round, incoming)
+        step, rounds = self._gate.numbers(phase, round, incoming)
+        self._gate.refuse(phase, round, incoming, self._half.recall(step))
         self.tell(phase, round, rounds, True)
         with self._half.ready(step, kept=phase != DELIVER) as half:
             half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
@@ -165,34 +161,17 @@ class Participant:
         self.tell(phase, round, rounds, False)
         return reply
 
-    # -- what comes in ---------------------------------------------------------------------------------------------------------
-
-    def _check(self, place: str, phase: str, half: SiteHalf[Any], incoming: Message) -> None:
-        """MessageError where a message is not as its phase declares, or contradicts the plan."""
-        declared = half.delivery if phase == DELIVER else half.phase(phase)
-        if declared is None:
-            return
-        if self._incoming is None or self._incoming.plan is not half.plan:
-            self._incoming = Incoming(half.plan)
-        self._refuse(place, self._incoming.refusal(declared, incoming) or half.contradicted(incoming))
-
-    def _refuse(self, place: str, problem: str | None) -> None:
-        if problem is not None:
-            raise MessageError(f"site {self.name} does not take what the server sent for {place}: {problem}")
-
     # -- enrolment -------------------------------------------------------------------------------------------------------------
 
-    def _enrol(self, place: str, incoming: Message) -> Message:
+    def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site mean the same federation, remember the membership, and say what this site has."""
-        self._refuse(place, uninviting(incoming, self.name))
+        self._gate.refuse_invitation(round, incoming)
         role, sites = incoming.facts[ROLE], tuple(incoming.facts[SITES])
         site = self._opened(role)
         self._agree(site, role, incoming.facts)
         if self.method.trains:
             check_choice(site, role, self.chosen)
-        starts = (Entry(START),) if site.task.network.get("weights") else ()
-        plan = self.method.plan(site.task, sites, self.hyper)
-        self._refuse(place, Incoming(plan).refusal(Phase(ENROL, sends=starts, tells=INVITES), incoming))
+        self._gate.refuse_start(round, incoming, self.method.plan(site.task, sites, self.hyper), START)
         if incoming.facts.get(FINISHED, 0):
             self._half.recall(incoming.facts[FINISHED])
         else:

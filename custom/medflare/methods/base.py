@@ -12,12 +12,13 @@ from torch import nn
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, merged_phases, models, number
+from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, models
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation, SiteModel
+from medflare.methods.parts.measured import images, mean_loss
 from medflare.methods.parts.selection import Election, Selection
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.catalogue import initial_network, meta_network
@@ -38,25 +39,11 @@ class ServerHyper:
     selection: Selection = param("median", "deliver the round of best validation by the sites' median or weighted mean, or the last one")
 
 
-def _samples(value: object) -> str | None:
-    """What is wrong with a number of training images; how many the site has is known from its enrolment."""
-    problem = number()(value)
-    return problem or (f"is {value!r:.40}, expected a positive number" if value <= 0 else None)  # type: ignore[operator]  # a number
-
-
-def _mean_loss(value: object) -> str | None:
-    """What is wrong with a mean loss; one that is beyond all use says that training went wrong, and is not drawn."""
-    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
-        return number(optional=True)(value)
-    return None if abs(value) <= 1e12 else f"is {value!r:.40}: training diverged at the site; lower its learning rate or check its images"
-
-
 # What every reply to training or validation reports, see `SiteHalf.facts`. A bad metric costs the site its vote and not its update.
-N_SAMPLES = Fact("n_samples", "training images", _samples)
-LOSS = Fact("loss", "mean training loss", _mean_loss, "train")
+N_SAMPLES = Fact("n_samples", "training images", images)
+LOSS = Fact("loss", "mean training loss", mean_loss, "train")
 VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", models(), "validation")
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
-
 S = TypeVar("S", bound=SiteHyper)
 V = TypeVar("V", bound=ServerHyper)
 
@@ -246,11 +233,7 @@ class SiteHalf(ABC, Generic[S]):
         raise ConfigError(f"{cls.__name__} has no phase {name!r}; it knows {', '.join(phase.name for phase in cls.phases)}")
 
     def contradicted(self, incoming: Message) -> str | None:
-        """What the server tells that is not so under this half's plan, in words, or None; asked before the half works with it.
-
-        Args:
-            incoming: the server's message, which is as its phase declares.
-        """
+        """What a message tells, though as it is declared, that is not so under this half's plan, in words, or None."""
         return None
 
     @classmethod
@@ -339,7 +322,7 @@ class ServerHalf(ABC, Generic[V]):
         site_hyper: the class of hyper-parameters without which this half cannot serve a site half: what it reads of them, or relies on.
         aggregation_class: the formula that the half aggregates models with; FLARE's aggregators run the same one.
         freezes: as of a site half.
-        site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `extended`).
+        site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `method.extended`).
         memory: everything a new server process needs to go on after the last finished step.
     """
 
@@ -396,14 +379,6 @@ class ServerHalf(ABC, Generic[V]):
         """Go on from what `state` gave."""
         self.memory.states, self.memory.facts = state.states, state.facts
         self.aggregation.unpack(state)
-
-
-def extended(site_class: type[SiteHalf[Any]], extension: type[SiteHalf[Any]] | None) -> type[SiteHalf[Any]]:
-    """The site half with a server half's `site_extension` mixed in; its hyper-parameters stay the site half's own."""
-    if extension is None or issubclass(site_class, extension):
-        return site_class
-    phases = merged_phases(site_class.phases, extension.phases)
-    return type(f"{extension.__name__}{site_class.__name__}", (extension, site_class), {"Hyper": site_class.Hyper, "phases": phases})
 
 
 def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:

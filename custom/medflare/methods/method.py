@@ -51,8 +51,6 @@ class Method:
     @cached_property
     def site_class(self) -> "type[SiteHalf[Any]]":
         """The site half, with what the server half asks of any site mixed in."""
-        from medflare.methods.base import extended
-
         return extended(loaded(self.site), self.server_class.site_extension)
 
     @cached_property
@@ -229,3 +227,13 @@ def loaded(target: Any) -> Any:
 def _bare_names(values: Mapping[str, Any]) -> list[str]:
     names = [name.rpartition(".")[2] for name in values]
     return names + [name for value in values.values() if isinstance(value, Mapping) for name in value]
+
+
+def extended(site_class: "type[SiteHalf[Any]]", extension: "type[SiteHalf[Any]] | None") -> "type[SiteHalf[Any]]":
+    """The site half with a server half's `site_extension` mixed in; its hyper-parameters stay the site half's own."""
+    from medflare.core.manifest import merged_phases
+
+    if extension is None or issubclass(site_class, extension):
+        return site_class
+    phases = merged_phases(site_class.phases, extension.phases)
+    return type(f"{extension.__name__}{site_class.__name__}", (extension, site_class), {"Hyper": site_class.Hyper, "phases": phases})

@@ -6,13 +6,15 @@ the site nothing but the task: nothing of it has been used.
 
 from typing import Any, Final
 
+from medflare.core.errors import MessageError
 from medflare.core.manifest import Entry, EntrySpec, Fact, Phase, count, listing, negative, non_finite, number, table, text, violation
 from medflare.core.message import Message
 from medflare.federation.screening.plain import not_plain, not_states, shown
 from medflare.federation.screening.replies import unfit
-from medflare.methods.base import Plan
+from medflare.methods.base import Plan, SiteHalf
 
-_TOLD: Final = 2**20  # bytes of facts: names of all sites and their rounds, and no model
+_ENROL, _DELIVER = "enrol", "deliver"  # as `federation.exchange`, which imports from this room, has them
+_TOLD: Final = 2**18  # bytes of facts: names of all sites and their rounds, and no model
 ROLE, SITES, FINISHED = "role", "sites", "finished"  # what an invitation must say
 INVITES: Final = (
     Fact(ROLE, "what the site is to be", text("inside", "outside")),
@@ -59,6 +61,87 @@ def unnumbered(message: Message) -> str | None:
         message: the server's, see `unreadable`.
     """
     return _untold(Message({}, {fact: message.facts[fact] for fact in NUMBERED if fact in message.facts}), NUMBERED)
+
+
+class SiteGate:
+    """What the messages of a server pass at one site, or a MessageError that names the site, the step and the rule.
+
+    Args:
+        name: of the site.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._known: Incoming | None = None
+
+    def refuse_invitation(self, round: int, message: Message) -> None:
+        """Nothing where an invitation can be meant, as far as that is known before the site's task is.
+
+        Args:
+            round: in which it came.
+            message: the server's.
+
+        Raises:
+            MessageError: it cannot.
+        """
+        self._refuse(_ENROL, round, _unreadable(round, message) or uninviting(message, self.name))
+
+    def refuse_start(self, round: int, message: Message, plan: Plan[Any, Any], start: str) -> None:
+        """Nothing where an invitation holds weights to start from that fit the network, if the task names some, and else none.
+
+        Args:
+            round: in which it came.
+            message: the server's, see `refuse_invitation`.
+            plan: of the site.
+            start: the entry that holds them.
+
+        Raises:
+            MessageError: it does not.
+        """
+        sends = (Entry(start),) if plan.task.network.get("weights") else ()
+        self._refuse(_ENROL, round, Incoming(plan).refusal(Phase(_ENROL, sends=sends, tells=INVITES), message))
+
+    def numbers(self, phase: str, round: int, message: Message) -> tuple[int, int]:
+        """(number of the step in the run, rounds of the run), which are taken out of the message.
+
+        Args:
+            phase: of the step.
+            round: of the step.
+            message: the server's.
+
+        Raises:
+            MessageError: nobody can work with the message, or it has no such numbers.
+        """
+        self._refuse(phase, round, _unreadable(round, message) or unnumbered(message))
+        step, rounds = (message.facts.pop(fact) for fact in NUMBERED)
+        return step, rounds
+
+    def refuse(self, phase: str, round: int, message: Message, half: SiteHalf[Any]) -> None:
+        """Nothing where a message is as its phase declares and agrees with the half's plan.
+
+        Args:
+            phase: of the step; "deliver" for the final models.
+            round: of the step.
+            message: the server's, see `numbers`.
+            half: that will work with it.
+
+        Raises:
+            MessageError: it is not.
+        """
+        declared = half.delivery if phase == _DELIVER else half.phase(phase)
+        if declared is None:
+            return
+        if self._known is None or self._known.plan is not half.plan:
+            self._known = Incoming(half.plan)
+        self._refuse(phase, round, self._known.refusal(declared, message) or half.contradicted(message))
+
+    def _refuse(self, phase: str, round: int, problem: str | None) -> None:
+        if problem is not None:
+            raise MessageError(f"site {self.name} does not take what the server sent for '{phase}' of round {round}: {problem}")
+
+
+def _unreadable(round: object, message: Message) -> str | None:
+    return unreadable(message) or (None if type(round) is int and round >= 0 else "its round is no count")
 
 
 class Incoming:

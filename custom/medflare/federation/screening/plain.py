@@ -63,8 +63,8 @@ def not_plain(facts: object, most: int = FACTS_LIMIT) -> str | None:
     for place, value in enumerate(_walk(facts, 0)):
         if problem := _no_leaf(value):
             return problem
-        if place > most:  # every one takes a byte at least; few objects may be millions when they are written down
-            return f"more than {most} numbers and names of facts"
+        if place > most // 2:  # each takes two bytes at least; few objects may be millions when they are written down
+            return f"over {most} bytes of facts, more than counts and metrics need"
     size = len(json.dumps(facts))
     return f"{size} bytes of facts, more than the {most} that counts and metrics need" if size > most else None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import Entry, Fact, Phase, text
 from medflare.core.message import Message
 from medflare.data.splits import Batch
@@ -72,7 +72,11 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
             raise ConfigError("fedsm_extra: combine=extra labels whole images, fit 'patch' has none; set combine=ensemble, or take fedsm")
 
     def train_selector(self, round: int, incoming: Message) -> Message:
-        """A round of the selector alone; the finished models come with its first message, and what is needed of them is kept."""
+        """A round of the selector alone; the finished models come with its first message, and what is needed of them is kept.
+
+        Raises:
+            StateError: they have not come.
+        """
         labelled = self.hyper.combine == "extra"
         if GLOBAL in incoming.states:
             models = {entry: state for entry, state in incoming.states.items() if not entry.startswith("selector_")}
@@ -81,6 +85,8 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
             else:
                 self.memory.states |= {_FROZEN.of(entry): state for entry, state in models.items()}
                 self.memory.facts["frozen"] = incoming.facts
+        if ("labels" if labelled else "frozen") not in self.memory.facts:
+            raise StateError(f"site {self.site.name} is asked to train the selector before it was sent the finished models")
         loss = self._best_model_loss() if labelled else self._ensemble_loss(self._networks_of(self._frozen))
         states, value = self.selector.round(round, incoming, loss)
         return Message(states, self.facts(loss=value, validation={}))

@@ -45,7 +45,7 @@ UPDATE = Fact("update", "number of the selector's update within a round", count(
 CANDIDATES = Fact("candidates", "values of γ", listing(_SHARE))
 CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(_SHARE, len(DECILES)), "validation")
 GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)), "validation")
-ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0, 1.0, optional=True)), "validation")
+ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0, 10.0, optional=True)), "validation")
 N_VALIDATION = Fact("n_validation", "validation images", count())
 CLASSES = Fact("sites", "the selector's classes", listing(text()))
 SPEC = Fact("selector", "the selector's network", table())
@@ -95,7 +95,7 @@ class PersonalSite(FedAvgSite[H]):
 
     def contradicted(self, incoming: Message) -> str | None:
         """A super model of other sites, or with another selector, than the plan has."""
-        for fact, here in ((CLASSES, list(self.plan.sites)), (SPEC, dict(selector_spec(self.plan)))):
+        for fact, here in ((CLASSES, list(self.plan.sites)), (SPEC, dict(selector_spec(self.selector.plan)))):
             if fact in incoming.facts and incoming.facts[fact] != here:
                 return f"fact {fact!r} is {incoming.facts[fact]!r:.100}, this run has {here!r:.100}"
         return None

@@ -75,7 +75,8 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
     for facts in enrolled.values():
         counts = torch.tensor(facts["class_counts"])
         if task.target == "multilabel":  # only positives are counted; the other pixels are the negatives
-            counts = torch.stack([facts["n"]["train"] * pixels - counts, counts], dim=1)
+            negatives = (facts["n"]["train"] * pixels - counts).clamp(min=0)  # a site may say that it has more than there can be
+            counts = torch.stack([negatives, counts], dim=1)
         totals += counts.reshape(groups, classes)
     return totals
 

@@ -1,0 +1,38 @@
+"""What a site may say of its training, see `core.manifest.Taken`."""
+
+from typing import Final
+
+from medflare.core.manifest import number
+
+_USABLE: Final = 1e12  # a loss beyond it says that training went wrong, and no figure shows it
+
+
+def images(value: object) -> str | None:
+    """What is wrong with a number of training images; how many the site has is known from its enrolment.
+
+    Args:
+        value: the number.
+
+    Examples:
+        >>> images(7), images(0)
+        (None, 'is 0, expected a positive number')
+    """
+    problem = number()(value)
+    return problem or (None if value > 0 else f"is {value!r:.40}, expected a positive number")  # type: ignore[operator]  # a number
+
+
+def mean_loss(value: object) -> str | None:
+    """What is wrong with a mean training loss; None is one that stays untold.
+
+    Args:
+        value: the loss.
+
+    Examples:
+        >>> mean_loss(0.5), mean_loss("low")
+        (None, 'is str, expected a number')
+    """
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return number(optional=True)(value)
+    if abs(value) <= _USABLE:
+        return None
+    return f"is {value!r:.40}: training diverged at the site; lower its learning rate or check its images"
