@@ -68,6 +68,7 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     expected, plain = uninterrupted
     assert results["sites"] == expected["sites"]
     finished = [int(event["message"].split()[3]) for event in results["events"] if event["kind"] == "resumed"]
+    assert federation.meta(interrupted)["status"] == "FINISHED:ABANDONED", "the new server closes what the old one left"
     assert len(finished) == 2 and 2 <= finished[0] < finished[1], "steps that were seen before were done again"
     folder = next((tmp_path / "resumed").rglob("medflare/models"))
     for model in sorted((plain / "models").rglob("model.safetensors")):

@@ -184,7 +184,7 @@ def _privacy(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object | Non
     filters = 0
     for scope in (content or {}).get("scopes", []):
         for name in ("task_result_filters", "task_data_filters"):
-            scope[name] = [one for one in scope.get(name, []) if not str(one.get("path", "")).startswith(ALLOWED)]
+            scope[name] = [one for one in scope.get(name, []) if not _is_ours(one)]
             filters += len(scope[name])
     return content if filters else None
 
@@ -202,6 +202,7 @@ def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
     if wishes.bring_code:
         content["class_allow_list"] = [name for name in content["class_allow_list"] if name != ALLOWED]
         _replace_launcher(content, _our_launcher(), _PLAIN_LAUNCHER)
+        content["components"] = [one for one in content["components"] if not _is_ours(one)]
     return content
 
 
@@ -212,8 +213,15 @@ def _adapt(resources: _Object, storage: Path) -> None:
     for server in resources.get("servers", ()):
         server["heart_beat_timeout"] = 120  # seconds; FLARE's ten minutes are long for those who wait for a site that is gone
     manager = _components(resources).get("job_manager")
-    if manager is not None and manager["args"]["uri_root"].startswith(_SHARED):
+    if manager is None:
+        return
+    resources["components"] += [one for one in template("server", "resources.json")["components"] if _is_ours(one)]
+    if manager["args"]["uri_root"].startswith(_SHARED):
         _store(resources, storage)
+
+
+def _is_ours(component: _Object) -> bool:
+    return str(component.get("path", "")).startswith(ALLOWED)
 
 
 def _our_launcher() -> str:

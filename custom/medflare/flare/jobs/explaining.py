@@ -16,7 +16,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     ),
     r"Component '(?P<what>[\w.]+)'.* is not in allow_list": (
         '{party} does not allow the component {what}; its administrator adds "medflare." to class_allow_list in '
-        "{party}'s local/resources.json (install_local.py does so), then submit the job again"
+        "{party}'s local/resources.json (`medflare site setup KIT --replace-policies` does so), then submit the job again"
     ),
     r"No module named '(?P<what>[\w.]+)'": (
         "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in, "
