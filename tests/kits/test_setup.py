@@ -34,6 +34,7 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     resources = _read(server, "resources.json")
     assert resources["components"][0]["args"]["uri_root"] == str(server.folder / "storage" / "jobs")
     assert resources["servers"][0]["heart_beat_timeout"] == 120
+    assert resources["components"][-1]["path"] == "medflare.flare.jobs.unfinished.UnfinishedJobs"
 
 
 def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path) -> None:
@@ -91,6 +92,12 @@ def test_where_medflare_is_not_installed_policies_name_nothing_of_it(site: Kit, 
     assert "medflare." not in "".join(_all(site).values()) and not (site.local / "privacy.json").exists()
     assert _read(site, "authorization.json")["permissions"]["lead"]["byoc"] == "any"
     assert _read(site, "resources.json")["components"][0]["path"] == PLAIN
+
+
+def test_a_server_without_medflare_has_no_component_of_it(server: Kit) -> None:
+    set_up(server, Wishes())
+    set_up(server, Wishes(bring_code=True))
+    assert "medflare." not in (server.local / "resources.json").read_text().replace(str(server.folder), "")
 
 
 def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
