@@ -93,7 +93,7 @@ def test_without_a_choice_nothing_changes(site: Site, models: dict[str, Message]
 
 def test_the_card_and_an_event_say_so(site: Site, tmp_path: Any) -> None:
     folder = SiteFolder(tmp_path, "A", DITTO, site.task, squares.SEED)
-    participant = Participant("A", lambda role: site, DITTO, {}, keep=folder.keep, chosen="global")
+    participant = Participant("A", lambda role: site, DITTO, {}, keeper=folder, chosen="global")
     participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
     state = site.network().state_dict()
     for step, phase in enumerate(("train", DELIVER)):

@@ -124,8 +124,8 @@ class TestReproducible:
             def __init__(self, sites: Any, opened: Any, absent: Any = None):
                 def fresh(name: str) -> Participant:
                     store = StateStore(tmp_path / "state" / name)
-                    keep = opened(name).keep
-                    return Participant(name, lambda role: open_site(name, task, seed=3, role=role), method, hyper, store=store, keep=keep)
+                    kept: dict[str, Any] = {"store": store, "keeper": opened(name).keeper}
+                    return Participant(name, lambda role: open_site(name, task, seed=3, role=role), method, hyper, **kept)
 
                 super().__init__(sites, fresh, absent)
 

@@ -9,6 +9,7 @@ import pytest
 from medflare.core.manifest import Fact
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
+from medflare.federation.delivery import Keeper
 from medflare.federation.exchange import DELIVER, ENROL
 from medflare.federation.participant import Participant
 from medflare.federation.screening.replies import unreadable
@@ -65,11 +66,12 @@ def test_patients_are_counted_and_not_images() -> None:
 
 
 def test_a_report_that_cannot_be_written_costs_no_model() -> None:
-    def broken(*given: Any) -> None:
-        raise OSError("no space left beside scans/Meier.png")
+    class Full(Keeper):
+        def finish(self, *given: Any) -> None:
+            raise OSError("no space left beside scans/Meier.png")
 
     site = _site()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, finish=broken)
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, keeper=Full())
     participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
     incoming = Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1})
     facts = participant.answer(DELIVER, 0, incoming).facts
@@ -85,8 +87,12 @@ def test_tables_keep_their_names_and_a_failure_is_told() -> None:
 
 
 def test_it_tells_each_step_when_it_begins_and_when_it_is_answered() -> None:
-    site, told = _site(), []
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, tell=lambda *step: told.append(step))
+    class Listening(Keeper):
+        def tell(self, *step: Any) -> None:
+            told.append(step)
+
+    site, told = _site(), list[Any]()
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, keeper=Listening())
     participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
     for number, phase in enumerate(("train", DELIVER)):
         participant.answer(phase, number, Message({"model": site.network().state_dict()}, {"step": number, "run_rounds": 1}))

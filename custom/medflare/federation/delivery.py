@@ -36,7 +36,6 @@ SCORES = "scores"  # below a site's folder: what each model scored patient by pa
 KEPT = "kept"  # fact of a model that is deployed by the site's own choice: how it was chosen, for the card
 Metrics = dict[str, float | None]
 Keep = Callable[[str, Message, Mapping[str, Any], Cases], None]  # (role, delivered model, metrics, what they are made of)
-Tell = Callable[[str, int, int, bool], None]  # (phase, round, rounds of the run, whether the step begins; else it has been answered)
 
 
 @runtime_checkable
@@ -55,12 +54,41 @@ class Noticing(Protocol):
         """One line each; each becomes an event."""
 
 
-@dataclass(frozen=True)
-class SiteFolder:
-    """A site's own folder in a run, for `Participant`'s `keep`, `show` and `tell`: delivered models with their cards, scores, pictures, and
-    the step at hand.
+class Keeper:
+    """What becomes of a participant's work at its own site. This one keeps nothing; an engine gives one that does."""
 
-    Scores of single patients, pictures and the site's report speak of patients: they stay here.
+    def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
+        """Take a delivered model.
+
+        Args:
+            role: "global", "personal", "deployed" or another that the method compares.
+            model: the delivered model.
+            metrics: metric -> test value or None.
+            cases: what they are made of, patient by patient.
+        """
+
+    def show(self, title: str, png: bytes) -> None:
+        """Take a picture (PNG) that the method makes for the site itself."""
+
+    def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
+        """Everything was delivered: the moment for a report of the site's own.
+
+        Args:
+            site: with its test images.
+            role: "inside" or "outside".
+            models: role of a model -> delivered model.
+            events: of the delivery.
+        """
+
+    def tell(self, phase: str, round: int, rounds: int, begins: bool) -> None:
+        """A step of a run of so many rounds begins, or has been answered."""
+
+
+@dataclass(frozen=True)
+class SiteFolder(Keeper):
+    """A site's own folder in a run: delivered models with their cards, scores, pictures, the site's report, and the step at hand.
+
+    Scores of single patients, pictures and the report speak of patients: they stay here.
 
     Attributes:
         delivered: role -> metrics and scores of the models kept so far.
@@ -76,14 +104,7 @@ class SiteFolder:
     pictures: dict[str, bytes] = field(default_factory=dict)
 
     def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
-        """Write a delivered model and its card, and what it scored patient by patient.
-
-        Args:
-            role: "global", "personal", "deployed" or another that the method compares; names the subfolder.
-            model: the delivered model.
-            metrics: metric -> test value or None, for the card.
-            cases: what they are made of.
-        """
+        """Write a delivered model and its card into a folder of the role's name, and what it scored patient by patient."""
         card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
         chosen = {KEPT: model.facts[KEPT]} if KEPT in model.facts else {}
         save_model(self.folder / role, self.task, model, {**card, **chosen})
@@ -96,14 +117,7 @@ class SiteFolder:
         self.pictures[title] = png
 
     def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
-        """Write the site's own report, of what was kept and shown; none where nothing was delivered.
-
-        Args:
-            site: with its test images.
-            role: "inside" or "outside".
-            models: role of a model -> delivered model.
-            events: of the delivery.
-        """
+        """Write the site's own report, of what was kept and shown; none where nothing was delivered."""
         if not self.delivered:
             return
         metrics = {name: found for name, (found, _) in self.delivered.items()}

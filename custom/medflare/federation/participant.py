@@ -13,7 +13,7 @@ from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
-from medflare.federation.delivery import Keep, Tell, check_choice, chosen_here, evaluated, volume_picture
+from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
 from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, SiteGate
@@ -28,7 +28,6 @@ from medflare.tasks.schedules import rate_factor
 # Of one kind, what a site says of its data; the server's gate takes a hundred events in all (`screening.replies`), and 64 KiB of facts.
 _MOST_EVENTS: Final = 45
 _LONGEST_EVENT: Final = 400  # characters
-Finish = Callable[[Site, str, Mapping[str, Message], list[dict[str, Any]]], None]
 
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
@@ -86,14 +85,10 @@ class Participant:
         method: whose site half runs.
         hyper: the method's hyper-parameters, see `core.hyper.halved`.
         store: where the half's memory goes after every task, so that the next one may run in a new process; None keeps it in memory.
-        keep: called at delivery with (role, delivered model, metrics, scores patient by patient) for each final model, so that an
-            engine can put it on disk.
-        show: called at delivery with (name, PNG content) for each picture that the method makes for the site itself.
-        finish: called after both with (site, role, models, events), for a report of the site's own.
+        keeper: takes what stays at the site; None: nobody does.
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
         minimum_patients: of how many a metric must be for it to leave the site.
         chosen: what the site deploys by its own choice, see `LocalSettings.keep`; None: what the method deploys.
-        tell: called with (phase, round, rounds of the run, whether it begins) as each step begins and when it has been answered.
 
     Attributes:
         began: when the step at hand did, by `time.monotonic`.
@@ -107,23 +102,18 @@ class Participant:
         hyper: Mapping[str, Any],
         *,
         store: Store | None = None,
-        keep: Keep = lambda role, message, metrics, cases: None,
-        show: Callable[[str, bytes], None] = lambda name, png: None,
-        finish: Finish = lambda site, role, models, events: None,
+        keeper: Keeper | None = None,
         budget: Budget | None = None,
         minimum_patients: int = 0,
         chosen: str | None = None,
-        tell: Tell = lambda phase, turn, rounds, begins: None,
     ):
         self.name = name
         self.opened = opened
         self.method = method
         self.hyper = hyper
         self.store = store or MemoryStore()
-        self.keep = keep
-        self.show = show
-        self.finish = finish
-        self.minimum_patients, self.chosen, self.tell = minimum_patients, chosen, tell
+        self.keeper = keeper or Keeper()
+        self.minimum_patients, self.chosen = minimum_patients, chosen
         self.began = time.monotonic()
         self.account = Account(Ledger(self.store), budget)
         self._half = RememberedHalf(name, self.store, self._made)
@@ -150,7 +140,7 @@ class Participant:
             return self._enrol(round, incoming)
         step, rounds = self._gate.numbers(phase, round, incoming)
         self._gate.refuse(phase, round, incoming, self._half.recall(step))
-        self.tell(phase, round, rounds, True)
+        self.keeper.tell(phase, round, rounds, True)
         with self._half.ready(step, kept=phase != DELIVER) as half:
             half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
             if phase == DELIVER:
@@ -158,7 +148,7 @@ class Participant:
             else:
                 reply = half.perform(phase, round, incoming)
                 withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
-        self.tell(phase, round, rounds, False)
+        self.keeper.tell(phase, round, rounds, False)
         return reply
 
     # -- enrolment -------------------------------------------------------------------------------------------------------------
@@ -224,13 +214,13 @@ class Participant:
     def _deliver(self, half: SiteHalf[Any], incoming: Message) -> Message:
         """Final models and pictures made, measured and handed to the engine to keep."""
         models, said = chosen_here(half.site, half.deliver(incoming), self.chosen)
-        facts = evaluated(half.site, models, self.keep, self.minimum_patients)
+        facts = evaluated(half.site, models, self.keeper.keep, self.minimum_patients)
         facts["events"] += [{"kind": "warning", "message": line} for line in said]
         withhold(facts, DELIVERS, too_few(half.site, self.minimum_patients))
         for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():
-            self.show(name, png)
+            self.keeper.show(name, png)
         role = "inside" if half.inside else "outside"
-        facts["events"] += _own_report(lambda: self.finish(half.site, role, models, facts["events"]))
+        facts["events"] += _own_report(lambda: self.keeper.finish(half.site, role, models, facts["events"]))
         cost = half.privacy()
         return Message({}, facts if cost is None else {**facts, "privacy": cost})
 

@@ -193,8 +193,7 @@ class SiteHalf(ABC, Generic[S]):
         self.plan = plan
         self.hyper: S = plan.site_hyper
         self.memory = Message()
-        self.account = Account()
-        self.minimum_patients = 0
+        self.account, self.minimum_patients = Account(), 0
         self._networks: dict[str, FeatureNetwork] = {}
 
     @property

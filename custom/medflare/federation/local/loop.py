@@ -1,8 +1,8 @@
 """The plain loop: a whole federation on one machine, for tests, sweeps and studies. Same halves, same schedule as under FLARE."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.checkpoint import stored_plan
-from medflare.federation.delivery import SiteFolder
+from medflare.federation.delivery import Keeper, SiteFolder
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
@@ -124,23 +124,33 @@ def run_local(
 def _participant(run: Run, name: str, opened: Callable[[str, str], Site], delivered: Delivered) -> Participant:
     """A site of the run, which keeps what is its own below the run's folder; `opened` makes it from (name, role)."""
     home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
-
-    def keep(role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
-        delivered(name, role, model, cases)
-        if home is not None:
-            home.keep(role, model, metrics, cases)
-
-    def show(title: str, png: bytes) -> None:
-        run.pictures[f"{name}: {title}"] = png
-        if home is not None:
-            home.show(title, png)
-
-    def finish(site: Site, role: str, models: Mapping[str, Message], events: list[dict[str, Any]]) -> None:
-        if home is not None:
-            home.finish(site, role, models, events)
-
     store = None if home is None else StateStore(home.folder / STATE)
-    return Participant(name, lambda role: opened(name, role), run.method, run.hyper, store=store, keep=keep, show=show, finish=finish)
+    keeper = _Shown(run, name, delivered, home or Keeper())
+    return Participant(name, lambda role: opened(name, role), run.method, run.hyper, store=store, keeper=keeper)
+
+
+@dataclass(frozen=True)
+class _Shown(Keeper):
+    """Keeps what a site's own folder does, and shows models and pictures to the caller, who is the site here.
+
+    Whoever follows the run sees its steps, so that the site need not tell them.
+    """
+
+    run: Run
+    name: str
+    delivered: Delivered
+    home: Keeper
+
+    def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
+        self.delivered(self.name, role, model, cases)
+        self.home.keep(role, model, metrics, cases)
+
+    def show(self, title: str, png: bytes) -> None:
+        self.run.pictures[f"{self.name}: {title}"] = png
+        self.home.show(title, png)
+
+    def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
+        self.home.finish(site, role, models, events)
 
 
 def resume_local(

@@ -117,8 +117,7 @@ class ParticipantSpec:
         own, store = SiteFolder(folder, self.name, method, task, self.seed), StateStore(self.state_folder)
         budget = budget_of(local.privacy, self.name, Path(self.local_file).with_name(LEDGER))
         rules: dict[str, Any] = {"budget": budget, "minimum_patients": local.minimum_patients, "chosen": local.keep}
-        hooks: dict[str, Any] = {"keep": own.keep, "show": own.show, "tell": own.tell, "finish": own.finish}
-        participant = Participant(self.name, opened, method, self.hyper, store=store, **hooks, **rules)
+        participant = Participant(self.name, opened, method, self.hyper, store=store, keeper=own, **rules)
         return participant
 
     def redaction(self) -> "Redaction | None":

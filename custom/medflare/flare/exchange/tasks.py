@@ -74,8 +74,7 @@ class TaskExchange:
         self.members = members
         self.outside = tuple(outside)
         self.stop_reason = stop_reason
-        self.step_timeout = step_timeout
-        self.enrol_timeout = enrol_timeout
+        self.step_timeout, self.enrol_timeout = step_timeout, enrol_timeout
         self.watch = watch
         self._step: Step | None = None
         self._asked: dict[str, _Asked] = {}
