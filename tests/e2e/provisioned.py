@@ -152,6 +152,13 @@ class ProvisionedFederation:
         for name in tuple(self._processes):
             self.kill(name)
 
+    @staticmethod
+    def end_all_below(folder: Path) -> None:
+        """Kill what commands started and left to itself: the processes that have the folder in their command line."""
+        for process in psutil.process_iter(["cmdline"]):
+            if process.pid != os.getpid() and any(str(folder) in word for word in process.info["cmdline"] or ()):
+                process.kill()
+
 
 def skewed(environment: Mapping[str, str], ahead: float) -> dict[str, str]:
     """The environment of processes whose clock is ahead by so many seconds."""

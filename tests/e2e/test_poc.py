@@ -1,13 +1,11 @@
 """The job folder that the simulator runs, unchanged, in a POC federation of real processes."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -46,9 +44,7 @@ class PocFederation(ProvisionedFederation):
 
     def stop(self) -> None:
         """`nvflare poc start` leaves its processes to themselves: those that work in this folder are this federation's."""
-        for process in psutil.process_iter(["cmdline"]):
-            if process.pid != os.getpid() and any(str(self.kits) in word for word in process.info["cmdline"] or ()):
-                process.kill()
+        self.end_all_below(self.kits)
 
 
 @pytest.fixture
