@@ -62,7 +62,7 @@ def render_report(
         tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
         privacy=privacy_costs(results),
         pictures={title: base64.b64encode(content).decode() for title, content in (pictures or {}).items()},
-        classes=[(tables, roc_curves(tables) if drawable else None) for tables in class_tables(results)],
+        classes=[(tables, roc_curves(tables.points) if drawable else None) for tables in class_tables(results)],
         costs=_costs(results),
         seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
         traffic=_flattened(results["traffic"]),

@@ -9,7 +9,7 @@ import numpy as np
 
 from medflare.core.packages import installed
 from medflare.core.rng import numpy_generator
-from medflare.evaluation.classes import class_tables
+from medflare.evaluation.classes import ClassTables, class_tables
 from medflare.evaluation.figures import patients_plot, roc_curves
 from medflare.evaluation.presentation import format_metric, metric_label, metric_names, model_columns
 from medflare.evaluation.record import json_ready
@@ -60,7 +60,7 @@ def render_site_report(report: SiteReport) -> str:
     columns = model_columns(results)
     values = {heading: patient_values(report.cases[model], report.task) for heading, model in columns.items() if model in report.cases}
     values = {heading: found for heading, found in values.items() if found}
-    what = value_label(report.task)
+    what, classes = value_label(report.task), class_tables(results)
     return template("site.html").render(
         report=report,
         metrics=metric_names(results),
@@ -69,9 +69,19 @@ def render_site_report(report: SiteReport) -> str:
         means={heading: _mean(found) for heading, found in values.items()},
         patients=worst(values),
         plot=patients_plot(values, {heading: mean_interval(found) for heading, found in values.items()}, what) if drawable else None,
-        classes=[(tables, roc_curves(tables) if drawable else None) for tables in class_tables(results)],
+        classes=classes,
+        curves=roc_curves(_lines(classes)) if drawable else None,
         pictures={title: base64.b64encode(content).decode() for title, content in report.pictures.items()},
     )
+
+
+def _lines(tables: Sequence[ClassTables]) -> dict[str, dict[str, list[float]]]:
+    """Class -> model -> the site's ROC curve."""
+    lines: dict[str, dict[str, list[float]]] = {}
+    for one in tables:
+        for curve, (values, *_) in ((curve, [*found.values()]) for curve, found in one.points.items()):
+            lines.setdefault(curve, {})[one.model] = values
+    return lines
 
 
 def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:

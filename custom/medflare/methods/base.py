@@ -78,14 +78,18 @@ class Plan(Generic[S, V]):
     sites: tuple[str, ...]
     site_hyper: S
     server_hyper: V
+    _templates: dict[str, StateDict] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def network(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
         """The task's network, or one by `spec`, without memory or random numbers; see `meta_network`."""
         return meta_network(self.task, spec, outputs)
 
     def template(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
-        """Shapes and dtypes of that network's state."""
-        return self.network(spec, outputs).state_dict()
+        """Shapes and dtypes of that network's state, found out once."""
+        asked = repr((spec, outputs))
+        if asked not in self._templates:
+            self._templates[asked] = self.network(spec, outputs).state_dict()
+        return dict(self._templates[asked])
 
 
 @plain_dataclass
@@ -138,8 +142,7 @@ class ServerContext:
 
         Args:
             purpose: sets the weights apart from those of other networks, as for `Site.network`.
-            spec: the network, see `networks.catalogue`; None: the task's.
-            outputs: output channels; None: the task's.
+            spec, outputs: of the network, see `networks.catalogue`; None: the task's.
         """
         network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -293,8 +296,7 @@ class SiteHalf(ABC, Generic[S]):
         Args:
             purpose: names the network within the half, and keys its initial weights.
             state: what it is loaded with.
-            spec: the network, see `networks.catalogue`; None: the task's.
-            outputs: output channels; None: the task's.
+            spec, outputs: of the network, see `networks.catalogue`; None: the task's.
         """
         if purpose not in self._networks:
             self._networks[purpose] = self.site.network(purpose, spec, outputs)
