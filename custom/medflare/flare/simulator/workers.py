@@ -18,18 +18,25 @@ class Workers:
     def __init__(self, simulator: int | None = None):
         self._simulator = psutil.Process(simulator)
         self._seen: set[str] = set()
+        self._dead: set[str] = set()
 
     def dead(self) -> set[str]:
-        """Sites that had a process when somebody looked and have none now; with fewer threads than sites most of them have none."""
-        living = self._living()
-        self._seen |= living
-        return self._seen - living
+        """Sites that had a process when somebody looked and have none now; with fewer threads than sites most of them have none.
 
-    def _living(self) -> set[str]:
-        sites = set()
+        While a process starts nobody can tell whose it is: the answer is then that of the last look.
+        """
+        commands = self._commands()
+        if [] not in commands:
+            living = {words[words.index(_SITE) + 1] for words in commands if _SITE in words[:-1]}
+            self._seen |= living
+            self._dead = self._seen - living
+        return self._dead
+
+    def _commands(self) -> list[list[str]]:
+        """The command line of every living child; empty for one that is just starting."""
+        commands = []
         for child in self._simulator.children():
-            with suppress(psutil.Error, ValueError, IndexError):  # it ended meanwhile, or is none of a site
+            with suppress(psutil.Error):  # it ended meanwhile
                 if child.status() != psutil.STATUS_ZOMBIE:
-                    words = child.cmdline()
-                    sites.add(words[words.index(_SITE) + 1])
-        return sites
+                    commands.append(child.cmdline())
+        return commands
