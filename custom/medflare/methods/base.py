@@ -1,9 +1,8 @@
 """The two halves of a method. They know nothing of FLARE, files or processes; an engine carries messages between them."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass as plain_dataclass
-from dataclasses import field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic.dataclasses import dataclass
@@ -48,7 +47,7 @@ S = TypeVar("S", bound=SiteHyper)
 V = TypeVar("V", bound=ServerHyper)
 
 
-@plain_dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Step:
     """One exchange with the sites.
 
@@ -65,7 +64,7 @@ class Step:
     part: int = 0
 
 
-@plain_dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Plan(Generic[S, V]):
     """What both halves know before anything is trained.
 
@@ -78,7 +77,7 @@ class Plan(Generic[S, V]):
     sites: tuple[str, ...]
     site_hyper: S
     server_hyper: V
-    _templates: dict[str, StateDict] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _templates: dict[str, StateDict] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def network(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
         """The task's network, or one by `spec`, without memory or random numbers; see `meta_network`."""
@@ -92,7 +91,7 @@ class Plan(Generic[S, V]):
         return dict(self._templates[asked])
 
 
-@plain_dataclass
+@dataclasses.dataclass
 class ServerContext:
     """What a server half is given.
 
@@ -111,9 +110,9 @@ class ServerContext:
     outside: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
     aggregation: Aggregation[Any] | None = None
-    site_counts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    events: EventLog = field(default_factory=EventLog)
-    notes: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    site_counts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    events: EventLog = dataclasses.field(default_factory=EventLog)
+    notes: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
     start: StateDict | None = None
 
     @property
@@ -142,7 +141,8 @@ class ServerContext:
 
         Args:
             purpose: sets the weights apart from those of other networks, as for `Site.network`.
-            spec, outputs: of the network, see `networks.catalogue`; None: the task's.
+            spec: the network, see `networks.catalogue`; None: the task's.
+            outputs: output channels; None: the task's.
         """
         network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -296,7 +296,8 @@ class SiteHalf(ABC, Generic[S]):
         Args:
             purpose: names the network within the half, and keys its initial weights.
             state: what it is loaded with.
-            spec, outputs: of the network, see `networks.catalogue`; None: the task's.
+            spec: the network, see `networks.catalogue`; None: the task's.
+            outputs: output channels; None: the task's.
         """
         if purpose not in self._networks:
             self._networks[purpose] = self.site.network(purpose, spec, outputs)
