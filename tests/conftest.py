@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and torch start th
 import numpy as np
 import pytest
 
+from medflare.evaluation import figures
+
 REFERENCE = Path(__file__).parent / "reference"
 REAL_IMAGES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -17,6 +19,7 @@ LONG = (
     "test_faults_provisioned",
     "test_parity",
     "test_provisioned",
+    "test_guide",
     "test_faults",
     "test_recipes",
     "test_embedded",
@@ -27,6 +30,8 @@ LONG = (
     "test_stock_workflow",
     "test_speed",
     "test_resume",
+    "test_incoming",
+    "test_gate",
     "test_contributing",
     "test_catalogue",
     "test_local",
@@ -50,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(LONG) + (item.get_closest_marker("e2e") is None)
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of runs without their figures, which take longer to draw than a tiny network to train; tests/evaluation draws all of them."""
+    if "evaluation" not in request.path.parts and request.node.get_closest_marker("figures") is None:
+        monkeypatch.setattr(figures, "_svg", lambda draw, *size, **layout: "<svg></svg>")
 
 
 @pytest.fixture(scope="session")

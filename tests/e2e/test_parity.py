@@ -145,7 +145,7 @@ def test_a_method_of_another_distribution(
 def test_the_shortest_command_works(simulate: Simulate, tmp_path: Path) -> None:
     """`nvflare simulator jobs/fedsm`, from a folder that holds jobs/: two sites, one thread, FLARE's own workspace."""
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    rewire(tmp_path / "jobs" / "fedsm", "server", lambda config: config["workflows"][0]["args"].update(rounds=2))
+    rewire(tmp_path / "jobs" / "fedsm", "server", lambda config: config["workflows"][0]["args"].update(rounds=1))
     simulation = simulate(Path("jobs/fedsm"), workspace=tmp_path / "simulator_workspace").wait()
-    run_local("fedsm", "phantom", SITES[:2], rounds=2, seed=0, out=tmp_path / "local")
+    run_local("fedsm", "phantom", SITES[:2], rounds=1, seed=0, out=tmp_path / "local")
     assert_equal_to_local(simulation, tmp_path / "local", SITES[:2])

@@ -16,6 +16,7 @@ from small import tiny_phantom
 TINY = tiny_phantom()
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize(
     ("method", "phase", "numbers"),
     [("grace", "train", {"weight"}), ("feddag", "score", {"score", "weight"}), ("sha", "score", {"score", "weight"})],
