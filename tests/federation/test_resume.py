@@ -22,7 +22,7 @@ from medflare.federation.memory import HalfMemory
 from small import tiny_phantom
 
 TINY = tiny_phantom(batch_size=32)
-ROUNDS = 3
+ROUNDS = 2
 
 KILLED = """
 import json, os, signal, sys
@@ -40,7 +40,7 @@ def die(*_):
 if moment == "writing":  # between the temporary file and its final name
     replace = os.replace
     os.replace = lambda source, target: (str(target).endswith("checkpoint.safetensors") and die(), replace(source, target))[1]
-medflare.run_local(method, task, 2, rounds=3, seed=1, out=folder, say=die if moment == "step" else lambda line: None)
+medflare.run_local(method, task, 2, rounds=2, seed=1, out=folder, say=die if moment == "step" else lambda line: None)
 """
 
 
