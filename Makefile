@@ -49,7 +49,7 @@ coverage:
 		&& sed -i -E "s/[0-9]+ % of the package's lines \([0-9-]+\)/$$share % of the package's lines ($$(date +%F))/" README.md
 
 clean:
-	rm -rf $(VENV) workspace build dist site custom/*.egg-info .coverage coverage.xml .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) workspace build dist site custom/*.egg-info .coverage coverage.xml .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # FLARE's simulator returns 0 for a failed run as well; `medflare results` reads results.json and does not.
