@@ -20,6 +20,7 @@ HELPERS = (
     "conftest.py",
     "fixture_types.py",
     "small.py",
+    "interrupted.py",
     "foreign",
     "methods/conftest.py",
     "methods/squares.py",

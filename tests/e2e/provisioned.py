@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ import psutil
 import yaml
 
 from e2e.simulation import ROOT, environment
+from medflare.flare.simulator.ports import quiet_ports
 
 PATIENCE = 300.0  # seconds until a wait is given up; nothing but a failing test takes that long, also on a busy machine
 
@@ -46,7 +45,7 @@ class ProvisionedFederation:
         self.folder = folder
         self.sites = tuple(sites)
         self.clocks = clocks or {}
-        self.port = _free_port()
+        (self.port,) = quiet_ports(1)  # until the server listens, nobody else is handed this port
         self.kits = folder / "federation" / "medflare" / "prod_00"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = environment(**_own(folder))
@@ -181,14 +180,6 @@ def _said(words: str, log: Path, start: int) -> bool:
 def text_of(path: Path) -> str:
     """A log's text; empty where there is none yet."""
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _free_port() -> int:
-    """Below the range that the system gives to outgoing connections: until the server listens, nobody else is handed this port."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def _own(home: Path) -> dict[str, str]:

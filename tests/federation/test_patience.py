@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from interrupted import in_pieces
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.schedule import Federation, cut_short
 from medflare.methods.base import SiteHalf, Step
@@ -66,28 +67,9 @@ class TestEarlyEnd:
         assert cards and all(json.loads(card.read_text())["rounds"] == 5 for card in cards)
 
     def test_a_run_that_is_taken_up_ends_in_the_same_round(self, tmp_path: Path) -> None:
-        class Killed(BaseException): ...
-
-        def dying_at(call: int) -> Any:
-            lines: list[str] = []
-
-            def say(line: str) -> None:
-                lines.append(line)
-                if len(lines) == call:
-                    raise Killed
-
-            return say
-
         whole = run(folder=tmp_path / "whole", patience=2)
-        try:
-            pieced = run(folder=tmp_path / "pieced", patience=2, say=dying_at(2))
-        except Killed:
-            while True:
-                try:
-                    pieced = resume_local(tmp_path / "pieced", say=dying_at(2))
-                    break
-                except Killed:
-                    continue
+        folder = tmp_path / "pieced"
+        pieced, _ = in_pieces(lambda say: run(folder=folder, patience=2, say=say), lambda say: resume_local(folder, say=say))
         kinds = [event["kind"] for event in pieced["events"]]
         assert (pieced["rounds"], kinds.count("stopped_early")) == (5, 1) and kinds.count("resumed") == 5
         assert whole["elections"] == pieced["elections"] and same(tmp_path / "whole", tmp_path / "pieced")

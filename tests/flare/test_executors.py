@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
+from waiting import eventually
 
 SMALL = {"size": [16, 16], "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}}
 
@@ -253,13 +253,13 @@ def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, s
     with pytest.raises(Aborted):
         answer("train", model(task, step=1), round=1, aborted=True)
     fork.kill()
-    wait_for(lambda: fork.status() == psutil.STATUS_ZOMBIE)
+    assert eventually(lambda: fork.status() == psutil.STATUS_ZOMBIE)
     same(answer("train", model(task, step=1), round=1), expected[1])
     forks = psutil.Process(children_of(host)[0]).children()
     assert [one.pid for one in forks] != [fork.pid]
     simulator.kill()
     simulator.wait()
-    wait_for(lambda: not host.folder.exists() and not any(one.is_running() for one in forks))
+    assert eventually(lambda: not host.folder.exists() and not any(one.is_running() for one in forks))
     with pytest.raises(MedflareError, match="the simulator's sites live is gone"):
         answer("train", model(task, step=1), round=1)
 
@@ -282,10 +282,3 @@ def test_a_process_of_the_simulator_imports_next_to_nothing() -> None:
     code = "import sys, medflare.flare.executors, medflare.flare.controller; print({'torch', 'monai', 'scipy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)

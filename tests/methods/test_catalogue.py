@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import medflare
 from foreign.install import METHOD as FOREIGN
 from foreign.install import describe, install
+from interrupted import in_pieces
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import HALVES, described
@@ -98,22 +99,6 @@ def weights(folder: Path) -> dict[Path, dict[str, Any]]:
     return {path.relative_to(folder): load_file(path) for path in sorted(folder.rglob("model.safetensors"))}
 
 
-class Killed(BaseException):
-    """What no handler of errors takes for one of its own."""
-
-
-def dying_at(call: int) -> Callable[[str], None]:
-    """A reporter of progress that ends the run within its n-th step: sites have it behind them, the checkpoint does not hold it."""
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        if len(lines) == call:
-            raise Killed
-
-    return say
-
-
 # ---- every method --------------------------------------------------------------------------------------------------------
 
 
@@ -152,17 +137,7 @@ class TestEveryMethod:
 
     def test_is_taken_up_after_every_step(self, finished: Finished, tmp_path: Path) -> None:
         """Killed within every step but the first, before which there is nothing to take up: the same weights to the last bit."""
-        killed = 0
-        try:
-            results = run(finished.name, tmp_path, say=dying_at(2))
-        except Killed:
-            killed += 1
-            while True:
-                try:
-                    results = resume_local(tmp_path, say=dying_at(2))  # the step that was lost, and the next one
-                    break
-                except Killed:
-                    killed += 1
+        results, killed = in_pieces(lambda say: run(finished.name, tmp_path, say=say), lambda say: resume_local(tmp_path, say=say))
         steps = sum(turn.step.phase not in PHASES_OF_ALL for turn in finished.turns)
         assert results["status"] == "COMPLETED" and killed == steps - 1
         whole, pieced = weights(finished.folder), weights(tmp_path)

@@ -79,8 +79,8 @@ def _lines(tables: Sequence[ClassTables]) -> dict[str, dict[str, list[float]]]:
     """Class -> model -> the site's ROC curve."""
     lines: dict[str, dict[str, list[float]]] = {}
     for one in tables:
-        for curve, (values, *_) in ((curve, [*found.values()]) for curve, found in one.points.items()):
-            lines.setdefault(curve, {})[one.model] = values
+        for curve, by_site in one.points.items():
+            lines.setdefault(curve, {})[one.model] = next(iter(by_site.values()))  # there is one site
     return lines
 
 

@@ -232,8 +232,7 @@ def volume_picture(site: Site, models: Mapping[str, Message]) -> dict[str, bytes
         site: whose test volumes are shown.
         models: role -> delivered model.
     """
-    drawable = site.task.spatial_dims == 3 and site.task.kind == "segmentation" and site.n["test"] and "deployed" in models
-    if not drawable or not (installed("PIL") and installed("scipy")):
+    if site.task.spatial_dims != 3 or not site.n["test"] or not _has_masks_to_draw(site, models):
         return {}
     module = build_deployed(site.task, models["deployed"]).to(site.device)
     return {"middle slices": montage(site, module)}
@@ -250,7 +249,7 @@ def examples(site: Site, models: Mapping[str, Message], cases: Mapping[str, Case
     Returns:
         Title -> PNG; empty without Pillow and SciPy.
     """
-    if site.task.kind != "segmentation" or "deployed" not in models or not (installed("PIL") and installed("scipy")):
+    if not _has_masks_to_draw(site, models):
         return {}
     values = patient_values(cases["deployed"], site.task)
     ranked = sorted(values, key=lambda name: (values[name], name))
@@ -260,6 +259,10 @@ def examples(site: Site, models: Mapping[str, Message], cases: Mapping[str, Case
     module = build_deployed(site.task, models["deployed"]).to(site.device)
     titles = {name: f"{word}: {name}, {value_label(site.task)} {format_metric('', values[name])}" for word, name in chosen.items()}
     return {title: overlay(site, module, fullest_row(site, name)) for name, title in titles.items()}
+
+
+def _has_masks_to_draw(site: Site, models: Mapping[str, Message]) -> bool:
+    return site.task.kind == "segmentation" and "deployed" in models and installed("PIL") and installed("scipy")
 
 
 def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Metrics, Cases]:

@@ -2,24 +2,15 @@
 
 import inspect
 import threading
-import time
-from collections.abc import Callable
 
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 
 from medflare.flare.exchange.streams import DelayedCalls, share_cleanup_thread
+from waiting import eventually
 
 
 def waited_for(condition: threading.Event) -> bool:
     return condition.wait(60)
-
-
-def eventually(true: Callable[[], bool]) -> bool:
-    """Whether it becomes true within a minute."""
-    end = time.monotonic() + 60
-    while not true() and time.monotonic() < end:
-        time.sleep(0.05)
-    return true()
 
 
 def test_calls_come_in_the_order_of_their_time() -> None:

@@ -2,18 +2,9 @@
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 from medflare.flare.simulator.workers import Workers
-
-
-def eventually(true: Callable[[], bool]) -> bool:
-    """Whether it becomes true within ten seconds."""
-    end = time.monotonic() + 10
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
+from waiting import eventually
 
 
 def worker(site: str) -> "subprocess.Popen[bytes]":
@@ -28,12 +19,12 @@ def test_a_process_that_is_killed_is_dead_and_one_that_never_was_is_not() -> Non
     try:
         assert workers.dead() == set()
         processes["A"].kill()
-        assert eventually(lambda: workers.dead() == {"A"}), "nobody has waited for it yet"
+        assert eventually(lambda: workers.dead() == {"A"}, seconds=10), "nobody has waited for it yet"
         processes["A"].wait()
         processes["C"] = worker("C")
-        assert eventually(lambda: workers.dead() == {"A"})
+        assert eventually(lambda: workers.dead() == {"A"}, seconds=10)
         processes["D"] = worker("A")
-        assert eventually(lambda: workers.dead() == set()), "its next task has another process"
+        assert eventually(lambda: workers.dead() == set(), seconds=10), "its next task has another process"
     finally:
         for process in (other, *processes.values()):
             process.kill()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flare.server import SITES, Server, in_this_process
+from interrupted import Killed
 from medflare.core.errors import Aborted, ConfigError, DataError
 from medflare.core.message import Message
 from medflare.data.checking.fingerprint import fingerprints, read_fingerprints, to_json
@@ -82,8 +83,6 @@ def test_pictures_whatever_the_engine(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_taken_up_after_the_sites_have_answered(volumes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(BaseException): ...
-
     call, asked = LocalExchange.__call__, []
 
     def dying(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
