@@ -44,6 +44,8 @@ def seeded(seed: int, *keys: Key) -> Iterator[None]:
     For code that can only draw from the global generator: module initialisation and dropout.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    # Where no GPU is in use yet, torch.manual_seed would note the seed, with a trace of the stack, for the moment when one is.
+    everywhere = torch.manual_seed if devices else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(derived_seed(seed, *keys))
+        everywhere(derived_seed(seed, *keys))
         yield

@@ -170,19 +170,19 @@ def _smooth_noise(rng: np.random.Generator, cells: int) -> np.ndarray:
 
 def _vessels(rng: np.random.Generator, eye: _Eye) -> np.ndarray:
     """Opacity (canvas, canvas) of arteries and veins that leave the disc up and down and arch around the macula."""
-    dabs: list[tuple[float, float, float]] = []
+    pieces: list[tuple[float, ...]] = []
     for vertical in (-1, 1):
         for side, reach in ((eye.temporal, 1.0), (-eye.temporal, 0.75)):
             for width, bend in ((2.6, rng.uniform(0.7, 1.1)), (1.7, rng.uniform(0.3, 0.6))):
                 heading = vertical * math.pi / 2 + rng.normal(0, 0.12)
-                dabs += _vessel(rng, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
-    return _blurred(_painted(np.array(dabs)), 0.5 * _OVERSAMPLING)
+                pieces += _vessel(rng, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
+    return _blurred(_painted(_dabs(np.array(pieces), eye.radius / 4)), 0.5 * _OVERSAMPLING)
 
 
 def _vessel(
     rng: np.random.Generator, start: tuple[float, float], heading: float, bend: float, width: float, step: float
-) -> Iterator[tuple[float, float, float]]:
-    """One vessel as dabs (row, column, width) of a brush, half a pixel apart.
+) -> Iterator[tuple[float, float, float, float, float]]:
+    """One vessel as straight pieces of length `step`: row and column of the beginning, steps down and right, width.
 
     It turns by `bend` radians in all, thins out and may branch once.
     """
@@ -191,11 +191,18 @@ def _vessel(
     for number in range(16):
         heading += bend / 12 * (number < 12) + rng.normal(0, 0.07)
         down, right = math.sin(heading), math.cos(heading)
-        yield from ((row + along * down, column + along * right, width) for along in np.arange(0, step, 0.5))
+        yield row, column, down, right, width
         row, column, width = row + step * down, column + step * right, width * 0.96
         if number == branch_at:
             turned = heading + rng.choice([-1, 1]) * rng.uniform(0.4, 0.8)
             yield from _vessel(rng, (row, column), turned, bend / 2, width * 0.6, step)
+
+
+def _dabs(pieces: np.ndarray, step: float) -> np.ndarray:
+    """Round dabs (n, 3) of a brush, half a pixel apart along pieces (m, 5), see `_vessel`: row, column, width."""
+    row, column, down, right, width = pieces.T[..., None]
+    along = np.arange(0, step, 0.5)
+    return np.stack(np.broadcast_arrays(row + along * down, column + along * right, width), axis=-1).reshape(-1, 3)
 
 
 def _painted(dabs: np.ndarray) -> np.ndarray:
@@ -203,11 +210,11 @@ def _painted(dabs: np.ndarray) -> np.ndarray:
     canvas = np.zeros((_CANVAS, _CANVAS), np.float32)
     centres, radii = _OVERSAMPLING * dabs[:, :2], np.maximum(1, _OVERSAMPLING * dabs[:, 2] / 2) / 2
     opacity = 0.6 + 0.15 * dabs[:, 2].clip(max=2.6)
-    for offset in np.ndindex(4, 4):  # as far as the widest brush reaches
-        pixels = np.floor(centres).astype(int) + offset - 1
-        cover = (radii + 0.5 - np.hypot(*(pixels - centres).T)).clip(0, 1)
-        seen = ((pixels >= 0) & (pixels < _CANVAS)).all(axis=1)
-        np.maximum.at(canvas, tuple(pixels[seen].T), (opacity * cover)[seen])
+    offsets = np.array(list(np.ndindex(4, 4)))  # as far as the widest brush reaches
+    pixels = np.floor(centres).astype(int) + offsets[:, None] - 1
+    cover = (radii + 0.5 - np.hypot(*np.moveaxis(pixels - centres, -1, 0))).clip(0, 1)
+    seen = ((pixels >= 0) & (pixels < _CANVAS)).all(axis=-1)
+    np.maximum.at(canvas, tuple(pixels[seen].T), (opacity * cover)[seen])
     return canvas
 
 

@@ -181,7 +181,8 @@ def boundary_distance(predicted: Tensor, truth: Tensor, spacing: Spacing | None 
     """95th percentile Hausdorff distance of every image and class, float64 (N, C).
 
     The larger of the two directed 95th percentiles; NaN where truth and prediction do not both have pixels, since there is no
-    distance. MONAI needs SciPy for it.
+    distance. Made of the parts of MONAI's `compute_hausdorff_distance`, whose own way of cropping takes most of its time with
+    pictures. MONAI needs SciPy for it.
 
     Args:
         predicted: bool (N, C, ...).
@@ -193,16 +194,17 @@ def boundary_distance(predicted: Tensor, truth: Tensor, spacing: Spacing | None 
         >>> boundary_distance(predicted, truth), boundary_distance(predicted, truth, (1.0, 0.5))
         (tensor([[3.]], dtype=torch.float64), tensor([[1.5000]], dtype=torch.float64))
     """
-    from monai.metrics.hausdorff_distance import compute_hausdorff_distance
+    from monai.metrics.utils import get_mask_edges, get_surface_distance
+    from monai.transforms.utils import generate_spatial_bounding_box
 
     distances = torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
     images, classes = torch.nonzero(predicted.flatten(2).any(2) & truth.flatten(2).any(2), as_tuple=True)
-    if len(images):
-        pairs = [masks[images, classes][:, None].float().cpu() for masks in (predicted, truth)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # MONAI uses an argument that MONAI deprecates
-            found = compute_hausdorff_distance(*pairs, include_background=True, percentile=95, spacing=spacing)[:, 0].double()
-        distances[images.cpu(), classes.cpu()] = found
+    for place in zip(images.tolist(), classes.tolist(), strict=True):
+        masks = [part[place].cpu() for part in (predicted, truth)]
+        box = tuple(map(slice, *generate_spatial_bounding_box((masks[0] | masks[1])[None])))
+        one, other = get_mask_edges(masks[0][box], masks[1][box], crop=False)
+        directed = [get_surface_distance(*edges, spacing=spacing) for edges in ((one, other), (other, one))]
+        distances[place] = max(torch.quantile(values, 0.95) for values in directed)
     return distances
 
 
