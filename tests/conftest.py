@@ -57,11 +57,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-@pytest.fixture(autouse=True)
-def _no_drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+_DRAW = figures._svg
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of a whole module
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Reports of runs without their figures, which take longer to draw than a tiny network to train; tests/evaluation draws all of them."""
-    if "evaluation" not in request.path.parts and request.node.get_closest_marker("figures") is None:
-        monkeypatch.setattr(figures, "_svg", lambda draw, *size, **layout: "<svg></svg>")
+    drawn = "evaluation" in item.path.parts or item.get_closest_marker("figures")
+    figures._svg = _DRAW if drawn else lambda draw, *size, **layout: "<svg></svg>"
 
 
 @pytest.fixture(scope="session")
