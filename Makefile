@@ -30,7 +30,8 @@ demo: $(VENV)/.installed
 
 # File by file in three processes (WORKERS), which two cores can serve: most end-to-end tests wait for FLARE's processes more than they
 # compute. Each process takes up to 4 GB.
-test: lint docs
+test: $(VENV)/.installed-dev
+	$(MAKE) --jobs=2 --output-sync=target lint docs
 	$(COVERED) $(PYTEST) --cov --cov-report=term:skip-covered --cov-report=xml
 
 test-fast: lint

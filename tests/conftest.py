@@ -23,7 +23,6 @@ LONG = (
     "test_faults",
     "test_recipes",
     "test_embedded",
-    "test_poc",
     "test_memory",
     "test_ten_faults",
     "test_many_rounds",

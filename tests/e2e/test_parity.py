@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import small
 from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, importing, rewire
 from medflare import run_local
 from medflare.core.store import read_message
@@ -68,7 +69,7 @@ class Case(NamedTuple):
     def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
         """What `build_job` and `run_local` take."""
         tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
-        task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "batch_size": 32}
+        task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": small.CLASSIFICATION["network"], "batch_size": 32}
         return {"task": task, "rounds": self.rounds, "seed": 5, "outside": self.sites[self.inside :]}
 
 

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from e2e.provisioned import SCRIPTS, ProvisionedFederation, wait_until
 from e2e.simulation import END_TO_END, FINISHED_AFTER, environment
 from medflare import run_local
 from medflare.evaluation.results import load_results
@@ -15,38 +18,85 @@ pytestmark = END_TO_END
 
 THREE_LINES = """
 from medflare.flare.recipes import FedSMRecipe
-from nvflare.recipe import PocEnv, SimEnv
+from nvflare.recipe import ProdEnv, SimEnv
 run = FedSMRecipe(task={task}, num_rounds=1, lam=0.3).execute({environment})
 print("results in", run.get_result(timeout={patience}, clean_up=False), flush=True)
 """
+SITES = ("site-1", "site-2")
+
+
+class PocFederation(ProvisionedFederation):
+    """Two sites of poc_workspace/project_poc.yml, prepared and started by `nvflare poc`."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, SITES)
+        self.kits = folder / "poc" / "medflare" / "prod_00"
+        self.environment = {**self.environment, "NVFLARE_POC_WORKSPACE": str(folder / "poc")}
+
+    def kit(self, name: str) -> Path:
+        return super().kit("server" if name == "localhost" else name)
+
+    def start_all(self) -> None:
+        project = yaml.safe_load((SCRIPTS / "project_poc.yml").read_text())
+        project["participants"] = [one for one in project["participants"] if one["type"] != "client" or one["name"] in SITES]
+        for one in project["participants"]:
+            if one["type"] == "server":
+                one["fed_learn_port"] = self.port
+        (self.folder / "project.yml").write_text(yaml.safe_dump(project))
+        self.command("nvflare", "poc", "prepare", "-i", self.folder / "project.yml", "--force")
+        self.command("nvflare", "poc", "start", "--no-wait")
+        wait_until(lambda: len(self.connected()) == len(SITES), "the sites do not connect", every=2)
+
+    def stop(self) -> None:
+        """`nvflare poc start` leaves its processes to themselves: those that work in this folder are this federation's."""
+        self.end_all_below(self.kits)
+
+
+@pytest.fixture
+def poc(tmp_path: Path) -> Iterator[PocFederation]:
+    running = PocFederation(tmp_path)
+    try:
+        running.start_all()
+        yield running
+    finally:
+        running.stop()
 
 
 @pytest.fixture(scope="module")
 def local(tiny_task: dict[str, Any]) -> dict[str, Any]:
     """The results of the plain loop."""
-    return run_local("fedsm", tiny_task, 2, rounds=1, seed=0, lam=0.3)
+    return run_local("fedsm", tiny_task, SITES, rounds=1, seed=0, lam=0.3)
 
 
-@pytest.mark.parametrize("kind", ["SimEnv(num_clients=2)", "PocEnv(num_clients=2)"])
-def test_recipe(kind: str, local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    places = {
-        "HOME": str(tmp_path),
-        "NVFLARE_POC_WORKSPACE": str(tmp_path / "poc"),
-        "NVFLARE_SIMULATOR_WORKSPACE_ROOT": str(tmp_path / "sim"),
-    }
-    code = THREE_LINES.format(environment=kind, task=tiny_task, patience=float(FINISHED_AFTER / 2))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(**places),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=FINISHED_AFTER,
-        check=False,
-    )
+def executed(where: str, variables: dict[str, str], task: dict[str, Any], folder: Path) -> Path:
+    """The folder of the results of the three lines in one of FLARE's environments."""
+    code = THREE_LINES.format(environment=where, task=task, patience=float(FINISHED_AFTER / 2))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=FINISHED_AFTER, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("results in")]
     assert said, done.stdout[-3000:] + done.stderr[-3000:]
-    results = load_results(Path(said[-1].removeprefix("results in ")))
+    return Path(said[-1].removeprefix("results in "))
+
+
+def assert_same(folder: Path, local: dict[str, Any]) -> None:
+    results = load_results(folder)
     assert results["status"] == "COMPLETED"
-    assert results["sites"] == local["sites"]
-    assert results["traffic"] == local["traffic"]
+    assert (results["sites"], results["traffic"]) == (local["sites"], local["traffic"])
+
+
+def test_in_the_simulator(local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path) -> None:
+    variables = environment(HOME=str(tmp_path), NVFLARE_SIMULATOR_WORKSPACE_ROOT=str(tmp_path / "sim"))
+    assert_same(executed("SimEnv(num_clients=2)", variables, tiny_task, tmp_path), local)
+
+
+def test_in_a_proof_of_concept(poc: PocFederation, local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path) -> None:
+    """The same job folder, with app/custom/, submitted by the recipe; the command line finds it."""
+    lead = f"ProdEnv(startup_kit_location={str(poc.kit('lead'))!r}, username='lead@coordination.org')"
+    assert_same(executed(lead, poc.environment, tiny_task, tmp_path), local)
+    listed = poc.command(sys.executable, "-m", "medflare.cli", "job", "list", "--kit", poc.kit("lead")).stdout
+    (line,) = [line for line in listed.splitlines() if "FINISHED:COMPLETED" in line]
+    assert "fedsm   1" in line
+    identity = line.split()[0]
+    assert "FINISHED:COMPLETED" in poc.watch("fedsm-phantom_tiny").stdout, "by its name"
+    poc.script("fetch.sh", poc.kit("lead"), identity, tmp_path / "fetched")
+    assert_same(tmp_path / "fetched", local)

@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nvflare.recipe import PocEnv, SimEnv
+from nvflare.recipe.spec import ExecEnv
 
 from medflare.core.errors import ConfigError
 from medflare.flare.recipes import RECIPES, FedAvgRecipe, FedSMRecipe, MedflareRecipe
@@ -60,6 +63,13 @@ def test_any_method_by_its_name(tmp_path: Path) -> None:
         MedflareRecipe(method="mon")
     with pytest.raises(ConfigError, match="no hyper-parameter 'lamb'"):
         FedSMRecipe(lamb=0.3)
+
+
+@pytest.mark.parametrize(("environment", "waits_for"), [(SimEnv, 1), (PocEnv, 3)])
+def test_where_sites_have_yet_to_register_the_job_waits_for_them(environment: Callable[..., ExecEnv], waits_for: int) -> None:
+    recipe = FedAvgRecipe(rounds=1)
+    recipe.process_env(environment(num_clients=3))
+    assert recipe._job.job.min_clients == waits_for
 
 
 @pytest.mark.parametrize("pressed", [True, False])
