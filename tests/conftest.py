@@ -38,6 +38,25 @@ LONG = (
     "test_executors",
 )
 
+# Whole runs once more, for every method, fault, order or interruption: what they show is no line that others do not reach.
+REPEATED = (
+    "federation/test_gate",
+    "federation/test_incoming",
+    "federation/test_odd_federations",
+    "federation/test_patience",
+    "federation/test_replies",
+    "federation/test_resume",
+    "federation/test_workers",
+    "methods/test_catalogue",
+    "methods/test_volumes",
+    "privacy/test_settings",
+)
+
+
+def pytest_configure() -> None:
+    """No test can cut the power, which is what waiting for the disk is for; a killed process loses nothing without it."""
+    os.fsync = lambda fd: None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first and quick tests last: files are handed to the worker processes in this order, and all end at about the same time.
@@ -45,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What takes long runs without the measurement of coverage, which would make it a third longer; the others reach the same lines.
     """
     for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("e2e"):
+        if item.get_closest_marker("slow") or item.get_closest_marker("e2e") or item.path.as_posix().removesuffix(".py").endswith(REPEATED):
             item.add_marker(pytest.mark.no_cover)
 
     def place(item: pytest.Item) -> int:

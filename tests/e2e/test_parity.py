@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import small
 from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, importing, rewire
 from medflare import run_local
 from medflare.core.store import read_message
@@ -18,6 +17,7 @@ from volumes import PATCHES, make_sites
 pytestmark = END_TO_END
 
 SITES = ("site-1", "site-2", "site-3")
+SMALL_CNN = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
 Simulations = Callable[[str], Simulation]
 
 
@@ -69,7 +69,7 @@ class Case(NamedTuple):
     def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
         """What `build_job` and `run_local` take."""
         tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
-        task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": small.CLASSIFICATION["network"], "batch_size": 32}
+        task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": SMALL_CNN, "batch_size": 32}
         return {"task": task, "rounds": self.rounds, "seed": 5, "outside": self.sites[self.inside :]}
 
 
