@@ -94,9 +94,8 @@ def test_in_a_proof_of_concept(poc: PocFederation, local: dict[str, Any], tiny_t
     lead = f"ProdEnv(startup_kit_location={str(poc.kit('lead'))!r}, username='lead@coordination.org')"
     assert_same(executed(lead, poc.environment, tiny_task, tmp_path), local)
     listed = poc.command(sys.executable, "-m", "medflare.cli", "job", "list", "--kit", poc.kit("lead")).stdout
-    (line,) = [line for line in listed.splitlines() if "FINISHED:COMPLETED" in line]
-    assert "fedsm   1" in line
-    identity = line.split()[0]
-    assert "FINISHED:COMPLETED" in poc.watch("fedsm-phantom_tiny").stdout, "by its name"
+    assert "FINISHED:COMPLETED  fedsm   1" in listed
+    identity, status = poc.watch("fedsm-phantom_tiny").stdout.split()[-2:]
+    assert status == "FINISHED:COMPLETED", "by its name"
     poc.script("fetch.sh", poc.kit("lead"), identity, tmp_path / "fetched")
     assert_same(tmp_path / "fetched", local)
