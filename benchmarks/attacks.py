@@ -70,7 +70,9 @@ def inflated(step: Step, sent: Message, reply: Message, memory: dict[str, StateD
     """A thousand million training images, from enrolment on."""
     facts = dict(reply.facts)
     if step.phase == ENROL:
-        facts["n"] = {**facts["n"], "train": MANY}
+        counts = [count * MANY // facts["n"]["train"] for count in facts["class_counts"]]
+        whole = sum(facts["class_counts"]) // facts["n"]["train"] * MANY  # every image has as many pixels
+        facts |= {"n": {**facts["n"], "train": MANY}, "class_counts": [counts[0] + whole - sum(counts), *counts[1:]]}
     elif "n_samples" in facts:
         facts["n_samples"] = MANY
     return Message(reply.states, facts)
