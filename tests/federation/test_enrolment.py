@@ -88,9 +88,7 @@ def test_who_comes_back_with_other_images_is_turned_away() -> None:
 
 def test_a_site_with_more_images_than_the_others_together_is_named_once() -> None:
     places = Places({0: "AB", 1: "ABC"})
-    places.broken = {
-        site: Reply(Message({}, counts(train))) for site, train in zip("ABC", (5, 5, 90), strict=True)
-    }
+    places.broken = {site: Reply(Message({}, counts(train))) for site, train in zip("ABC", (5, 5, 90), strict=True)}
     found = enrolment(places)
     found.open(2)
     assert not said(found, "warning"), "half is not more than half, and of two sites nearly always one has more"

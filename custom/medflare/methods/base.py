@@ -35,7 +35,9 @@ class SiteHyper:
 class ServerHyper:
     """Hyper-parameters that every server half has; site halves that keep models of their own go by them too."""
 
-    selection: Selection = param("median", "deliver the round of best validation by the sites' median or weighted mean, or the last one")
+    selection: Selection = param(
+        "median", "deliver the round of best validation by the sites' median, median gain (paired) or weighted mean, or the last one"
+    )
 
 
 # What every reply to training or validation reports, see `SiteHalf.facts`. A bad metric costs the site its vote and not its update.
