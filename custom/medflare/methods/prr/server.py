@@ -111,8 +111,12 @@ class PRRServer(ServerHalf[PRRServerHyper]):
             return None
         told, task = reply.states[PROTOTYPES], self.context.task
         known = self.context.site_counts.get(site, {})
-        counted = class_totals(task, {site: known}).flatten() if known.get("class_counts") and task.fit != "patch" else None
-        return impossible_prototypes(told["prototypes"], told["counts"], counted)
+        if not known.get("class_counts") or task.fit == "patch":
+            return impossible_prototypes(told["prototypes"], told["counts"], None)
+        counted = class_totals(task, {site: known})
+        if task.kind == "segmentation":
+            counted[:, 0] += 1  # augmentation fills what comes in from outside with background
+        return impossible_prototypes(told["prototypes"], told["counts"], counted.flatten())
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Every site's next model and the next prototypes; after the last exchange the model for outside sites."""
