@@ -30,7 +30,6 @@ REFUSALS: Final = (  # of the server, each an Exception of its own
 LOST: Final = (  # of these, what a server says, or leaves unsaid, that goes away or was started again
     api_spec.AuthenticationError,
     api_spec.NoConnection,
-    api_spec.NoReply,
     api_spec.SessionClosed,
 )
 SHORT: Final = 8  # letters of an id that a list shows
