@@ -155,9 +155,9 @@ def run(method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...]
     Lying.lie = staticmethod(ATTACKS[attack])
     before, loop.LocalExchange = LocalExchange, Lying  # type: ignore[assignment, misc]
     try:
-        options = METHODS.get(method, {})
+        options: dict[str, Any] = {**rules, **METHODS.get(method, {})}
         opened = opener(seed, attack == "labels flipped")
-        results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, **rules, **options)
+        results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, **options)
     finally:
         loop.LocalExchange = before  # type: ignore[misc]
     if results["status"] != "COMPLETED":

@@ -10,8 +10,11 @@ VOID: Final = {"meta", "br", "img", "link", "hr", "input"}
 _FETCHES: Final = {"script", "link", "iframe", "object", "embed", "form", "audio", "video", "source", "base"}
 _ADDRESSES: Final = ("src", "href", "xlink:href", "srcset", "action", "data", "poster")
 _READABLE: Final = 4.5  # contrast of text to what it stands on (WCAG 2.2, 1.4.3)
-_TEXTS: Final = [("ink", "card"), ("ink", "page"), ("soft", "card"), ("soft", "page"), ("accent", "card")]
-_TEXTS += [(f"{kind}", f"{kind}-back") for kind in ("good", "bad", "note")] + [("good", "card"), ("bad", "card"), ("note", "card")]
+_TEXTS: Final = (  # text, what it stands on
+    *((text, ground) for text in ("ink", "soft") for ground in ("card", "page")),
+    *((text, "card") for text in ("accent", "good", "bad", "note")),
+    *((text, f"{text}-back") for text in ("good", "bad", "note")),
+)
 
 
 class Page(HTMLParser):

@@ -100,8 +100,8 @@ class Election(Best):
         votes = {site: value for site, value in given.items() if value is not None}
         value = agreed(votes, {site: float(replies[site].facts.get("n_samples", 1)) for site in votes}, self._rule)
         if self._rule == "paired" and self.value is not None:
-            kept = next((found["votes"] for found in self.record if found["round"] == self.round), {})
-            value = paired(votes, kept, self.value)
+            kept = [found["votes"] for found in self.record if found["round"] == self.round]
+            value = paired(votes, kept[0], self.value) if kept else value
         self.offer(value, round, state)
         if round > 0:
             self._memory.facts.setdefault(self._votes, []).append({"round": round, "value": value, "votes": votes})
