@@ -142,8 +142,7 @@ def lied(name: str, lie: Lie, *, enrolling: bool = False) -> dict[str, Any]:
     for sent in exchange.sent.values():
         assert all(non_finite(message) is None for message in sent.values())
     assert exchange.sent[DELIVER, ROUNDS, 0].keys() >= set(SITES) - {LIAR}
-    accused = {event["site"] for event in results["events"] if event["kind"] in ("rejected", "suspicious")}
-    assert accused <= {LIAR}, results["events"]
+    assert {event["site"] for event in results["events"] if event["kind"] == "rejected"} <= {LIAR}, results["events"]
     return results
 
 
