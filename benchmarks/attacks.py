@@ -1,6 +1,6 @@
 """What one lying site of three does to the honest ones: eight attacks on FedAvg, robust means and each paper's method.
 
-    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--suspects used] [--out attacks.json]
+    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--suspects used] [--selection median] [--out attacks.json]
 
 Every run is one of the plain loop on the phantom at 32 pixels, with 24 training images a site. A cell is the mean test Dice of the two
 honest sites' deployed models, over the seeds, and what the events say of the liar: R rejected, S suspicious, W warned of, - nothing.
@@ -70,7 +70,9 @@ def inflated(step: Step, sent: Message, reply: Message, memory: dict[str, StateD
     """A thousand million training images, from enrolment on."""
     facts = dict(reply.facts)
     if step.phase == ENROL:
-        facts["n"] = {**facts["n"], "train": MANY}
+        counts = [count * MANY // facts["n"]["train"] for count in facts["class_counts"]]
+        whole = sum(facts["class_counts"]) // facts["n"]["train"] * MANY  # every image has as many pixels
+        facts |= {"n": {**facts["n"], "train": MANY}, "class_counts": [counts[0] + whole - sum(counts), *counts[1:]]}
     elif "n_samples" in facts:
         facts["n_samples"] = MANY
     return Message(reply.states, facts)
@@ -148,14 +150,14 @@ def opener(seed: int, flipped: bool) -> Callable[[str, str], Site]:
     return opened
 
 
-def run(method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES, suspects: str = "used") -> tuple[float, str]:
+def run(method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES, **rules: str) -> tuple[float, str]:
     """(mean Dice of the honest sites, letters of the events that name the liar)."""
     Lying.lie = staticmethod(ATTACKS[attack])
     before, loop.LocalExchange = LocalExchange, Lying  # type: ignore[assignment, misc]
     try:
-        options = METHODS.get(method, {})
+        options: dict[str, Any] = {**rules, **METHODS.get(method, {})}
         opened = opener(seed, attack == "labels flipped")
-        results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, suspects=suspects, **options)
+        results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, **options)
     finally:
         loop.LocalExchange = before  # type: ignore[misc]
     if results["status"] != "COMPLETED":
@@ -186,19 +188,21 @@ def main() -> None:
     parser.add_argument("--methods", default="fedavg,robust,fedsm,prr,grace,iop_fl,feddag")
     parser.add_argument("--attacks", default=",".join((ALONE, *ATTACKS)))
     parser.add_argument("--suspects", choices=("used", "rejected"), default="used")
+    parser.add_argument("--selection", choices=("median", "paired", "mean", "last"), default="median")
     parser.add_argument("--out", type=Path, help="file that is written after every run, and gone on from where it is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    rules = {"suspects": options.suspects, "selection": options.selection}
     stored = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     found: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for seed in range(options.seeds):  # outermost: a run that is cut short has a whole table
         for method in options.methods.split(","):
             for attack in options.attacks.split(","):
-                key = f"{method}/{attack}/{seed}/{options.rounds}/{options.suspects}"
+                key = f"{method}/{attack}/{seed}/{options.rounds}/{options.suspects}/{options.selection}"
                 if key not in stored:
                     alone = attack == ALONE
                     sites = tuple(site for site in SITES if site != LIAR) if alone else SITES
-                    stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites, options.suspects)
+                    stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites, **rules)
                     print(key, *stored[key], flush=True)
                     if options.out:
                         options.out.write_text(json.dumps(stored))

@@ -48,6 +48,7 @@ class ProvisionedFederation:
         (self.port,) = quiet_ports(1)  # until the server listens, nobody else is handed this port
         self.kits = folder / "federation" / "medflare" / "prod_00"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._begun: list[subprocess.Popen[str]] = []
         self.environment = environment(**_own(folder))
 
     def kit(self, name: str) -> Path:
@@ -112,6 +113,13 @@ class ProvisionedFederation:
         assert not check or done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done
 
+    def begin(self, *command: Any) -> subprocess.Popen[str]:
+        """Start a command of a person that goes on; its standard output and error come as one."""
+        words = [str(word) for word in command]
+        output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self._begun.append(subprocess.Popen(words, env=self.environment, cwd=self.folder, **output))
+        return self._begun[-1]
+
     def submit(self, job: Path, by: str = "lead") -> str:
         """Submit with the command line; returns the job's id."""
         return self.script("submit.sh", self.kit(by), job).stdout.strip()
@@ -150,6 +158,8 @@ class ProvisionedFederation:
     def stop(self) -> None:
         for name in tuple(self._processes):
             self.kill(name)
+        for process in self._begun:
+            process.kill()
 
     @staticmethod
     def end_all_below(folder: Path) -> None:

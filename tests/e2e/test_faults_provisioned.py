@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from e2e.components.cable import Cable
-from e2e.provisioned import SERVER, ProvisionedFederation, wait_until
+from e2e.provisioned import PATIENCE, SCRIPTS, SERVER, ProvisionedFederation, wait_until
 from e2e.simulation import END_TO_END, problems
 from medflare.core.store import StateStore
 from medflare.evaluation.results import load_results
@@ -51,7 +51,11 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
 ) -> None:
     """Twice in one run: kill -9 for the server in the middle of a round, later the lead stops it. Nothing that was finished is lost."""
     interrupted = federation.submit(job)
+    wait_until(lambda: steps_done(federation, interrupted) >= 1, "the job does not get anywhere")
+    watching = federation.begin(SCRIPTS / "watch.sh", federation.kit("lead"), interrupted)
     wait_until(lambda: steps_done(federation, interrupted) >= 2, "the job does not get anywhere")
+    assert watching.stdout is not None
+    first = watching.stdout.readline()
     federation.kill(SERVER)
     federation.start(SERVER)
     wait_until(lambda: len(federation.connected()) == 2, "the sites do not come back to the new server", every=2)
@@ -69,6 +73,9 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     assert results["sites"] == expected["sites"]
     finished = [int(event["message"].split()[3]) for event in results["events"] if event["kind"] == "resumed"]
     assert federation.meta(interrupted)["status"] == "FINISHED:ABANDONED", "the new server closes what the old one left"
+    said = first + watching.communicate(timeout=PATIENCE)[0]
+    assert watching.returncode == 1 and "waiting for it, for up to 600 s" in said and "the server is back after" in said, said
+    assert "FINISHED:ABANDONED" in said and "a new job takes it up" in said, said
     assert len(finished) == 2 and 2 <= finished[0] < finished[1], "steps that were seen before were done again"
     folder = next((tmp_path / "resumed").rglob("medflare/models"))
     for model in sorted((plain / "models").rglob("model.safetensors")):
@@ -121,6 +128,30 @@ def test_a_site_that_is_gone_for_good_is_named_and_the_other_goes_on(
     assert set(problems(results, "missing")) == {"site-2"}
     assert results["sites"]["site-1"]["metrics"]["personal"]["dice"] is not None
     assert json.loads((federation.kit("site-1") / identity / "medflare" / "personal" / "card.json").read_text())["site"] == "site-1"
+
+
+def test_a_site_that_starts_again_takes_part_once_the_job_is_resumed(
+    federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
+    """FLARE has no way back into a running job for a site that registered anew; the lead stops the job and takes it up with all sites."""
+    job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=40.0, min_sites=1, out=tmp_path / "job")
+    interrupted = federation.submit(job)
+    wait_until(lambda: steps_done(federation, interrupted) >= 1, "the job does not get anywhere")
+    federation.kill("site-2")
+    done = steps_done(federation, interrupted)
+    federation.start("site-2")
+    wait_until(lambda: steps_done(federation, interrupted) > done + 1, "the job does not go on without the site")
+    with paused(federation, "site-1", interrupted):
+        assert not any(interrupted in word for process in federation.processes("site-2") for word in process.cmdline())
+        federation.command("nvflare", "job", "abort", interrupted, "--force", "--startup-kit", federation.kit("lead"))
+    wait_until(lambda: federation.meta(interrupted)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
+    identity = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
+    results = fetched(federation, identity, tmp_path / "fetched")
+    assert results["status"] == "COMPLETED"
+    (resumed,) = (place for place, event in enumerate(results["events"]) if event["kind"] == "resumed")
+    missing = [place for place, event in enumerate(results["events"]) if event["kind"] == "missing"]
+    assert missing and max(missing) < resumed and {results["events"][place]["site"] for place in missing} == {"site-2"}
+    assert results["sites"]["site-2"]["metrics"]["personal"]["dice"] is not None
 
 
 def job_processes(federation: ProvisionedFederation, site: str, job: str) -> list[psutil.Process]:

@@ -1,11 +1,11 @@
 """A site's own page: what each patient scored, whatever there is of it, escaped and self-contained."""
 
 import math
-import re
 
 import pytest
 import torch
 
+from evaluation.pages import faults
 from medflare.evaluation import site_report
 from medflare.evaluation.figures import patients_plot
 from medflare.evaluation.site_report import SiteReport, mean_interval, patient_values, render_site_report, worst
@@ -31,8 +31,7 @@ def test_patients_are_shown_model_by_model() -> None:
     assert html.startswith("<!doctype html>") and "<b>Roe" not in html and "&lt;b&gt;Roe" in html
     assert "personal = deployed" in html and "0.800 (0.700 to 0.900)" in html
     assert html.count("<svg") == 1 and 'alt="worst: Xu"' in html
-    assert not re.search(r'(?:src|href)="(?!data:|#)', html) and "<script" not in html, "nothing is fetched"
-    assert all("scope=" in head for head in re.findall(r"<th\b[^>]*>", html))
+    assert not faults(html) and len(html) < 200_000
     assert html.index("&lt;b&gt;Roe") < html.index("Meier"), "the lowest first"
 
 

@@ -83,7 +83,23 @@ WORDS: Final = (
     *("selector", "dice", "hd95", "kind", "message", "site", "round", "A", "B", "C", "O", "epsilon", "delta", "steps", "reports"),
 )
 BREAKING: Final = ("", "\ud800", "$\\frac{$", "a\nb", "<script>", "x" * 70_000, "\0", "=cmd()", "{}", "%s", "../x", "0", "1e999", "nan")
-names: SearchStrategy[str] = st.sampled_from([*WORDS, *BREAKING]) | st.text(st.characters(exclude_categories=()), max_size=8)
+# Names that look like those that matter: Cyrillic, full-width, composed anew, with what is not seen, in other letters, twice.
+ALIKE: Final = (
+    "n_s\u0430mples",
+    "\uff22",
+    "\u0412",
+    "B\u200b",
+    "B ",
+    "b",
+    "gl\u043ebal",
+    "global\u00a0",
+    "GLOBAL",
+    "e\u0301",
+    "\u202eglobal",
+)
+NUMBERS_AS_TEXT: Final = ("NaN", "-0", "1e308", "Infinity", "0x10", "\u0661", "1_000", "true", "null")
+_KNOWN: Final = (*WORDS, *BREAKING, *ALIKE, *NUMBERS_AS_TEXT)
+names: SearchStrategy[str] = st.sampled_from(_KNOWN) | st.text(st.characters(exclude_categories=()), max_size=8)
 EDGES: Final = (0, -1, 1, 2**31, 2**53, 2**63, 2**63 + 1, -(2**63), 10**30, 10**400, 10**4000)
 FLOATS: Final = (math.nan, math.inf, -math.inf, -0.0, 1e308, -1e308, 5e-324, 1e-9, 0.5, 1.0, 1.0000001, 7.0)
 numbers: SearchStrategy[Any] = st.sampled_from([*EDGES, *FLOATS]) | st.integers(-3, 40) | st.floats(width=64)

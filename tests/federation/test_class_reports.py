@@ -10,11 +10,18 @@ from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.federation.delivery import evaluated
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.participant import Participant
+from medflare.federation.run import Run
 from medflare.federation.screening.replies import DELIVERS, unfit
-from medflare.federation.screening.withholding import tells_of_few, withhold
+from medflare.federation.screening.withholding import rare_classes, tells_of_few, withhold
+from medflare.federation.settings import run_settings
 from medflare.inference.deployed import plain_message
+from medflare.methods.catalogue import get_method
+from medflare.methods.method import Method
 from medflare.tasks.cases import Cases
-from small import small_task
+from methods import squares
+from small import small_task, stacked
 
 
 def curve(**changes: Any) -> dict[str, Any]:
@@ -75,3 +82,45 @@ def test_a_site_tells_of_common_classes_alone(minimum: int, told: bool) -> None:
         assert facts["classes"]["global"] == facts["classes"]["deployed"] and "personal" not in facts["classes"]
         assert sum(map(sum, facts["classes"]["global"]["confusion"][0])) == 4
         assert unfit(Message({}, facts), DELIVERS) is None
+
+
+@pytest.mark.parametrize(("minimum", "kept"), [(0, False), (2, False), (4, False), (5, True), (9, True)])
+def test_counts_by_class_of_few_training_patients_stay_too(minimum: int, kept: bool) -> None:
+    """Twelve patients in three classes: four show each of them, eight the others."""
+    assert rare_classes(squares.site("A", squares.CLASSIFICATION), minimum) is kept
+
+
+def test_patients_of_a_class_are_counted_and_not_images() -> None:
+    site = squares.site("A", squares.BINARY_CLASSIFICATION)
+    assert not rare_classes(site, 2)
+    site.data = replace(site.data, train=replace(stacked(site.data.train), patients=("a", "b") * 6))
+    assert rare_classes(site, 2), "images of b alone are bright"
+
+
+def test_in_segmentation_those_without_a_class_are_not_told_of() -> None:
+    site = squares.site("A", squares.MULTILABEL)
+    targets = stacked(site.data.train).targets.clone()
+    targets[:10, 1] = 0
+    site.data = replace(site.data, train=replace(stacked(site.data.train), targets=targets))
+    assert not rare_classes(site, 2) and rare_classes(site, 3), "two patients have a corner"
+    targets[:10, 1], targets[10:, 1] = 1, 0
+    assert not rare_classes(site, 3), "ten have one"
+
+
+@pytest.mark.parametrize("method", ["prr", "iop_fl"])
+def test_a_federation_whose_sites_keep_their_counts(method: str) -> None:
+    """Every site goes without; the methods that need the counts say what they do instead, and models are finite."""
+    options: dict[str, Any] = {"outside_model": "personal"} if method == "prr" else {}
+    found = get_method(method)
+    members = {name: _member(name, found, options) for name in ("A", "B", "C", "O")}
+    run = Run(found, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
+    results = run.execute(LocalExchange(tuple(members), members.__getitem__))
+    assert results["status"] == "COMPLETED", results["reason"]
+    said = [event["message"] for event in results["events"] if event["kind"] == "warning" and event["site"] == "A"]
+    assert "no counts by class leave the site: a class is of fewer than 13 training patients" in said
+    assert any("keeps its counts by class (minimum_patients)" in line for line in said)
+    assert not any("is in no site's training images" in event["message"] for event in results["events"])
+
+
+def _member(name: str, method: Method, options: dict[str, Any]) -> Participant:
+    return Participant(name, lambda role: squares.site(name), method, options, minimum_patients=13)

@@ -1,7 +1,7 @@
 """Who takes part: what newcomers are told and tell, who is missing, who may not join."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -14,7 +14,15 @@ from medflare.methods.base import ServerContext, Step
 from medflare.methods.catalogue import get_method
 from methods import squares
 
-COUNTS: dict[str, Any] = {"n": {"train": 7}, "class_counts": [3, 4]}
+PIXELS: Final = 16 * 16
+
+
+def counts(train: int) -> dict[str, Any]:
+    """What a site with so many training images enrols with."""
+    return {"n": {"train": train}, "class_counts": [train * PIXELS - 4, 4]}
+
+
+COUNTS: Final = counts(7)
 
 
 class Places:
@@ -80,9 +88,7 @@ def test_who_comes_back_with_other_images_is_turned_away() -> None:
 
 def test_a_site_with_more_images_than_the_others_together_is_named_once() -> None:
     places = Places({0: "AB", 1: "ABC"})
-    places.broken = {
-        site: Reply(Message({}, {**COUNTS, "n": {**COUNTS["n"], "train": train}})) for site, train in zip("ABC", (5, 5, 90), strict=True)
-    }
+    places.broken = {site: Reply(Message({}, counts(train))) for site, train in zip("ABC", (5, 5, 90), strict=True)}
     found = enrolment(places)
     found.open(2)
     assert not said(found, "warning"), "half is not more than half, and of two sites nearly always one has more"
@@ -91,6 +97,32 @@ def test_a_site_with_more_images_than_the_others_together_is_named_once() -> Non
     assert [(event["site"], event["message"][:30]) for event in found.context.events.of("warning")] == [
         ("C", "has 90% of all training images")
     ]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"class_counts": [0, 2**53]}, "class_counts add up to 9007199254740992, its 7 training images have 1792 pixels"),
+        ({"class_counts": [7 * PIXELS]}, "class_counts has 1 numbers for 2 classes"),
+        ({"n": {"train": 10**9}}, "its 1000000000 training images have 256000000000 pixels"),
+        ({"class_counts": []}, ""),
+    ],
+)
+def test_counts_by_class_are_those_of_the_images_or_kept(told: dict[str, Any], words: str) -> None:
+    places = Places({0: "ABC"}, {"B": Reply(Message({}, {**COUNTS, **told}))})
+    found = enrolment(places)
+    found.open(2)
+    assert said(found, "rejected") == ([("B", 0)] if words else [])
+    assert all(words in event["message"] for event in found.context.events.of("rejected"))
+
+
+def test_a_share_is_limited_for_counts_by_class_too() -> None:
+    places = Places({0: "ABC"}, {"C": Reply(Message({}, counts(28)))})
+    for most, counted in ((None, {}), (0.5, {"A": 1.0, "B": 1.0, "C": 0.5})):
+        found = enrolment(places)
+        found.max_share = most
+        found.open(2)
+        assert found.context.counted == counted
 
 
 def test_the_absent_are_noted_at_the_start_and_at_every_step() -> None:

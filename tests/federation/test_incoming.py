@@ -109,6 +109,30 @@ def test_an_invitation_that_cannot_be_meant(facts: dict[str, Any], words: str) -
     assert site.answer(ENROL, 0, Message({}, dict(INVITATION))).facts["n"] == squares.site("A").n
 
 
+def test_a_step_that_is_none_of_the_run() -> None:
+    """Far ahead it is refused; asked again, or after an interruption an earlier one, it is answered as before."""
+    store = MemoryStore()
+    site = participant(store)
+    site.answer(ENROL, 0, Message({}, {**INVITATION, "steps": 3}))
+    first = site.answer("train", 0, training())
+    for step, phase, round, words in (
+        (10**9, "train", 1, "its step is 1000000000, the run that the site enrolled in has 3 and a delivery"),
+        (4, DELIVER, 1, "its step is 4, the run"),
+        (0, "validate", 1, "its step 0 is 'validate' of round 1, after step 0, 'train' of round 0"),
+    ):
+        with pytest.raises(MessageError, match=words):
+            site.answer(phase, round, numbered(Message({"model": squares.start(TASK)}), step, 1))
+    restarted = participant(store)
+    with pytest.raises(MessageError, match="has 3 and a delivery"):
+        restarted.answer("train", 1, numbered(Message({"model": squares.start(TASK)}), 4, 1))
+    for again in (site, restarted):
+        assert squares.equal(again.answer("train", 0, training()).states["model"], first.states["model"])
+    site.answer("validate", 1, numbered(Message({"model": squares.start(TASK)}), 1, 1))
+    with pytest.raises(MessageError, match="its step 2 is 'train' of round 0, after step 1, 'validate' of round 1"):
+        site.answer("train", 0, numbered(Message({"model": squares.start(TASK)}), 2, 1))
+    assert site.answer("validate", 1, numbered(Message({"model": squares.start(TASK)}), 1, 1)).facts["validation"]
+
+
 def test_weights_to_start_from_that_the_task_does_not_name() -> None:
     with pytest.raises(MessageError, match="unexpected entry 'start'"):
         participant().answer(ENROL, 0, Message({"start": squares.start(TASK)}, dict(INVITATION)))

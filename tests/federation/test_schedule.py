@@ -316,7 +316,7 @@ class TestCounts:
 
         def lie(site: str, step: Step, message: Message) -> Message:
             if site == "B" and step.phase == "enrol":
-                message.facts["n"] = {**message.facts["n"], "train": 10**9}
+                message.facts |= {"n": {**message.facts["n"], "train": 10**9}, "class_counts": [10**9 * 16 * 16 - 4, 4]}
             if site == "B" and "n_samples" in message.facts:
                 message.facts["n_samples"] = 10**9
             return message

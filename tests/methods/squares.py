@@ -5,7 +5,7 @@ Bright squares on noise; every site has its own background. Segmentation finds t
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,7 +207,8 @@ def play(server: Any, halves: dict[str, Any], absent: Callable[[Step, str], bool
         manifest = half.manifest(step.phase, half.plan)
         network = EntrySpec.like(half.plan.template(), "").tensors.items()
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= network]
-        screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()}, weights=weights)
+        known: dict[str, Any] = {"weights": weights, "contradicted": partial(server.contradicted, step)}
+        screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()}, **known)
         assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)
         if store is not None:

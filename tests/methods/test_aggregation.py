@@ -8,8 +8,7 @@ import torch
 from medflare.core.errors import UpdateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict
-from medflare.methods.aggregation import SiteModel, WeightedMean, samples_of, states_of
-from medflare.methods.base import site_models
+from medflare.methods.aggregation import SiteModel, WeightedMean, samples_of, site_models, states_of
 from methods import squares
 
 

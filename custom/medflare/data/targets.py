@@ -107,14 +107,24 @@ def class_counts(targets: Images, task: TaskConfig) -> Tensor:
         targets: as in `splits.Samples`.
         task: gives classes and target.
     """
-    if isinstance(targets, Targets) and targets.counts is not None:
-        return targets.counts.sum(dim=0)
     if not isinstance(targets, Tensor):
-        counts = [class_counts(target[None], task) for target in targets]
-        return torch.stack(counts).sum(dim=0) if counts else torch.zeros(len(task.classes), dtype=torch.int64)
+        return counts_by_image(targets, task).sum(dim=0)
     if task.target == "multilabel":
         return targets.transpose(0, 1).flatten(1).sum(dim=1).to(torch.int64)
     return torch.bincount(targets.flatten(), minlength=len(task.classes))
+
+
+def counts_by_image(targets: Images, task: TaskConfig) -> Tensor:
+    """`class_counts` of every image by itself, int64 (images, classes).
+
+    Args:
+        targets: as in `splits.Samples`.
+        task: gives classes and target.
+    """
+    if isinstance(targets, Targets) and targets.counts is not None:
+        return targets.counts
+    counts = [class_counts(target[None], task) for target in targets]
+    return torch.stack(counts) if counts else torch.zeros(0, len(task.classes), dtype=torch.int64)
 
 
 def _refuse_unlisted(masks: np.ndarray, allowed: list[int], task: TaskConfig, place: str) -> None:

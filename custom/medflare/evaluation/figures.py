@@ -153,9 +153,7 @@ def roc_curves(points: Mapping[str, Mapping[str, Sequence[float]]]) -> str | Non
     return _svg(draw, width, height, layout=None)
 
 
-def patients_plot(
-    values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str
-) -> str | None:
+def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str) -> str | None:
     """A mark for every patient, a row for every model, with the mean and its interval, as SVG; None where there is no value.
 
     Args:
@@ -195,6 +193,28 @@ def _style(place: int, line: bool = True) -> dict[str, Any]:
     """Colour and marker differ together; after eight sites the line style does too."""
     look: dict[str, Any] = {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
     return {**look, "linestyle": ("-", "--", ":", "-.")[place // len(_COLOURS) % 4]} if line else look
+
+
+def with_own_ids(page: str) -> str:
+    """A page whose figures name their parts apart: matplotlib counts anew in each, and a page has every name once.
+
+    Args:
+        page: HTML with SVG elements in it.
+
+    Examples:
+        >>> with_own_ids('<svg><g id="axes_1"><clipPath id="c"/><path clip-path="url(#c)"/></g></svg><svg><g id="axes_1"/></svg>')
+        '<svg><g><clipPath id="figure-1-c"/><path clip-path="url(#figure-1-c)"/></g></svg><svg><g/></svg>'
+    """
+    number = 0
+
+    def renamed(found: re.Match[str]) -> str:
+        nonlocal number
+        number += 1
+        used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', found[0]))
+        own = re.sub(r' id="([^"]*)"', lambda name: f' id="figure-{number}-{name[1]}"' if name[1] in used else "", found[0])
+        return re.sub(r'(url\(#|href="#)', rf"\g<1>figure-{number}-", own)
+
+    return re.sub(r"<svg\b.*?</svg>", renamed, page, flags=re.DOTALL)
 
 
 def _quiet(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:

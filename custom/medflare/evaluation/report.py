@@ -4,11 +4,11 @@ import base64
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from medflare.core.packages import installed
 from medflare.evaluation.classes import class_tables
-from medflare.evaluation.figures import models_by_site, roc_curves, training_curves
+from medflare.evaluation.figures import models_by_site, roc_curves, training_curves, with_own_ids
 from medflare.evaluation.names import ROLES, RUNNING, SPLITS
 from medflare.evaluation.presentation import (
     best_value,
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
+_MOST_VOTES: Final = 200  # candidates of an election that are shown; long runs of many sites would make the page too large to open
+
+
 def render_report(
     results: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]] = (),
@@ -42,7 +45,7 @@ def render_report(
         pictures: title -> PNG file content.
     """
     drawable = installed("matplotlib")
-    return template("report.html").render(
+    page = template("report.html").render(
         results=results,
         metrics=metric_names(results),
         columns=model_columns(results),
@@ -67,6 +70,7 @@ def render_report(
         seconds={stage: format_seconds(value) for stage, value in results["seconds"].items() if value is not None},
         traffic=_flattened(results["traffic"]),
     )
+    return with_own_ids(page)
 
 
 @cache
@@ -119,13 +123,17 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Model -> {"round", "candidates", "sites", "favourites": site -> the first round with its highest vote}."""
+    """Model -> {"round", "candidates": the latest and the delivered one, "sites", "favourites": site -> the first round with its highest
+    vote}."""
     shown: dict[str, dict[str, Any]] = {}
     for model, election in results.get("elections", {}).items():
         sites = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
         heard = {site: [candidate for candidate in election["candidates"] if site in candidate["votes"]] for site in sites}
         favourites = {site: max(own, key=lambda found: found["votes"][site])["round"] for site, own in heard.items()}
-        shown[model] = {**election, "sites": sites, "favourites": favourites}
+        candidates = election["candidates"]
+        delivered = [found for found in candidates[:-_MOST_VOTES] if found["round"] == election["round"]]
+        shown[model] = {**election, "candidates": [*delivered, *candidates[-_MOST_VOTES:]], "sites": sites, "favourites": favourites}
+        shown[model]["cut"] = len(candidates) > _MOST_VOTES
     return shown
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from medflare.core.packages import installed
 from medflare.core.rng import numpy_generator
 from medflare.evaluation.classes import ClassTables, class_tables
-from medflare.evaluation.figures import patients_plot, roc_curves
+from medflare.evaluation.figures import patients_plot, roc_curves, with_own_ids
 from medflare.evaluation.presentation import format_metric, metric_label, metric_names, model_columns
 from medflare.evaluation.record import json_ready
 from medflare.evaluation.report import template
@@ -61,7 +61,7 @@ def render_site_report(report: SiteReport) -> str:
     values = {heading: patient_values(report.cases[model], report.task) for heading, model in columns.items() if model in report.cases}
     values = {heading: found for heading, found in values.items() if found}
     what, classes = value_label(report.task), class_tables(results)
-    return template("site.html").render(
+    page = template("site.html").render(
         report=report,
         metrics=metric_names(results),
         columns=columns,
@@ -73,6 +73,7 @@ def render_site_report(report: SiteReport) -> str:
         curves=roc_curves(_lines(classes)) if drawable else None,
         pictures={title: base64.b64encode(content).decode() for title, content in report.pictures.items()},
     )
+    return with_own_ids(page)
 
 
 def _lines(tables: Sequence[ClassTables]) -> dict[str, dict[str, list[float]]]:
@@ -175,5 +176,3 @@ def _as_results(report: SiteReport) -> dict[str, Any]:
     classes = {model: found for model, cases in report.cases.items() if (found := class_report(cases, task.target, task.labels))}
     site = {"role": report.role, "n": report.n, "metrics": json_ready(report.metrics), "classes": classes}
     return {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}}
-
-

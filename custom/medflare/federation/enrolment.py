@@ -1,13 +1,16 @@
 """Who takes part: sites say what they have before anything is trained; a site that cannot take part ends the run, a late one joins."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.evaluation.record import shares
 from medflare.federation.exchange import ENROL, START, Courier
+from medflare.federation.screening.shares import capped
 from medflare.methods.base import ServerContext, Step
+from medflare.tasks.config import TaskConfig
 
 
 class Enrolment:
@@ -20,6 +23,7 @@ class Enrolment:
         returning: sites that were enrolled when the run that is taken up was interrupted, with their counts; they go on from what they
             remember, and with the images that they had.
         finished: steps that were done before.
+        max_share: the most of all training images that one site may count for; None: no limit.
     """
 
     def __init__(
@@ -29,9 +33,10 @@ class Enrolment:
         identity: Mapping[str, Any],
         returning: Mapping[str, Mapping[str, int]] | None = None,
         finished: int = 0,
+        max_share: float | None = None,
     ):
         self.context, self.courier, self.identity = context, courier, identity
-        self.returning, self.finished = returning or {}, finished
+        self.returning, self.finished, self.max_share = returning or {}, finished, max_share
         self._turned_away: set[str] = set()
         self._silent: dict[str, str] = {}  # site -> why there was no answer when it was asked last
         self._heaviest = ""
@@ -102,7 +107,7 @@ class Enrolment:
                     (problems if reply.kind == "failed" else self._silent)[site] = reply.problem
                 continue
             facts = dict(reply.message.facts)
-            if problem := self._changed(site, facts["n"]) or self._unlike_the_task(facts["class_counts"]):
+            if problem := self._changed(site, facts["n"]) or impossible_counts(context.task, facts):
                 context.events.add("rejected", problem, site=site, round=round)
                 self._turned_away.add(site)
                 continue
@@ -116,13 +121,12 @@ class Enrolment:
             return ""
         return f"it came back with {_counts(images)} instead of {_counts(known)}; counts do not change during a run"
 
-    def _unlike_the_task(self, counts: list[int]) -> str:
-        classes = self.context.task.classes
-        return f"class_counts has {len(counts)} numbers for {len(classes)} classes" if len(counts) != len(classes) else ""
-
     def _weigh(self, round: int) -> None:
         """An event where one of several inside sites has more than half of all training images, one of two more than three quarters."""
-        found = shares({site: self.enrolled[site]["n"]["train"] for site in self.inside})
+        images = {site: self.enrolled[site]["n"]["train"] for site in self.inside}
+        if self.max_share is not None and all(images.values()):
+            self.context.counted = {site: most / images[site] for site, most in capped(images, self.max_share).items()}
+        found = shares(images)
         heaviest = max(found, key=lambda site: found[site], default="")
         most = 0.5 if len(found) > 2 else 0.75  # of two sites one has more than half anyway
         if len(found) > 1 and found[heaviest] > most and heaviest != self._heaviest and not self.returning:
@@ -133,6 +137,38 @@ class Enrolment:
 
 def _counts(images: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {split}" for split, count in images.items()) + " images"
+
+
+def impossible_counts(task: TaskConfig, facts: Mapping[str, Any]) -> str:
+    """Why training images of a task cannot have such counts by class, "" where they can, or where none are told.
+
+    Classes that exclude each other share out every image, or every pixel at the network's size; patches are cut from images of any size.
+
+    Args:
+        task: gives classes, target, size and fit.
+        facts: "n" and "class_counts", as a site enrols with them.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> task = SimpleNamespace(classes=("not disc", "disc"), kind="segmentation", size=(2, 2), fit="resize", target="binary")
+        >>> impossible_counts(task, {"n": {"train": 2}, "class_counts": [5, 3]})
+        ''
+        >>> impossible_counts(task, {"n": {"train": 2}, "class_counts": [0, 9000]})
+        'class_counts add up to 9000, its 2 training images have 8 pixels'
+        >>> impossible_counts(task, {"n": {"train": 2}, "class_counts": [8]})
+        'class_counts has 1 numbers for 2 classes'
+    """
+    counts: Sequence[int] = facts["class_counts"]
+    if not counts:
+        return ""
+    if len(counts) != len(task.classes):
+        return f"class_counts has {len(counts)} numbers for {len(task.classes)} classes"
+    images, pixels = facts["n"]["train"], task.kind == "segmentation"
+    whole = images * (math.prod(task.size) if pixels else 1)
+    if task.fit == "patch" or (sum(counts) == whole if task.target != "multilabel" else max(counts) <= whole):
+        return ""
+    told = f"add up to {sum(counts)}" if task.target != "multilabel" else f"go up to {max(counts)}"
+    return f"class_counts {told}, its {images} training images have {whole} {'pixels' if pixels else 'labels'}"
 
 
 def listed(problems: Mapping[str, str]) -> str:

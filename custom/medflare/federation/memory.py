@@ -67,19 +67,29 @@ class RememberedHalf:
         self._memory = HalfMemory(store)
         self._half: SiteHalf[Any] | None = None
         self._precedes = 0  # the step that the half of this process is ready for
+        self._steps: int | None = None
 
-    def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None) -> None:
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run, as the site was told when it enrolled; None where it was not told."""
+        if self._steps is None and (membership := self.store.load(_MEMBERSHIP)) is not None:
+            self._steps = membership.facts.get("steps")
+        return self._steps
+
+    def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None, steps: int | None = None) -> None:
         """A new run: a fresh half, and nothing of an earlier run is remembered.
 
         Args:
             role: "inside" or "outside".
             sites: the inside sites.
             start: what the task's network starts from; None: a random draw.
+            steps: of the run; None: nobody has said.
         """
         self._half, self._precedes = self.made(role, sites, start), 0
         self._memory.clear()
+        self._steps = steps
         states = {} if start is None else {START: start}
-        self.store.save(_MEMBERSHIP, Message(states, {"site": self.name, "sites": list(sites), "role": role}))
+        self.store.save(_MEMBERSHIP, Message(states, {"site": self.name, "sites": list(sites), "role": role, "steps": steps}))
         self._memory.save(0, self._half.memory)
 
     @contextmanager

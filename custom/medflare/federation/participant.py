@@ -16,9 +16,9 @@ from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated, volume_picture
 from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
-from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, SiteGate
+from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
 from medflare.federation.screening.replies import DELIVERS
-from medflare.federation.screening.withholding import too_few, withhold
+from medflare.federation.screening.withholding import rare_classes, too_few, withhold
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
@@ -138,7 +138,7 @@ class Participant:
         self.began = time.monotonic()
         if phase == ENROL:
             return self._enrol(round, incoming)
-        step, rounds = self._gate.numbers(phase, round, incoming)
+        step, rounds = self._gate.numbers(phase, round, incoming, self._half.steps)
         self._gate.refuse(phase, round, incoming, self._half.recall(step))
         self.keeper.tell(phase, round, rounds, True)
         with self._half.ready(step, kept=phase != DELIVER) as half:
@@ -165,9 +165,10 @@ class Participant:
         if incoming.facts.get(FINISHED, 0):
             self._half.recall(incoming.facts[FINISHED])
         else:
-            self._half.begin(role, sites, incoming.states.get(START))
+            self._half.begin(role, sites, incoming.states.get(START), incoming.facts.get(STEPS))
             self.account.ledger.clear()
-        return Message({}, {"n": site.n, "class_counts": site.class_counts().tolist(), "events": self._notes(site)})
+        counts = [] if (rare := rare_classes(site, self.minimum_patients)) else site.class_counts().tolist()
+        return Message({}, {"n": site.n, "class_counts": counts, "events": self._notes(site, rare)})
 
     def _agree(self, site: Site, role: str, theirs: Mapping[str, Any]) -> None:
         """ConfigError where site and server do not mean the same run, or the site's own rules forbid it."""
@@ -185,10 +186,12 @@ class Participant:
                     "submit one job folder to all, and do not edit the site's copy"
                 )
 
-    def _notes(self, site: Site) -> list[dict[str, Any]]:
+    def _notes(self, site: Site, rare: bool) -> list[dict[str, Any]]:
         log = EventLog()
         for split in too_few(site, self.minimum_patients):
             log.add("warning", f"no metric of its {split} patients leaves the site: they are fewer than {self.minimum_patients}")
+        if rare:
+            log.add("warning", f"no counts by class leave the site: a class is of fewer than {self.minimum_patients} training patients")
         for kind, lines in (("warning", site.notes), ("left_out", site.data.left_out)):
             for line in lines[:_MOST_EVENTS]:
                 log.add(kind, line[:_LONGEST_EVENT])

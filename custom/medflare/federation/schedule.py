@@ -8,6 +8,7 @@ federation cannot differ.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from medflare.core.errors import FederationFailed
@@ -18,6 +19,7 @@ from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed
 from medflare.federation.exchange import DELIVER, Courier, Exchange, numbered
 from medflare.federation.outcome import Outcome, StepReport
+from medflare.federation.screening.incoming import STEPS
 from medflare.federation.screening.past import Past
 from medflare.federation.screening.shares import capped
 from medflare.federation.screening.updates import Screened, lost_votes, screen
@@ -71,7 +73,8 @@ class Federation:
             Aborted: raised by the exchange when the engine was asked to stop.
         """
         started = time.monotonic()
-        enrolment = Enrolment(self.server.context, self._courier, self.identity, self.returning, finished)
+        told = {**self.identity, STEPS: len(self.server.steps())}
+        enrolment = Enrolment(self.server.context, self._courier, told, self.returning, finished, self.rules.max_share)
         enrolment.open(self._needed)
         while finished < len(steps := steps_now(self, finished)):
             self._step(finished, steps[finished], enrolment)
@@ -136,6 +139,7 @@ class Federation:
         manifest = self.manifest(step.phase)
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network]
         known: dict[str, Any] = {"phase": step.phase, "past": self.past, "weights": weights, "strict": self.rules.suspects == "rejected"}
+        known["contradicted"] = partial(self.server.contradicted, step)
         screened = screen(usable, manifest, outgoing, counts, reports=reports, norm_limit=limit, **known)
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from medflare.core.errors import UpdateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.parts.robust import RobustLimits, combined
@@ -47,6 +48,22 @@ def samples_of(models: Mapping[str, SiteModel]) -> dict[str, float]:
         models: site -> its part in the aggregation.
     """
     return {site: model.samples for site, model in models.items()}
+
+
+def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:
+    """site -> what an aggregation needs of its reply.
+
+    Args:
+        replies: site -> reply to a step that trains.
+        entry: the state to aggregate, for example "model".
+
+    Raises:
+        UpdateError: a reply without its number of samples.
+    """
+    try:
+        return {site: SiteModel(reply.states[entry], float(reply.facts["n_samples"]), reply.facts) for site, reply in replies.items()}
+    except KeyError as error:
+        raise UpdateError("a reply without the fact 'n_samples' cannot be weighted by samples; use weighting=uniform") from error
 
 
 class Aggregation(ABC, Generic[V]):

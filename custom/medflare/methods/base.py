@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from medflare.core.errors import ConfigError, UpdateError
+from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
 from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, models
@@ -16,7 +16,7 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
-from medflare.methods.aggregation import Aggregation, SiteModel
+from medflare.methods.aggregation import Aggregation
 from medflare.methods.parts.measured import images, mean_loss
 from medflare.methods.parts.selection import Election, Selection
 from medflare.methods.parts.training import finite_or_none
@@ -35,7 +35,9 @@ class SiteHyper:
 class ServerHyper:
     """Hyper-parameters that every server half has; site halves that keep models of their own go by them too."""
 
-    selection: Selection = param("median", "deliver the round of best validation by the sites' median or weighted mean, or the last one")
+    selection: Selection = param(
+        "median", "deliver the round of best validation by the sites' median, median gain (paired) or weighted mean, or the last one"
+    )
 
 
 # What every reply to training or validation reports, see `SiteHalf.facts`. A bad metric costs the site its vote and not its update.
@@ -102,6 +104,7 @@ class ServerContext:
         events: where the half reports what it noticed.
         start: what the task's network starts from, where that is no random draw; see `networks.weights.starting_state`.
         notes: site -> what this step's aggregation made of it, see `note`; the schedule takes it up after every step.
+        counted: site -> the part of its training images that counts, below 1 where the lead limits its share; all of those of others.
     """
 
     plan: Plan[Any, Any]
@@ -114,6 +117,7 @@ class ServerContext:
     events: EventLog = dataclasses.field(default_factory=EventLog)
     notes: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
     start: StateDict | None = None
+    counted: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def task(self) -> TaskConfig:
@@ -350,6 +354,16 @@ class ServerHalf(ABC, Generic[V]):
     def configure(self, step: Step, site: str) -> Message:
         """What a site is sent for a step."""
 
+    def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
+        """What of a reply, though as its phase declares it, cannot be so by what the server knows of the site, in words, or None.
+
+        Args:
+            step: what was asked.
+            site: that answers.
+            reply: its reply; whatever this raises is held against it.
+        """
+        return None
+
     @abstractmethod
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Take the screened replies, keyed by site in sorted order, into account.
@@ -381,19 +395,3 @@ class ServerHalf(ABC, Generic[V]):
         """Go on from what `state` gave."""
         self.memory.states, self.memory.facts = state.states, state.facts
         self.aggregation.unpack(state)
-
-
-def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:
-    """site -> what an aggregation needs of its reply.
-
-    Args:
-        replies: site -> reply to a step that trains.
-        entry: the state to aggregate, for example "model".
-
-    Raises:
-        UpdateError: a reply without its number of samples.
-    """
-    try:
-        return {site: SiteModel(reply.states[entry], float(reply.facts["n_samples"]), reply.facts) for site, reply in replies.items()}
-    except KeyError as error:
-        raise UpdateError("a reply without the fact 'n_samples' cannot be weighted by samples; use weighting=uniform") from error

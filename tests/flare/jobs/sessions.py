@@ -44,6 +44,9 @@ class Served:
             raise JobNotRunning("job is not running")
         return {target: {"ServerRunner": {"status": "started"}, **self.stats[self.looks]}}
 
+    def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+        return [job("id")]
+
     def get_job_logs(self, identity: str) -> dict[str, Any]:
         return {"logs": {"server": self.log}}
 
@@ -55,7 +58,8 @@ class Served:
     ) -> tuple[MonitorReturnCode, dict[str, Any] | None]:
         while True:
             meta = self.get_job_meta(identity)
-            assert look(self, identity, meta)
+            if not look(self, identity, meta):
+                return MonitorReturnCode.ENDED_BY_CB, None
             if meta["status"].startswith("FINISHED"):
                 return MonitorReturnCode.JOB_FINISHED, meta
             self.looks += 1

@@ -1,12 +1,17 @@
 """A job is followed line by line: nothing twice, nothing missed, who is silent, and how it ended."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flare.jobs.sessions import Served
+from medflare.core.errors import MedflareError
 from medflare.evaluation.console import round_line
-from medflare.flare.jobs.watching import watch
+from medflare.flare.jobs.sessions import Unreachable
+from medflare.flare.jobs.watching import watch, watch_job
 
 STEPS = [round_line("train", round, 3, {"A": {"loss": 0.5, "validation": {"global": 0.8}}}, {}, 1.0 + round) for round in range(3)]
 SUBMITTED, RUNNING, COMPLETED, FAILED = "SUBMITTED", "RUNNING", "FINISHED:COMPLETED", "FINISHED:EXECUTION_EXCEPTION"
@@ -75,3 +80,57 @@ def test_who_has_watched_long_enough_is_told_that_the_job_goes_on() -> None:
 @pytest.mark.parametrize("stats", [{}, {"medflare": "?"}])
 def test_a_job_that_says_nothing_is_followed_by_its_state(stats: dict[str, Any]) -> None:
     assert followed(Served(RUNNING, COMPLETED, stats=(stats,)))[1] == ["id RUNNING", "id FINISHED:COMPLETED"]
+
+
+class Restarted:
+    """What opens sessions with a server that goes away: a Served for each that it lets in, an error for each that it does not."""
+
+    def __init__(self, *served: Served | MedflareError):
+        self.served = list(served)
+
+    @contextmanager
+    def __call__(self, kit: Path) -> Iterator[Any]:
+        one = self.served.pop(0) if len(self.served) > 1 else self.served[0]
+        if isinstance(one, MedflareError):
+            raise one
+        yield one
+
+
+class Leaving(Served):
+    """Goes away at its last look."""
+
+    def get_job_meta(self, identity: str) -> dict[str, Any]:
+        if self.looks == len(self.states) - 1:
+            raise Unreachable("no more session with the server of kit: inactive")
+        return super().get_job_meta(identity)
+
+
+def watched(*served: Served | MedflareError, **options: Any) -> tuple[bool, list[str]]:
+    said: list[str] = []
+    return watch_job(Path("kit"), "fedsm-brain", said.append, every=0.01, opening=Restarted(*served), **options), said
+
+
+GONE = Unreachable("no session with the server by kit: refused; is the server up?")
+
+
+def test_a_server_that_comes_back_is_watched_on() -> None:
+    first, second = Leaving(RUNNING, "", stats=(told(STEPS[0]),)), Served(RUNNING, COMPLETED, stats=(told(*STEPS[:2]),))
+    ended, said = watched(first, GONE, GONE, second)
+    assert ended and said[:2] == ["id RUNNING", STEPS[0]]
+    assert said[2] == "no more session with the server of kit: inactive; waiting for it, for up to 600 s"
+    assert said[3].startswith("the server is back after ") and said[4:] == ["id RUNNING", STEPS[1], "id FINISHED:COMPLETED"]
+
+
+def test_a_server_that_does_not_come_back_is_given_up_by_name() -> None:
+    with pytest.raises(Unreachable, match=r"did not come back within 0.05 s \(no session .*\); job id may go on: watch it again$"):
+        watched(Leaving(RUNNING, ""), GONE, patience=0.05)
+    with pytest.raises(Unreachable, match="is the server up"):
+        watched(GONE)
+
+
+def test_a_job_that_the_server_lost_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, said = watched(Leaving(RUNNING, ""), Served("FINISHED:ABANDONED"))
+    assert not ended and said[-2] == "id FINISHED:ABANDONED" and "`medflare resume`" in said[-1]
+    monkeypatch.setattr("medflare.flare.jobs.watching._GONE", 0.0)
+    ended, said = watched(Served(RUNNING, RUNNING))
+    assert not ended and said[-1].startswith("id is called RUNNING, and has no process for 0 s: the server was started again")

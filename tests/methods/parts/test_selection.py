@@ -47,6 +47,27 @@ def test_a_liar_chooses_by_the_mean_and_not_by_the_median() -> None:
     assert election("mean", lie).round == 1
 
 
+def test_where_levels_differ_a_liar_says_whose_counts_but_not_whose_gain() -> None:
+    """A's images are easy and B's hard; both find the third round best. By the median the liar has any round."""
+    levels = {1: (0.80, 0.40), 2: (0.85, 0.45), 3: (0.90, 0.50)}
+    for wanted in levels:
+        chosen = {}
+        for rule in ("median", "paired"):
+            held = Election(Message(), "global", rule)
+            for round, (easy, hard) in levels.items():
+                held.hold(replies(A=easy, B=hard, L=float(round == wanted)), "global", round, {})
+            chosen[rule] = held.round
+        assert chosen == {"median": wanted, "paired": 3}
+
+
+def test_a_gain_needs_sites_that_measured_both() -> None:
+    held = Election(Message(), "global", "paired")
+    for round, votes in enumerate(({"A": 0.5}, {"B": 0.9}, {"A": 0.6, "B": 0.1}, {"A": 0.6, "B": 0.2}), start=1):
+        held.hold(replies(**votes), "global", round, {})
+    assert held.round == 4 and held.value == pytest.approx(0.65)
+    assert [candidate["value"] for candidate in held.record] == [0.5, None, pytest.approx(0.6), pytest.approx(0.65)]
+
+
 def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
     record = election("median", {1: 1.0}).record
     assert [candidate["round"] for candidate in record] == [1, 2, 3, 4]

@@ -15,7 +15,7 @@ def add_commands(commands: Commands) -> None:
         _watch,
         help="follow a job of a federation; exits non-zero, and says why, unless it completes",
         description="Follow a job to its end: every step with its sites' metrics, what is rejected, late or missing, and who is silent. "
-        "Exits non-zero, and says why, unless the job completes.",
+        "Where the server goes away it is tried again. Exits non-zero, and says why, unless the job completes.",
         examples=(
             "medflare job watch fedsm-brain_lgg --kit lead@coordination.org",
             "medflare job watch 0b9e31c5 --kit lead@coordination.org --timeout 3600",
@@ -24,6 +24,8 @@ def add_commands(commands: Commands) -> None:
     watch.add_argument("job", metavar="JOB", help="name (of several the newest that runs), id, or the beginning of an id")
     _add_kit(watch)
     watch.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS", help="watch no longer than that (default: to its end)")
+    text = "wait so long for a server that goes away meanwhile (default: %(default)g)"
+    watch.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help=text)
     several = add_command(
         commands,
         "job list",
@@ -39,12 +41,10 @@ def _add_kit(parser: argparse.ArgumentParser) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    from medflare.flare.jobs.sessions import found_job, id_of, jobs_of, session
-    from medflare.flare.jobs.watching import watch
+    from medflare.flare.jobs.watching import watch_job
 
-    with session(options.kit) as opened:
-        job = id_of(found_job(jobs_of(opened), options.job))
-        return 0 if watch(opened, job, partial(print, flush=True), timeout=options.timeout) else 1
+    say, waits = partial(print, flush=True), {"timeout": options.timeout, "patience": options.patience}
+    return 0 if watch_job(options.kit, options.job, say, **waits) else 1
 
 
 def _list(options: argparse.Namespace) -> int:

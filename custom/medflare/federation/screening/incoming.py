@@ -15,11 +15,12 @@ from medflare.methods.base import Plan, SiteHalf
 
 _ENROL, _DELIVER = "enrol", "deliver"  # as `federation.exchange`, which imports from this room, has them
 _TOLD: Final = 2**18  # bytes of facts: names of all sites and their rounds, and no model
-ROLE, SITES, FINISHED = "role", "sites", "finished"  # what an invitation must say
+ROLE, SITES, FINISHED, STEPS = "role", "sites", "finished", "steps"  # what an invitation says
 INVITES: Final = (
     Fact(ROLE, "what the site is to be", text("inside", "outside")),
     Fact(SITES, "the inside sites, sorted", listing(text(), 10_000)),
     Fact(FINISHED, "steps that were done before", count(), sometimes=True),
+    Fact(STEPS, "steps of the run", count(10**9), sometimes=True),
     Fact("method", "whose halves run", text(), sometimes=True),
     Fact("hyper", "all hyper-parameters", table(), sometimes=True),
     Fact("task", "the task's fingerprint", text(), sometimes=True),
@@ -63,6 +64,33 @@ def unnumbered(message: Message) -> str | None:
     return _untold(Message({}, {fact: message.facts[fact] for fact in NUMBERED if fact in message.facts}), NUMBERED)
 
 
+def misplaced(asked: tuple[int, str, int], latest: tuple[int, str, int] | None, steps: int | None) -> str | None:
+    """Why a step cannot be one of the run, in words, or None.
+
+    Args:
+        asked: number of the step, its phase and its round.
+        latest: those of the step that was asked last; None: there was none.
+        steps: of the run; the delivery comes after them. None: nobody knows.
+
+    Examples:
+        >>> misplaced((4, "train", 4), (3, "train", 3), steps=5), misplaced((3, "train", 3), (3, "train", 3), steps=5)
+        (None, None)
+        >>> misplaced((6, "train", 4), (3, "train", 3), steps=5)
+        'its step is 6, the run that the site enrolled in has 5 and a delivery'
+        >>> misplaced((4, "train", 0), (3, "train", 3), steps=5)
+        "its step 4 is 'train' of round 0, after step 3, 'train' of round 3"
+    """
+    step, phase, round = asked
+    if steps is not None and step > steps:
+        return f"its step is {step}, the run that the site enrolled in has {steps} and a delivery"
+    if latest is None or step < latest[0]:
+        return None
+    before, earlier, begun = latest
+    if round < begun or (step == before and (phase, round) != (earlier, begun)):
+        return f"its step {step} is '{phase}' of round {round}, after step {before}, '{earlier}' of round {begun}"
+    return None
+
+
 class SiteGate:
     """What the messages of a server pass at one site, or a MessageError that names the site, the step and the rule.
 
@@ -73,6 +101,7 @@ class SiteGate:
     def __init__(self, name: str):
         self.name = name
         self._known: Incoming | None = None
+        self._latest: tuple[int, str, int] | None = None  # step, phase and round of what was asked last
 
     def refuse_invitation(self, round: int, message: Message) -> None:
         """Nothing where an invitation can be meant, as far as that is known before the site's task is.
@@ -85,6 +114,7 @@ class SiteGate:
             MessageError: it cannot.
         """
         self._refuse(_ENROL, round, _unreadable(round, message) or uninviting(message, self.name))
+        self._latest = None
 
     def refuse_start(self, round: int, message: Message, plan: Plan[Any, Any], start: str) -> None:
         """Nothing where an invitation holds weights to start from that fit the network, if the task names some, and else none.
@@ -101,19 +131,24 @@ class SiteGate:
         sends = (Entry(start),) if plan.task.network.get("weights") else ()
         self._refuse(_ENROL, round, Incoming(plan).refusal(Phase(_ENROL, sends=sends, tells=INVITES), message))
 
-    def numbers(self, phase: str, round: int, message: Message) -> tuple[int, int]:
+    def numbers(self, phase: str, round: int, message: Message, steps: int | None = None) -> tuple[int, int]:
         """(number of the step in the run, rounds of the run), which are taken out of the message.
+
+        A step may be asked again, and after an interruption an earlier one.
 
         Args:
             phase: of the step.
             round: of the step.
             message: the server's.
+            steps: of the run, as the site was told when it enrolled; None: it was not told.
 
         Raises:
-            MessageError: nobody can work with the message, or it has no such numbers.
+            MessageError: nobody can work with the message, it has no such numbers, or they are none of this run.
         """
         self._refuse(phase, round, _unreadable(round, message) or unnumbered(message))
         step, rounds = (message.facts.pop(fact) for fact in NUMBERED)
+        self._refuse(phase, round, misplaced((step, phase, round), self._latest, steps))
+        self._latest = step, phase, round
         return step, rounds
 
     def refuse(self, phase: str, round: int, message: Message, half: SiteHalf[Any]) -> None:

@@ -44,7 +44,10 @@ def _images(value: object) -> str | None:
 
 
 # What the phases of every method report, see `exchange.PHASES_OF_ALL`.
-ENROLS: Final = (Fact("n", "images by split", _images), Fact("class_counts", "training images or pixels by class", listing(count())))
+ENROLS: Final = (
+    Fact("n", "images by split", _images),
+    Fact("class_counts", "training images or pixels by class; none where the site keeps them", listing(count())),
+)
 DELIVERS: Final = (
     Fact("metrics", "model -> metric -> value on test images", models(_measured, 1000), "test"),
     Fact("n", "images by split", _images),

@@ -5,8 +5,9 @@ What is certainly wrong is rejected. What an honest site with other patients mig
 
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from medflare.core.manifest import Fact, Manifest, negative, non_finite, violation
@@ -47,6 +48,7 @@ def screen(
     past: Past | None = None,
     weights: Collection[str] | None = None,
     strict: bool = False,
+    contradicted: Callable[[str, Message], str | None] = lambda site, reply: None,
 ) -> Screened:
     """Check every reply against the declaration, for finite values, the sample counts of enrolment, and updates against their peers'.
 
@@ -62,11 +64,12 @@ def screen(
         past: earlier steps; None: there are none.
         weights: the entries that hold weights of the task's network, and are judged as such; None: all.
         strict: reject what is suspicious too, where it is the fewer of three replies or more.
+        contradicted: (site, reply) -> what of it cannot be so, though it is as declared, in words, or None.
     """
     accepted: dict[str, Message] = {}
     rejected: dict[str, str] = {}
     for site in sorted(replies):
-        reason = _reason(replies[site], manifest, reports, enrolled.get(site, {}))
+        reason = _reason(replies[site], manifest, reports, enrolled.get(site, {}), partial(contradicted, site))
         if reason is None:
             accepted[site] = replies[site]
         else:
@@ -90,11 +93,18 @@ def screen(
     return Screened(accepted, dict(sorted(rejected.items())), suspicious, _taken(left, digests, past))
 
 
-def _reason(reply: Message, manifest: Manifest, reports: tuple[Fact, ...], counts: Mapping[str, int]) -> str | None:
+def _reason(
+    reply: Message,
+    manifest: Manifest,
+    reports: tuple[Fact, ...],
+    counts: Mapping[str, int],
+    contradicted: Callable[[Message], str | None],
+) -> str | None:
     try:
         required = tuple(fact for fact in reports if fact in _NEEDED)
         problem = violation(reply, manifest) or non_finite(reply) or negative(reply, manifest)
         problem = problem or (unfit(reply, reports, required) if reports else None) or _implausible(reply.facts, counts)
+        problem = problem or contradicted(reply)
     except Exception as error:  # whatever it is made of, it is the site's
         problem = f"it cannot be checked ({type(error).__name__}: {error})"
     return None if problem is None else one_line(problem)

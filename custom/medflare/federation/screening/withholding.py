@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from medflare.core.manifest import Fact
 from medflare.data.sites.site import Site
+from medflare.data.targets import counts_by_image
 from medflare.tasks.cases import Cases
 from medflare.tasks.classes import patients_of_classes
 from medflare.tasks.config import TaskConfig
@@ -38,6 +39,24 @@ def tells_of_few(cases: Cases, task: TaskConfig, minimum: int) -> bool:
         return False
     counts = patients_of_classes(cases.patients, cases.targets.numpy(), task.target, len(task.labels))
     return any(0 < patients < minimum for patients in counts)
+
+
+def rare_classes(site: Site, minimum: int) -> bool:
+    """Whether counts of the training images by class would tell of few patients: a class is shown by some, but too few.
+
+    All counts stay then, as in `tells_of_few`. In classification those without a class are told of as well, in segmentation not.
+
+    Args:
+        site: whose training images are looked at.
+        minimum: as for `too_few`.
+    """
+    if minimum < 2:
+        return False
+    split, task = site.data.train, site.task
+    shown = counts_by_image(split.targets, task) > 0
+    sides = [shown] if task.kind == "segmentation" else [shown, ~shown]
+    patients = [{split.patients[row] for row in column.nonzero().flatten().tolist()} for side in sides for column in side.T]
+    return any(0 < len(names) < minimum for names in patients)
 
 
 def withhold(facts: dict[str, Any], declared: Iterable[Fact], splits: tuple[str, ...]) -> None:

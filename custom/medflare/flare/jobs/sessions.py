@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,16 @@ REFUSALS: Final = (  # of the server, each an Exception of its own
     api_spec.NoReply,
     api_spec.SessionClosed,
 )
+LOST: Final = (  # of these, what a server says, or leaves unsaid, that goes away or was started again
+    api_spec.AuthenticationError,
+    api_spec.NoConnection,
+    api_spec.SessionClosed,
+)
 SHORT: Final = 8  # letters of an id that a list shows
+
+
+class Unreachable(MedflareError):
+    """There is no connection to the server, or no more."""
 
 
 @contextmanager
@@ -39,7 +48,8 @@ def session(kit: Path) -> Iterator[Session]:
 
     Raises:
         ConfigError: it is no such kit.
-        MedflareError: the server cannot be reached, or refuses what the block asks of it.
+        Unreachable: the server cannot be reached, or no more.
+        MedflareError: it refuses what the block asks of it.
     """
     place = kit / "startup" / "fed_admin.json"
     try:
@@ -50,13 +60,16 @@ def session(kit: Path) -> Iterator[Session]:
         with redirect_stdout(StringIO()):  # FLARE says there that it connects
             opened = new_secure_session(user, str(kit))
     except Exception as error:  # FLARE's reasons are of many kinds
-        raise MedflareError(f"no session with the server by {kit}: {_one_line(error)}; is the server up?") from error
+        raise Unreachable(f"no session with the server by {kit}: {_one_line(error)}; is the server up?") from error
     try:
         yield opened
+    except LOST as error:
+        raise Unreachable(f"no more session with the server of {kit}: {_one_line(error)}") from error
     except REFUSALS as error:
         raise MedflareError(f"the server of {kit}: {_one_line(error)}") from error
     finally:
-        opened.close()
+        with suppress(Exception):  # whose connection is gone cannot say goodbye
+            opened.close()
 
 
 def jobs_of(opened: Session) -> list[Job]:

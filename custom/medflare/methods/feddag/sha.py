@@ -17,8 +17,8 @@ from medflare.core.manifest import Entry
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
-from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
-from medflare.methods.base import ServerContext, SiteHalf, Step, site_models
+from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, site_models
+from medflare.methods.base import ServerContext, SiteHalf, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import GLOBAL, MODEL
 from medflare.methods.feddag.formulas import (
@@ -162,6 +162,14 @@ class SHAServer(FedAvgServer[K]):
         candidates = self.candidates
         asked = [other for other, evaluators in self._evaluators(step.round).items() if site in evaluators]
         return Message({CANDIDATE.of(other): candidates[other].get(PERTURBED, candidates[other][MODEL]) for other in asked})
+
+    def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
+        """Scores of models that the site was not asked for: its own, or one that others were drawn for."""
+        if step.phase != "score":
+            return None
+        asked = {other for other, evaluators in self._evaluators(step.round).items() if site in evaluators}
+        extra = sorted(reply.facts.get(SCORES, {}).keys() - asked)
+        return f"{SCORES!r} names {extra[0]!r:.60}, whose model the site was not sent" if extra else None
 
     def _evaluators(self, round: int) -> dict[str, list[str]]:
         generator = numpy_generator(self.context.seed, "server", round, "evaluators")

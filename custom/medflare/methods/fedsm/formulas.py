@@ -152,6 +152,8 @@ def gamma_candidates(quantiles: Mapping[str, Sequence[float]], images: Mapping[s
 
     Fixed values miss where a selector is never above 0.6, or never below 0.99.
 
+    No one of three sites or more counts for more than all others together: what it has is only known from itself.
+
     Args:
         quantiles: site -> deciles of max ŷ over its images; empty without images.
         images: site -> how many there are.
@@ -162,8 +164,12 @@ def gamma_candidates(quantiles: Mapping[str, Sequence[float]], images: Mapping[s
     Examples:
         >>> gamma_candidates({"A": [0.5] * 9, "B": [0.9] * 9, "C": []}, {"A": 10, "B": 30, "C": 0})
         [0.0, 0.5, 0.9, 1.0]
+        >>> gamma_candidates({"A": [0.5] * 9, "B": [0.6] * 9, "C": [0.1] * 9}, {"A": 10, "B": 10, "C": 10**9})
+        [0.0, 0.1, 0.5, 0.6, 1.0]
     """
-    values = [(value, images[site]) for site, found in sorted(quantiles.items()) for value in found if images[site]]
+    whole = sum(images.values())
+    counted = {site: min(count, whole - count) for site, count in images.items()} if sum(map(bool, images.values())) > 2 else images
+    values = [(value, counted[site]) for site, found in sorted(quantiles.items()) for value in found if counted[site]]
     if not values:
         return [0.0, 1.0]
     pooled, weights = zip(*values, strict=True)

@@ -6,13 +6,13 @@ from typing import Any, ClassVar, TypeVar
 from medflare.core.message import Message
 from medflare.core.states import StateDict, blend, copy_state
 from medflare.inference.deployed import plain_message
-from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
-from medflare.methods.base import ServerContext, Step, site_models
+from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, site_models, states_of
+from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedsm.formulas import GAMMAS as GAMMA_GRID
 from medflare.methods.fedsm.formulas import gamma_candidates, gamma_within_error, median_by_gamma, soft_pull, tuned_gamma
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
-from medflare.methods.fedsm.ridge import STATISTICS
+from medflare.methods.fedsm.ridge import STATISTICS, impossible_statistics
 from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
 from medflare.methods.fedsm.site import (
     CANDIDATES,
@@ -188,6 +188,15 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
             self.aggregate_selector(replies)
         else:
             self._aggregate_round(step, replies)
+
+    def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
+        """Features for the ridge selector that no images have; of patches nobody knows how many there are."""
+        if step.phase != "describe":
+            return None
+        task, images = self.context.task, int(reply.facts["n_samples"])
+        known = None if task.fit == "patch" else images
+        problem = impossible_statistics(reply.states[STATISTICS], task.image_channels, task.spatial_dims, known)
+        return problem and f"{STATISTICS}: {problem}"
 
     def _aggregate_round(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The base's part of a round or of the last look, and the selector beside it."""

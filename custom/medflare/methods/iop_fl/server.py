@@ -37,6 +37,10 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
         """Keep the submitted P_k as they are, else as FedAvg."""
         if step.phase == "submit":
             self.memory.states |= {EXPERT.of(site): reply.states[ADAPTED] for site, reply in replies.items()}
+            for site in replies:
+                if self.context.site_counts.get(site, {}).get("class_counts") == []:
+                    text = "keeps its counts by class (minimum_patients): routing is held to the other sites' range of a class's share"
+                    self.context.events.add("warning", text, site=site)
         else:
             super().aggregate(step, replies)
 
@@ -45,8 +49,8 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
         message = super().configure_delivery(site)
         if site in self.context.outside:
             message.states |= {EXPERT.of(name): state for name, state in self.experts.items()}
-            counts = [self.context.site_counts[name]["class_counts"] for name in self.experts if name in self.context.site_counts]
-            message.facts[SHARES] = ranges_of(counts, self.context.task)
+            known = [self.context.site_counts.get(name, {}).get("class_counts") for name in self.experts]
+            message.facts[SHARES] = ranges_of([counts for counts in known if counts], self.context.task)
         return message
 
     def models(self) -> dict[str, Message]:

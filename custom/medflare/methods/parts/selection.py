@@ -20,7 +20,7 @@ def _renamed(value: object) -> object:
     return "median" if value == "best" else value  # what jobs of older versions say
 
 
-Selection = Annotated[Literal["median", "mean", "last"], BeforeValidator(_renamed)]
+Selection = Annotated[Literal["median", "paired", "mean", "last"], BeforeValidator(_renamed)]
 
 
 class Best:
@@ -99,6 +99,9 @@ class Election(Best):
         given = {site: (reply.facts.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
         votes = {site: value for site, value in given.items() if value is not None}
         value = agreed(votes, {site: float(replies[site].facts.get("n_samples", 1)) for site in votes}, self._rule)
+        if self._rule == "paired" and self.value is not None:
+            kept = [found["votes"] for found in self.record if found["round"] == self.round]
+            value = paired(votes, kept[0], self.value) if kept else value
         self.offer(value, round, state)
         if round > 0:
             self._memory.facts.setdefault(self._votes, []).append({"round": round, "value": value, "votes": votes})
@@ -115,7 +118,7 @@ def agreed(votes: Mapping[str, float], samples: Mapping[str, float], rule: str =
     Args:
         votes: site -> metric, in sorted order.
         samples: site -> training images, for the mean.
-        rule: "mean", weighted by training images, else the median over the sites; of two sites that is their plain mean.
+        rule: "mean", weighted by training images, else the median over the sites; of two sites that is their plain mean. See `paired`, too.
 
     Examples:
         >>> votes, samples = {"A": 0.5, "B": 0.75, "C": 0.0}, {"A": 1.0, "B": 2.0, "C": 1.0}
@@ -126,6 +129,30 @@ def agreed(votes: Mapping[str, float], samples: Mapping[str, float], rule: str =
         return median(votes.values()) if votes else None
     total = sum(samples[site] for site in votes)
     return sum(value * samples[site] for site, value in votes.items()) / total if total > 0 else None
+
+
+def paired(votes: Mapping[str, float], kept: Mapping[str, float], value: float) -> float | None:
+    """What a candidate comes to beside the one that is kept: its value, and the sites' median gain by going over to this one.
+
+    A median of metrics compares one site's level with another's wherever sites differ by more than rounds do, and who votes 1 or 0 says
+    whose. A gain is one site's own, so that a candidate replaces the kept one only where half of the sites, or more, do not lose by it.
+
+    Args:
+        votes: site -> metric of the candidate.
+        kept: site -> metric of the one that is kept.
+        value: what the kept one has come to.
+
+    Returns:
+        None where no site has measured both.
+
+    Examples:
+        >>> kept = {"A": 0.75, "B": 0.25, "C": 0.0}
+        >>> paired({"A": 0.5, "B": 0.125, "C": 1.0}, kept, 0.25)  # the median of metrics would rise to 0.5
+        0.125
+        >>> paired({"A": 1.0}, {}, 0.25)
+    """
+    gains = [votes[site] - kept[site] for site in sorted(votes.keys() & kept.keys())]
+    return value + median(gains) if gains else None
 
 
 def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:

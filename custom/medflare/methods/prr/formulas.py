@@ -253,6 +253,29 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
     return mean + noise * deviation * (sites > 0)
 
 
+def impossible_prototypes(prototypes: Tensor, counts: Tensor, counted: Tensor | None) -> str | None:
+    """Why prototypes cannot be means over so many images or pixels of each class, in words, or None (of Eq. 10).
+
+    Args:
+        prototypes: (C, D), zero for a class that was never seen.
+        counts: (C,) of how many each is the mean.
+        counted: (C,) images or pixels of each class that the site has; None: nobody knows.
+
+    Examples:
+        >>> impossible_prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([3, 0]), torch.tensor([9, 9]))
+        >>> impossible_prototypes(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 0]), None)
+        'prototype 1 is the mean of 0 embeddings and not zero'
+        >>> impossible_prototypes(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 1]), torch.tensor([9, 0]))
+        'prototype 1 is of a class that the site enrolled without'
+    """
+    for row, (prototype, count) in enumerate(zip(prototypes, counts.tolist(), strict=True)):
+        if count < 0 or (count == 0 and bool(prototype.any())):
+            return f"prototype {row} is the mean of {count} embeddings and not zero"
+        if count > 0 and counted is not None and not counted[row]:
+            return f"prototype {row} is of a class that the site enrolled without"
+    return None
+
+
 def most_representative(counts: Mapping[str, Tensor]) -> str:
     """The site whose class distribution is closest to the federation's: whose model serves an outside site (PRR, Sec. IV-E).
 

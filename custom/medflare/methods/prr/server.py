@@ -10,9 +10,9 @@ from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, weighted_mean
 from medflare.inference.deployed import plain_message
-from medflare.methods.aggregation import Aggregation, SiteModel, states_of
-from medflare.methods.base import Kept, ServerContext, ServerHalf, Step, site_models
-from medflare.methods.prr.formulas import global_prototypes, most_representative
+from medflare.methods.aggregation import Aggregation, SiteModel, site_models, states_of
+from medflare.methods.base import Kept, ServerContext, ServerHalf, Step
+from medflare.methods.prr.formulas import global_prototypes, impossible_prototypes, most_representative
 from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.site import CLASS_TOTALS, DEPUTY, NORMALISATION, PERSONAL, PROTOTYPES, local_part
@@ -90,9 +90,13 @@ class PRRServer(ServerHalf[PRRServerHyper]):
 
     @property
     def class_totals(self) -> Tensor:
-        """(G, C) training images or pixels of each class over the inside sites that have enrolled."""
-        counts = self.context.site_counts
-        return class_totals(self.context.task, {site: counts[site] for site in self.context.sites if site in counts})
+        """(G, C) training images or pixels of each class over the inside sites that have enrolled, each for as much as it counts."""
+        context = self.context
+        known = {site: context.site_counts[site] for site in context.sites if site in context.site_counts}
+        if not context.counted:
+            return class_totals(context.task, known)
+        each = [class_totals(context.task, {site: known[site]}).double() * context.counted.get(site, 1.0) for site in sorted(known)]
+        return torch.stack(each).sum(dim=0).round().long()
 
     def configure(self, step: Step, site: str) -> Message:
         """The site's S_k, the class counts of all sites and the global prototypes, where there are any."""
@@ -100,6 +104,19 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         if self.prototypes is not None:
             message.states[PROTOTYPES] = self.prototypes
         return message
+
+    def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
+        """Prototypes of a class that the site enrolled without, or of no pixel."""
+        if PROTOTYPES not in reply.states:
+            return None
+        told, task = reply.states[PROTOTYPES], self.context.task
+        known = self.context.site_counts.get(site, {})
+        if not known.get("class_counts") or task.fit == "patch":
+            return impossible_prototypes(told["prototypes"], told["counts"], None)
+        counted = class_totals(task, {site: known})
+        if task.kind == "segmentation":
+            counted[:, 0] += 1  # augmentation fills what comes in from outside with background
+        return impossible_prototypes(told["prototypes"], told["counts"], counted.flatten())
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Every site's next model and the next prototypes; after the last exchange the model for outside sites."""
@@ -122,6 +139,12 @@ class PRRServer(ServerHalf[PRRServerHyper]):
             self.prototypes = {"prototypes": global_prototypes(local, counts > 0, noise, self.hyper.prototypes)}
 
     def _note_absent_classes(self, totals: Tensor) -> None:
+        silent = [site for site in self.context.sites if self.context.site_counts.get(site, {}).get("class_counts") == []]
+        for site in silent:
+            text = "keeps its counts by class (minimum_patients): the class totals of the CPA loss are those of the other sites"
+            self.context.events.add("warning", text, site=site)
+        if silent and not totals.any():
+            return
         for names, counts in zip(class_names(self.context.task), totals, strict=True):
             for name, count in zip(names, counts, strict=True):
                 if count == 0:
@@ -133,7 +156,11 @@ class PRRServer(ServerHalf[PRRServerHyper]):
             parts = {site: reply.states[NORMALISATION] for site, reply in replies.items()}
             return {**self.mean, **weighted_mean(parts, dict.fromkeys(parts, 1.0))}
         counts = self.context.site_counts
-        chosen = most_representative({site: class_totals(self.context.task, {site: counts[site]}) for site in replies})
+        told = {site: class_totals(self.context.task, {site: counts[site]}) for site in replies if counts[site]["class_counts"]}
+        chosen = most_representative(told) if told else max(sorted(replies), key=lambda site: counts[site]["n"]["train"])
+        if len(told) < len(replies):
+            text = f"not all sites tell their counts by class: outside sites get the model of {chosen}, of those that do, or the largest"
+            self.context.events.add("warning", text)
         return replies[chosen].states[PERSONAL]
 
     def configure_delivery(self, site: str) -> Message:

@@ -67,12 +67,14 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
 
     Args:
         task: gives classes, size and target.
-        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`}.
+        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`, or none from who keeps them}.
     """
     groups, classes = groups_and_classes(task)
     totals = torch.zeros(groups, classes, dtype=torch.int64)
     pixels = math.prod(task.size) if task.kind == "segmentation" else 1
     for facts in enrolled.values():
+        if not facts["class_counts"]:
+            continue
         counts = torch.tensor(facts["class_counts"])
         if task.target == "multilabel":  # only positives are counted; the other pixels are the negatives
             negatives = (facts["n"]["train"] * pixels - counts).clamp(min=0)  # a site may say that it has more than there can be
