@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+import torch
+from torch import Tensor
+
+from medflare.core.backing import backed, empty
 from medflare.core.message import Message
 from medflare.federation.outcome import Cost, Outcome
 from medflare.federation.screening.plain import one_line
@@ -32,8 +36,35 @@ class Reply:
     seconds: float = field(default=0.0, compare=False)
 
 
+def laid_aside(reply: Reply) -> Reply:
+    """The reply with its large tensors where `core.backing` has them, so that those of other sites find room in memory.
+
+    An exchange calls it on every reply as it comes. What the gate will not let pass is left as it is.
+
+    Args:
+        reply: as it came from a site.
+    """
+    message = reply.message
+    if message is None or not backed():
+        return reply
+    states = {entry: {name: _laid_aside(value) for name, value in state.items()} for entry, state in message.states.items()}
+    return replace(reply, message=Message(states, message.facts))
+
+
+def _laid_aside(value: object) -> Any:
+    """A tensor as most are, in its new place; anything else, and what is there already, as it is."""
+    if type(value) is not Tensor or value.is_nested or value.device.type != "cpu" or value.layout != torch.strided:
+        return value
+    if not value.is_floating_point() or not value.is_contiguous() or value.requires_grad or value.is_shared():
+        return value
+    return empty(value.shape, value.dtype).copy_(value)
+
+
 class Exchange(Protocol):
-    """How messages reach the sites. Implementations never raise for one site's fault: they return a Reply that says so."""
+    """How messages reach the sites. Implementations never raise for one site's fault: they return a Reply that says so.
+
+    They call `laid_aside` on every reply as it comes.
+    """
 
     def present(self, round: int) -> list[str]:
         """Names of the sites that can be asked in this round."""

@@ -1,16 +1,20 @@
 """One run from settings to results: what the plain loop and the FLARE controller have in common around the schedule."""
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from medflare.core.backing import Backing
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
 from medflare.core.store import make_folder, write_json
+from medflare.data.sites.local import MODELS_GB
 from medflare.evaluation.console import round_line
 from medflare.evaluation.results import UNKNOWN, LiveReport, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
@@ -41,6 +45,7 @@ class Run:
         checkpoints: folder for checkpoints where it is not `folder`.
         pictures: title -> PNG for the report; only an engine that has the sites' images anyway fills it.
         weights: file, or folder of the file, that the task's network starts from; None: see `networks.weights.found`.
+        models_gb: gigabytes that the answers of all sites to one step may have for all models to lie in memory, see `core.backing`.
         about: what else a reader of the results should know (the engine, for example).
         say: takes progress lines.
         observe: called after every step, for tracking.
@@ -55,6 +60,7 @@ class Run:
     folder: Path | None = None
     checkpoints: Path | None = None
     weights: Path | None = None
+    models_gb: float = MODELS_GB
     pictures: dict[str, bytes] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
@@ -79,10 +85,11 @@ class Run:
         started, outcome, reason = time.monotonic(), Outcome(), ""
         _make_readable(self.folder)
         try:
-            server = self._server()
-            federation = self._federation(server, exchange, outcome)
-            federation.run(self._resumed(federation) if resume else 0)
-            keep_what_is_left(self, server, outcome)
+            with self._backing():
+                server = self._server()
+                federation = self._federation(server, exchange, outcome)
+                federation.run(self._resumed(federation) if resume else 0)
+                keep_what_is_left(self, server, outcome)
         except Aborted as error:
             reason = f"aborted: {error}"
             self.events.add("aborted", str(error))
@@ -100,6 +107,14 @@ class Run:
         return results
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
+
+    def _backing(self) -> AbstractContextManager[None]:
+        """Files for large states, where the answers of all sites to some step are more than `models_gb`."""
+        plan, site_class = self.method.plan(self.task, self.sites, self.hyper), self.method.site_class
+        answers = (sum(spec.nbytes for spec in site_class.manifest(phase.name, plan).values()) for phase in site_class.phases)
+        if max(answers, default=0) * len(self.sites) <= self.models_gb * 10**9:
+            return nullcontext()
+        return Backing(self.checkpoints or self.folder or Path(tempfile.gettempdir())).used()
 
     def _server(self) -> ServerHalf[Any]:
         self.method.check(self.hyper, self.task)

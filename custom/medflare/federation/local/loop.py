@@ -9,6 +9,7 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.data.sites.local import MODELS_GB
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.checkpoint import stored_plan
@@ -51,6 +52,7 @@ def run_local(
     out: Path | str | None = None,
     resume: bool = False,
     workers: int | None = None,
+    models_gb: float = MODELS_GB,
     say: Callable[[str], None] = lambda line: None,
     observe: Callable[[StepReport], None] = lambda report: None,
     delivered: Delivered = lambda site, role, model, cases: None,
@@ -81,6 +83,7 @@ def run_local(
         resume: go on where an interrupted run left `out`; everything else must be as it was.
         workers: how many sites train at the same time, each in a process of its own with OMP_NUM_THREADS threads (one where that
             is not set); any number gives the same models. None: one after the other in this process, on all of torch's threads.
+        models_gb: gigabytes that the answers of all sites to one step may have for all models to lie in memory, see `core.backing`.
         say: takes a progress line a step.
         observe: called after every step.
         delivered: called at a site with every final model that it measured; with several workers that is in the site's process.
@@ -103,7 +106,7 @@ def run_local(
     settings = run_settings(steering)
     check_rounds(settings.rounds, config, chosen)
     folder, about = None if out is None else Path(out), {"engine": "local"}
-    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe)
+    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
     run.weights = None if weights is None else Path(weights)
 
     def opened(name: str, role: str) -> Site:

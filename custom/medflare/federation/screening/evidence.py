@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from medflare.core.message import Message
-from medflare.core.states import StateDict
+from medflare.core.states import LONG, StateDict, stretches
 
 _DIGEST: Final = 8  # bytes
+_NOTHING: Final = torch.zeros(())  # was sent of an entry that only the site has
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Evidence:
 
 
 def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str, weights: bool = True) -> Evidence:
-    """The evidence of one entry; integer tensors do not count. One tensor of all sites is held in float64 at a time.
+    """The evidence of one entry; integer tensors do not count.
 
     Args:
         replies: site -> usable reply, in sorted order; all hold the entry with the same names and shapes.
@@ -63,13 +64,12 @@ def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
     products = torch.zeros(len(sites), len(sites), dtype=torch.float64)
     sent = [0.0] * len(sites)
     for name in [name for name, tensor in states[0].items() if tensor.is_floating_point()]:
-        rows = []
-        for place, (state, origin) in enumerate(zip(states, origins, strict=True)):
-            begun = origin[name].double() if name in origin else torch.zeros((), dtype=torch.float64)
-            sent[place] += float(begun.square().sum())
-            rows.append((state[name].double() - begun).reshape(-1))
-        stacked = torch.stack(rows)
-        products += stacked @ stacked.T
+        begun = [origin.get(name, _NOTHING).expand_as(state[name]) for state, origin in zip(states, origins, strict=True)]
+        for parts in stretches([*begun, *(state[name] for state in states)], LONG):
+            starts = [part.double() for part in parts[: len(sites)]]
+            sent = [length + float(start.square().sum()) for length, start in zip(sent, starts, strict=True)]
+            updates = torch.stack([part.double() - start for part, start in zip(parts[len(sites) :], starts, strict=True)])
+            products += updates @ updates.T
     whole = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
     return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), whole)
 
@@ -124,5 +124,5 @@ def digest(state: Mapping[str, Tensor]) -> str:
     found = hashlib.blake2b(digest_size=_DIGEST)
     for name in sorted(state):
         found.update(name.encode())
-        found.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

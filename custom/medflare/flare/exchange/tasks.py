@@ -19,7 +19,7 @@ from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.exchange import DELIVER, ENROL, Reply
+from medflare.federation.exchange import DELIVER, ENROL, Reply, laid_aside
 from medflare.flare.exchange.watch import Watch
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.methods.base import Step
@@ -34,9 +34,14 @@ class _Asked:
     task: Task
     since: float
     fetched: bool = False
-    answer: Shareable | None = None
+    answer: Shareable | None = None  # until it has been read
+    reply: Reply | None = None
     began: float = 0.0
     seconds: float = 0.0  # between fetching and answering
+
+    @property
+    def answered(self) -> bool:
+        return self.answer is not None or self.reply is not None
 
 
 class TaskExchange:
@@ -104,9 +109,9 @@ class TaskExchange:
             with self._changed:
                 asked, self._asked = self._asked, {}
             for one in asked.values():
-                if one.answer is None:
+                if not one.answered:
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
-        return {site: problems.get(site) or replace(_reply(one.answer), seconds=one.seconds) for site, one in asked.items()}
+        return {site: problems.get(site) or one.reply or Reply(problem="no answer", kind="missing") for site, one in asked.items()}
 
     def wait_for_task(self, site: str, seconds: float) -> None:
         """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`."""
@@ -123,7 +128,7 @@ class TaskExchange:
         with self._changed:
             if self._step is None:
                 return {}
-            since = {site: self.watch.silent_since(site, one.since) for site, one in self._asked.items() if one.answer is None}
+            since = {site: self.watch.silent_since(site, one.since) for site, one in self._asked.items() if not one.answered}
         silent = {site: round(seconds, 1) for site, seconds in since.items()}
         return {"phase": self._step.phase, "round": self._step.round, "silent": silent, "silence": self.watch.silence}
 
@@ -166,15 +171,21 @@ class TaskExchange:
         """Returns when every site has answered or is given up; gives the replies that stand for missing answers."""
         started = busy = time.monotonic()
         problems: dict[str, Reply] = {}
-        with self._changed:
-            while pending := {site: one for site, one in self._asked.items() if one.answer is None and site not in problems}:
+        while True:
+            self._take_in()
+            with self._changed:
+                pending = {site: one for site, one in self._asked.items() if one.reply is None and site not in problems}
+                if not pending:
+                    return problems
+                if any(one.answered for one in pending.values()):
+                    continue
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
                     problems |= {site: _overdue(step, one, timeout) for site, one in pending.items()}
                     if step.phase == ENROL:
                         self.watch.behind |= pending.keys()
-                    break
+                    return problems
                 self.watch.look()
                 gone = {site: why for site, one in pending.items() if (why := self._gone(step, site, one, busy))}
                 self.watch.lost |= gone.keys()
@@ -182,7 +193,13 @@ class TaskExchange:
                 if any(one.fetched for site, one in pending.items() if site not in gone):
                     busy = time.monotonic()
                 self._changed.wait(_LOOK)
-        return problems
+
+    def _take_in(self) -> None:
+        """Read the answers that have come and lay their states aside, one after the other, while further ones may come."""
+        for one in self._asked.values():
+            if one.answer is not None:
+                one.reply = replace(laid_aside(_reply(one.answer)), seconds=one.seconds)
+                one.answer = None
 
     def _gone(self, step: Step, site: str, asked: _Asked, busy: float) -> str:
         """Why a site cannot be expected to answer; empty as long as it can."""
@@ -196,9 +213,7 @@ def _overdue(step: Step, asked: _Asked, timeout: float) -> Reply:
     return Reply(problem=f"'{step.phase}' of round {step.round} was closed after {timeout:g} s; the site {state}", kind="late")
 
 
-def _reply(answer: Shareable | None) -> Reply:
-    if answer is None:
-        return Reply(problem="no answer", kind="missing")
+def _reply(answer: Shareable) -> Reply:
     problem = error_of(answer)
     if problem is not None:
         return Reply(problem=problem, kind="failed")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
 from medflare.core.packages import require
-from medflare.core.states import StateDict, blend, weighted_mean
+from medflare.core.states import LONG, StateDict, blend, stretches, weighted_mean
 
 Granularity = Literal["total", "split", "reweight"]
 NegativeRule = Literal["shift", "clip", "none"]
@@ -197,8 +197,11 @@ def consistent_aggregate(
 
 
 def _gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
-    deltas = torch.stack([tensor.reshape(-1).to(torch.float64) for tensor in tensors]) - origin.reshape(-1).to(torch.float64)
-    return deltas @ deltas.T
+    gram = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
+    for begun, *parts in stretches([origin, *tensors], LONG):
+        deltas = torch.stack([part.to(torch.float64) for part in parts]) - begun.to(torch.float64)
+        gram += deltas @ deltas.T
+    return gram
 
 
 # Site: feature alignment (Eq. 2); the paper names CORAL, MMD and adversarial training without formulas

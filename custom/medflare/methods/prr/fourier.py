@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from medflare.core.states import StateDict, batch_norm_entries, weighted_mean
+from medflare.core.states import StateDict, batch_norm_entries, copy_state, split_state, weighted_mean
 
 _TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
@@ -239,18 +239,19 @@ def aggregate_models(
         {'w': tensor([[3., 3.]])}
     """
     sites = sorted(states)
-    mean = weighted_mean(states, dict.fromkeys(sites, 1.0))
-    aggregated = {site: dict(mean) for site in sites}
-    for name in mean if fourier else ():
+    mixed = [name for name in states[sites[0]] if fourier and plan[name].kind in ("kernel", "classifier")]
+    averaged = {site: split_state(states[site], frozenset(mixed))[1] for site in sites}
+    mean = weighted_mean(averaged, dict.fromkeys(sites, 1.0))
+    aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
+    for name in mixed:
         treatment = plan[name]
-        if treatment.kind in ("kernel", "classifier"):
-            stacked = torch.stack([states[site][name] for site in sites])
-            stacked = stacked.transpose(1, 2) if treatment.inputs_first else stacked
-            mixed = fourier_aggregate(stacked, r, classifier=treatment.kind == "classifier", **options)
-            mixed = mixed.transpose(1, 2) if treatment.inputs_first else mixed
-            for site, weight in zip(sites, mixed, strict=True):
-                aggregated[site][name] = weight.contiguous()
-    return aggregated
+        stacked = torch.stack([states[site][name] for site in sites])
+        stacked = stacked.transpose(1, 2) if treatment.inputs_first else stacked
+        found = fourier_aggregate(stacked, r, classifier=treatment.kind == "classifier", **options)
+        found = found.transpose(1, 2) if treatment.inputs_first else found
+        for site, weight in zip(sites, found, strict=True):
+            aggregated[site] |= copy_state({name: weight})
+    return {site: {name: aggregated[site][name] for name in states[site]} for site in sites}
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
