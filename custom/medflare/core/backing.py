@@ -63,9 +63,7 @@ class Backing:
                 os.close(file)
                 path.unlink()
         except OSError as error:
-            raise StateError(
-                f"{self.folder}: no room for the models of all sites ({error.strerror}); free some"
-            ) from error
+            raise StateError(f"{self.folder}: no room for the models of all sites ({error.strerror}); free some") from error
 
 
 _USED: ContextVar[Backing | None] = ContextVar("medflare_backing", default=None)

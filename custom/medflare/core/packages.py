@@ -1,9 +1,15 @@
-"""Packages that a site may do without: a job that carries medflare's code runs on what torch, MONAI and FLARE bring along."""
+"""Installed packages: those that a site may do without, and the versions of those that a result depends on.
 
+A job that carries medflare's code runs on what torch, MONAI and FLARE bring along.
+"""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from medflare.core.errors import ConfigError, MedflareError
 
+_RECORDED = ("medflare", "nvflare", "torch", "monai", "numpy")
 # Names to install by, where they are not the names to import by.
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 
@@ -26,3 +32,14 @@ def require(module: str, purpose: str, error: type[MedflareError] = ConfigError)
     if not installed(module):
         name = _DISTRIBUTIONS.get(module, module)
         raise error(f"{purpose} needs the package {name}, which is not installed here: pip install {name}")
+
+
+def installed_versions() -> dict[str, str]:
+    """Package -> version of Python and of what a result depends on; a package that is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for package in _RECORDED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # for example medflare itself where its code travels inside the job
+            continue
+    return found

@@ -7,18 +7,21 @@ federation cannot differ.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import EntrySpec, Fact, Manifest
+from medflare.core.manifest import EntrySpec, Fact, Manifest, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed
-from medflare.federation.exchange import DELIVER, Courier, Exchange, numbered
+from medflare.federation.exchange import DELIVER, Courier, Exchange, Reply, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.screening.past import Past
+from medflare.federation.screening.rounding import BF16, Rounding
 from medflare.federation.screening.shares import capped
 from medflare.federation.screening.updates import Screened, lost_votes, screen
 from medflare.federation.screening.votes import close_elections
@@ -57,6 +60,7 @@ class Federation:
     def __post_init__(self) -> None:
         self._courier = Courier(self.exchange, self.outcome)
         self._network = EntrySpec.like(self.server.context.plan.template(), "").tensors.items()
+        self._rounding = Rounding(self.server.context.plan) if self.rules.wire == BF16 else None
 
     @property
     def events(self) -> EventLog:
@@ -124,7 +128,7 @@ class Federation:
 
     def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Screened, dict[str, str]]:
         """Usable replies in sorted site order, and the reason for every other site; each reason becomes an event."""
-        replies = self._courier.ask(step, outgoing)
+        replies = self._asked(step, outgoing)
         rejected: dict[str, str] = {}
         for site, reply in replies.items():
             if reply.message is None:
@@ -145,6 +149,21 @@ class Federation:
                 self.events.add(kind, text, site=site, round=step.round)
             self.events.extend(message.facts.pop("events", []), site=site, round=step.round)
         return screened, {**rejected, **screened.rejected}
+
+    def _asked(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        """The replies; where weights travel rounded, as they were meant."""
+        rounding, phase = self._rounding, next((phase for phase in self.server.context.phases if phase.name == step.phase), None)
+        if rounding is None or phase is None:
+            return self._courier.ask(step, outgoing)
+        shared: dict[int, Tensor] = {}
+        replies = self._courier.ask(step, {site: rounding.down(phase, message, shared) for site, message in outgoing.items()})
+        manifest = rounding.manifest(phase)
+        for site, reply in replies.items():
+            if reply.message is not None and (problem := violation(reply.message, manifest)):
+                replies[site] = Reply(problem=f"update to '{step.phase}' not used: {problem}", kind="rejected", seconds=reply.seconds)
+            elif reply.message is not None:
+                replies[site] = replace(reply, message=rounding.restored(reply.message, outgoing[site]))
+        return replies
 
     def _take(self, step: Step, screened: Screened) -> None:
         """The usable replies of a step that is done: name what is odd about them, remember them, and cap what they count for."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
+from medflare.core.packages import installed_versions
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
 from medflare.core.store import read_message, sha256, write_json, write_message
-from medflare.core.versions import installed_versions
 from medflare.inference.adaptation import ADAPTATIONS, adapted_model
 from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities

@@ -47,6 +47,7 @@ def run_local(
     max_share: float | None = None,
     suspects: str = "used",
     patience: int | None = None,
+    wire: str = "fp32",
     absent: Mapping[int, Iterable[str]] | None = None,
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
@@ -77,6 +78,7 @@ def run_local(
         max_share: see `settings.RunSettings`.
         suspects: see `settings.RunSettings`.
         patience: see `settings.RunSettings`.
+        wire: see `settings.RunSettings`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
@@ -102,7 +104,7 @@ def run_local(
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
     few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share, "suspects": suspects}
-    steering = {"rounds": rounds, "seed": seed, "outside": apart, "patience": patience, **few}
+    steering = {"rounds": rounds, "seed": seed, "outside": apart, "patience": patience, "wire": wire, **few}
     settings = run_settings(steering)
     check_rounds(settings.rounds, config, chosen)
     folder, about = None if out is None else Path(out), {"engine": "local"}
@@ -178,7 +180,7 @@ def resume_local(
     """
     plan = stored_plan(Path(folder))
     site_half, server_half = plan["halves"]
-    names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects", "patience")
+    names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects", "patience", "wire")
     steering = {name: plan[name] for name in names}
     return run_local(
         site_half,
