@@ -5,9 +5,11 @@
     python benchmarks/server.py --models-gb 100      # all in memory
 
 Every method has a process of its own. Nobody trains: sites answer with stored weights. A round is what the schedule does with the answers:
-their screening, and the aggregation. "Reading" maps the files of all answers of the round and adds up their numbers, once. Memory is what
-cannot be given back to the system (anonymous memory) above what the imports take; "with files" adds the pages of files that happened to
-be in memory. Everything lies in a temporary folder (TMPDIR, which must be on a disk) and is removed.
+their screening, and the aggregation. Reading is that of all answers of the round, once: as the server reads any state, from its file and
+with its checksum, and beside that a bare sum of all their numbers. Seconds are processor time, since a busy machine lengthens all others,
+of one thread unless OMP_NUM_THREADS says otherwise. Memory is what cannot be given back to the system (anonymous memory) above what the
+process had before the server was made; "with files" adds the pages of files that happened to be in memory. Both are counted in models.
+Everything lies in a temporary folder (TMPDIR, which must be on a disk) and is removed.
 """
 
 import argparse
@@ -25,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
@@ -70,7 +71,7 @@ class Stored:
 
     def __init__(self, sites: list[str], folder: Path, manifest: Any):
         self.sites, self.folder, self.manifest = sites, folder, manifest
-        self.seconds, self.sent, self.distinct = dict[str, float](), 0.0, 0.0
+        self.left, self.sent, self.distinct = 0.0, 0.0, 0.0
 
     def present(self, round: int) -> list[str]:
         return self.sites
@@ -80,7 +81,6 @@ class Stored:
         from medflare.core.store import read_message
         from medflare.federation.exchange import Reply, laid_aside
 
-        started = time.monotonic()
         replies = {}
         for site in outgoing:
             facts = self._facts(step.phase, site)
@@ -94,7 +94,7 @@ class Stored:
             self.sent, self.distinct = (
                 sum(t.nbytes for t in found) / GB for found in (tensors, {t.data_ptr(): t for t in tensors}.values())
             )
-        self.seconds[step.phase] = self.seconds.get(step.phase, 0) + time.monotonic() - started
+        self.left = time.process_time()
         return replies
 
     def path(self, phase: str, site: str) -> Path:
@@ -125,14 +125,20 @@ class Stored:
                     states[entry][name] = noise.add_(start[name]) if name in start and start[name].shape == shape else noise.abs_()
             write_message(self.path(phase, site), Message(states))
 
-    def read(self, phase: str) -> float:
-        """Seconds of reading all tensors of a phase once."""
-        started = time.monotonic()
+    def read(self, phase: str) -> tuple[float, float]:
+        """Seconds of reading all answers to a phase once, and of adding up their numbers."""
+        from medflare.core.store import read_message
+
+        reading = summing = 0.0
         for site in self.sites:
-            with safe_open(self.path(phase, site), framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a mapping)
-                    file.get_tensor(key).sum()
-        return time.monotonic() - started
+            started = time.process_time()
+            message = read_message(self.path(phase, site))
+            read = time.process_time()
+            for state in message.states.values():
+                for tensor in state.values():
+                    tensor.sum()
+            reading, summing = reading + read - started, summing + time.process_time() - read
+        return reading, summing
 
 
 class Watched:
@@ -180,13 +186,13 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
     model = sum(tensor.nbytes for tensor in template.values())
     del template
     exchange.read("train")  # warms up
-    reading = min(exchange.read("train") for _ in range(3))
+    reading, summing = (min(seconds) for seconds in zip(*(exchange.read("train") for _ in range(3)), strict=True))
     size = sum(spec.nbytes for spec in exchange.manifest("train").values())
     seconds: dict[str, float] = {}
 
     def after_step(report: Any) -> None:
         assert not report.rejected, report.rejected
-        seconds[report.step.phase] = report.seconds - exchange.seconds[report.step.phase]
+        seconds[report.step.phase] = time.process_time() - exchange.left
 
     watched = Watched()
     with Backing(scratch).used() if size * sites > models_gb * GB else nullcontext():
@@ -200,6 +206,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
         "model": model / GB,
         "answers": size * sites / GB,
         "reading": reading,
+        "summing": summing,
         "round": whole,
         "memory": memory["RssAnon"],
         "files": memory["RssAnon"] + memory["RssFile"],
@@ -220,14 +227,13 @@ def main() -> None:
         method, folder = options.one
         print(json.dumps(measure(method, options.sites, options.width, options.models_gb, Path(folder))))
         return
-    print(
-        "| method | answers, GB | reading them once, s | round, s | ratio | memory, models | with files | sent at delivery, models | held |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| method | answers, GB | reading, s | bare sum, s | round, s | beside reading | memory | with files | delivery sent | held |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for method in options.methods.split(","):
         found = _one(method, options)
         size = found["model"]
-        cells = [f"{found['answers']:.2f}", f"{found['reading']:.2f}", f"{found['round']:.2f}", f"{found['round'] / found['reading']:.1f}"]
+        cells = [f"{found[name]:.2f}" for name in ("answers", "reading", "summing", "round")]
+        cells += [f"{found['round'] / found['reading']:.1f}"]
         cells += [f"{found[name] / size:.1f}" for name in ("memory", "files", "sent", "distinct")]
         print(f"| `{method}` | " + " | ".join(cells) + " |", flush=True)
 

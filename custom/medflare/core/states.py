@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from medflare.core.backing import empty
 
 StateDict = dict[str, Tensor]
-CACHED: Final = 2**16  # numbers of each tensor at a time, so that what is made of them stays in the processor's cache
-LONG: Final = 2**20  # the same for sums: few enough for any memory, and as many as most tensors have, whose sums are then of one piece
+CACHED: Final = 2**15  # numbers of each tensor at a time, so that what is made of them stays in the processor's cache
+LONG: Final = 2**19  # the same for sums that decide about weights: as many as most tensors have, whose sums are then of one piece
 
 
 def stretches(tensors: Sequence[Tensor], size: int = CACHED) -> Iterator[tuple[Tensor, ...]]:

@@ -198,8 +198,11 @@ def consistent_aggregate(
 
 def _gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
     gram = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
+    room = torch.empty(len(tensors) * min(LONG, origin.numel()), dtype=torch.float64)  # made once: the system takes its time to give it
     for begun, *parts in stretches([origin, *tensors], LONG):
-        deltas = torch.stack([part.to(torch.float64) for part in parts]) - begun.to(torch.float64)
+        deltas, start = room[: len(parts) * begun.numel()].view(len(parts), -1), begun.to(torch.float64)
+        for delta, part in zip(deltas, parts, strict=True):
+            delta.copy_(part).sub_(start)
         gram += deltas @ deltas.T
     return gram
 
