@@ -132,12 +132,18 @@ def write_message(path: Path, message: Message) -> None:
     Args:
         path: of the file.
         message: to write.
+
+    Raises:
+        OSError: it cannot be written; what was there before is whole.
     """
     tensors = _named(message)
     content = {"facts": message.facts, "entries": sorted(message.states)}
     header = json.dumps({**content, "digest": _digest(tensors, content)}, sort_keys=True)
     with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={_HEADER: header})  # one field: safetensors writes several in any order
+        try:
+            save_file(tensors, temporary, metadata={_HEADER: header})  # one field: safetensors writes several in any order
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
 
 
 def _named(message: Message) -> StateDict:
