@@ -185,8 +185,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
             exchange.answer(phase.name, template)
     model = sum(tensor.nbytes for tensor in template.values())
     del template
-    exchange.read("train")  # warms up
-    reading, summing = (min(seconds) for seconds in zip(*(exchange.read("train") for _ in range(3)), strict=True))
+    reading, summing = (min(seconds) for seconds in zip(*(exchange.read("train") for _ in range(2)), strict=True))
     size = sum(spec.nbytes for spec in exchange.manifest("train").values())
     seconds: dict[str, float] = {}
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from interrupted import in_pieces
-from medflare.core.backing import backed
+from medflare.core.backing import Backing, backed
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, laid_aside
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.inference.deployed import load_model
 from medflare.methods.base import ServerHalf
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import load_task
 from small import tiny_phantom
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +26,7 @@ TASK = tiny_phantom(network={"name": "unet", "channels": [32, 64], "norm": "batc
 
 
 def models(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for card in sorted(folder.rglob("card.json")):
         for entry, state in load_model(card.parent).message.states.items():
             found |= {f"{card.parent.relative_to(folder)}/{entry}/{name}": tensor for name, tensor in state.items()}
@@ -42,11 +44,22 @@ def run(method: str, folder: Path, **more: Any) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("method", ["fedsm", "prr", "grace", "sha"])
-def test_files_and_memory_end_in_the_same_bits(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether models lay in files when a checkpoint was written."""
+    found: list[bool] = []
     state = ServerHalf.state
-    monkeypatch.setattr(ServerHalf, "state", lambda half: seen.append(backed()) or state(half))
+
+    def noted(half: ServerHalf[Any]) -> Message:
+        found.append(backed())
+        return state(half)
+
+    monkeypatch.setattr(ServerHalf, "state", noted)
+    return found
+
+
+@pytest.mark.parametrize("method", ["fedsm", "prr", "grace", "sha"])
+def test_files_and_memory_end_in_the_same_bits(method: str, tmp_path: Path, seen: list[bool]) -> None:
     run(method, tmp_path / "memory")
     assert not any(seen)
     run(method, tmp_path / "files", models_gb=0.0)
@@ -61,26 +74,15 @@ def test_a_run_in_files_is_taken_up(tmp_path: Path) -> None:
     assert same(tmp_path / "whole", folder)
 
 
-def test_only_where_the_answers_of_all_sites_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr(ServerHalf, "state", lambda half: seen.append(backed()) or Message())
-    size = sum(tensor.nbytes for tensor in models_of_the_start(tmp_path).values())
+def test_only_where_the_answers_of_all_sites_are_too_many(tmp_path: Path, seen: list[bool]) -> None:
+    size = sum(tensor.nbytes for tensor in initial_network(load_task(TASK), 0).state_dict().values())
     for site_bytes, expected in ((2 * size, False), (2 * size - 1, True)):
         seen.clear()
         run_local("fedavg", TASK, 2, rounds=1, seed=1, out=tmp_path / str(expected), models_gb=site_bytes / 10**9)
         assert set(seen) == {expected}
 
 
-def models_of_the_start(folder: Path) -> dict[str, torch.Tensor]:
-    from medflare.networks.catalogue import initial_network
-    from medflare.tasks.config import load_task
-
-    return dict(initial_network(load_task(TASK), 0).state_dict())
-
-
 def test_what_the_gate_will_not_let_pass_is_left_as_it_is(tmp_path: Path) -> None:
-    from medflare.core.backing import Backing
-
     large = torch.zeros(200_000)
     odd = {
         "sparse": large.to_sparse(),

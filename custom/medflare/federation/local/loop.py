@@ -163,6 +163,7 @@ def resume_local(
     *,
     data_root: Path | str | None = None,
     workers: int | None = None,
+    models_gb: float = MODELS_GB,
     weights: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -172,6 +173,7 @@ def resume_local(
         folder: the `out` of the interrupted run.
         data_root: as for `run_local`.
         workers: as for `run_local`.
+        models_gb: as for `run_local`.
         weights: as for `run_local`.
         say: takes a progress line a step.
 
@@ -193,6 +195,7 @@ def resume_local(
         out=folder,
         resume=True,
         workers=workers,
+        models_gb=models_gb,
         say=say,
         **steering,
         **plan["hyper"],

@@ -66,7 +66,7 @@ class Rounding:
         for asked in phase.sends:
             if asked == entry and asked.when(self.plan) and not asked.sometimes:
                 came = self.sent(asked, asked.spec(self.plan)).tensors
-                return replace(spec, tensors={name: came.get(name, found) for name, found in spec.tensors.items()}, unsigned=spec.unsigned)
+                return replace(spec, tensors={name: came.get(name, found) for name, found in spec.tensors.items()})
         return spec
 
     def down(self, phase: Phase, message: Message, rounded: dict[int, Tensor]) -> Message:
