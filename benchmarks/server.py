@@ -186,7 +186,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
     model = sum(tensor.nbytes for tensor in template.values())
     del template
     reading, summing = (min(seconds) for seconds in zip(*(exchange.read("train") for _ in range(2)), strict=True))
-    size = sum(spec.nbytes for spec in exchange.manifest("train").values())
+    size = sum(exchange.path("train", site).stat().st_size for site in names)
     seconds: dict[str, float] = {}
 
     def after_step(report: Any) -> None:
@@ -194,7 +194,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
         seconds[report.step.phase] = time.process_time() - exchange.left
 
     watched = Watched()
-    with Backing(scratch).used() if size * sites > models_gb * GB else nullcontext():
+    with Backing(scratch).used() if model * sites > models_gb * GB else nullcontext():
         server = chosen.make_server(ServerContext(plan, 0, 1, phases=chosen.site_class.phases))
         phases = {phase.name: phase for phase in chosen.site_class.phases}
         federation = Federation(server, exchange, exchange.manifest, on_step=after_step, reports=lambda phase: phases[phase].reports)
@@ -203,7 +203,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
     whole = sum(seconds[phase] for phase in seconds if phase in ("train", "score"))
     return {
         "model": model / GB,
-        "answers": size * sites / GB,
+        "answers": size / GB,
         "reading": reading,
         "summing": summing,
         "round": whole,
@@ -218,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--width", type=int, default=1, help="by how much the widths of VGG-16 are divided")
-    parser.add_argument("--models-gb", type=float, default=0.0, help="all answers of a step may have so much for models to lie in memory")
+    parser.add_argument("--models-gb", type=float, default=0.0, help="a model of every site may take so much for models to lie in memory")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -76,28 +76,24 @@ def test_a_run_in_files_is_taken_up(tmp_path: Path) -> None:
 
 def test_only_where_the_answers_of_all_sites_are_too_many(tmp_path: Path, seen: list[bool]) -> None:
     size = sum(tensor.nbytes for tensor in initial_network(load_task(TASK), 0).state_dict().values())
-    for site_bytes, expected in ((2 * size, False), (2 * size - 1, True)):
+    for most, expected in ((2 * size + 1, False), (2 * size - 1, True)):
         seen.clear()
-        run_local("fedavg", TASK, 2, rounds=1, seed=1, out=tmp_path / str(expected), models_gb=site_bytes / 10**9)
+        run_local("fedavg", TASK, 2, rounds=1, seed=1, out=tmp_path / str(expected), models_gb=most / 10**9)
         assert set(seen) == {expected}
 
 
 def test_what_the_gate_will_not_let_pass_is_left_as_it_is(tmp_path: Path) -> None:
     large = torch.zeros(200_000)
-    odd = {
-        "sparse": large.to_sparse(),
-        "meta": large.to("meta"),
-        "expanded": torch.zeros(1).expand(10**12),
-        "learnt": large.clone().requires_grad_(),
-        "text": "x",
-        "counts": torch.zeros(200_000, dtype=torch.int64),
-    }
+    odd: list[Any] = [large.to_sparse(), large.to("meta"), large.clone().requires_grad_(), "x", None]
+    replies = [Reply(Message({"model": {"odd": value, "good": large}})) for value in odd]
+    further = [Reply(Message({"model": "x"})), Reply(Message([])), Reply(problem="no images")]  # type: ignore[dict-item, arg-type]
+    other = {"expanded": torch.zeros(1).expand(10**12), "counts": torch.zeros(200_000, dtype=torch.int64)}
     with Backing(tmp_path).used():
-        reply = laid_aside(Reply(Message({"model": {**odd, "good": large}})))  # type: ignore[dict-item]
-        assert laid_aside(Reply(problem="no images")) == Reply(problem="no images")
-    assert reply.message is not None
-    found = reply.message.states["model"]
-    assert all(found[name] is value for name, value in odd.items())
+        assert all(laid_aside(reply) is reply for reply in [*replies, *further])
+        message = laid_aside(Reply(Message({"model": {**other, "good": large}}))).message
+    assert message is not None
+    found = message.states["model"]
+    assert all(found[name] is value for name, value in other.items())
     assert found["good"] is not large and found["good"].is_shared() and torch.equal(found["good"], large)
 
 
@@ -108,7 +104,7 @@ def most_memory(folder: Path, models_gb: float) -> float:
     command = [sys.executable, str(ROOT / "benchmarks/server.py"), "--one", "fedavg", str(folder), "--sites", "16", "--width", "8"]
     said = subprocess.run([*command, "--models-gb", str(models_gb)], env=environment, check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(said.stdout.splitlines()[-1])
-    assert found["answers"] == pytest.approx(16 * found["model"])
+    assert found["answers"] == pytest.approx(16 * found["model"], rel=0.01)
     return float(found["memory"] / found["model"])
 
 

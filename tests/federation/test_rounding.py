@@ -86,8 +86,8 @@ class TestWhatTravels:
         ("method", "phase", "rounded", "exact"),
         [
             ("scaffold", "train", {"model"}, {"control_update"}),
-            ("fedsm", "train", {"model", "personal"}, {"selector"}),
-            ("prr", "train", {"deputy"}, {"prototypes"}),
+            ("fedsm", "train", {"model", "personal"}, {"selector_gradient"}),
+            ("prr", "train", {"model"}, {"prototypes"}),
             ("prr", "share_normalisation", set(), {"normalisation"}),
             ("fedrep", "share", set(), {"own"}),
             ("fedrep", "train", {"model"}, set()),

@@ -39,11 +39,6 @@ class EntrySpec:
         squares = frozenset(name for name in state if unsigned or name.rpartition(".")[2] == _VARIANCE)
         return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, purpose, squares)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
-
 
 Manifest = dict[str, EntrySpec]
 

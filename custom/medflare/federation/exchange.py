@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-import torch
 from torch import Tensor
 
 from medflare.core.backing import backed, empty
 from medflare.core.message import Message
 from medflare.federation.outcome import Cost, Outcome
-from medflare.federation.screening.plain import one_line
+from medflare.federation.screening.plain import not_states, one_line
 from medflare.federation.screening.replies import DELIVERS, ENROLS, stateful, unfit, unreadable
 from medflare.methods.base import Step
 
@@ -45,19 +44,17 @@ def laid_aside(reply: Reply) -> Reply:
         reply: as it came from a site.
     """
     message = reply.message
-    if message is None or not backed():
+    if message is None or not backed() or not_states(message.states):
         return reply
-    states = {entry: {name: _laid_aside(value) for name, value in state.items()} for entry, state in message.states.items()}
+    states = {entry: {name: _laid_aside(tensor) for name, tensor in state.items()} for entry, state in message.states.items()}
     return replace(reply, message=Message(states, message.facts))
 
 
-def _laid_aside(value: object) -> Any:
-    """A tensor as most are, in its new place; anything else, and what is there already, as it is."""
-    if type(value) is not Tensor or value.is_nested or value.device.type != "cpu" or value.layout != torch.strided:
-        return value
-    if not value.is_floating_point() or not value.is_contiguous() or value.requires_grad or value.is_shared():
-        return value
-    return empty(value.shape, value.dtype).copy_(value)
+def _laid_aside(tensor: Tensor) -> Tensor:
+    """The tensor in its new place; counters, one that lies there already, and one that is larger than its memory, as they are."""
+    if not tensor.is_floating_point() or not tensor.is_contiguous() or tensor.is_shared():
+        return tensor
+    return empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 class Exchange(Protocol):

@@ -13,6 +13,7 @@ from medflare.core.backing import Backing
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
+from medflare.core.states import state_bytes
 from medflare.core.store import make_folder, write_json
 from medflare.data.sites.local import MODELS_GB
 from medflare.evaluation.console import round_line
@@ -25,7 +26,7 @@ from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings, check_rounds
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
-from medflare.methods.base import ServerContext, ServerHalf
+from medflare.methods.base import Plan, ServerContext, ServerHalf
 from medflare.methods.method import Method
 from medflare.networks.weights import starting_state
 from medflare.tasks.config import TaskConfig
@@ -45,7 +46,7 @@ class Run:
         checkpoints: folder for checkpoints where it is not `folder`.
         pictures: title -> PNG for the report; only an engine that has the sites' images anyway fills it.
         weights: file, or folder of the file, that the task's network starts from; None: see `networks.weights.found`.
-        models_gb: gigabytes that the answers of all sites to one step may have for all models to lie in memory, see `core.backing`.
+        models_gb: gigabytes that a model of every site may take for all models to lie in memory, see `core.backing`.
         about: what else a reader of the results should know (the engine, for example).
         say: takes progress lines.
         observe: called after every step, for tracking.
@@ -85,8 +86,9 @@ class Run:
         started, outcome, reason = time.monotonic(), Outcome(), ""
         _make_readable(self.folder)
         try:
-            with self._backing():
-                server = self._server()
+            plan = self._plan()
+            with self._backing(plan):
+                server = self._server(plan)
                 federation = self._federation(server, exchange, outcome)
                 federation.run(self._resumed(federation) if resume else 0)
                 keep_what_is_left(self, server, outcome)
@@ -108,18 +110,18 @@ class Run:
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
-    def _backing(self) -> AbstractContextManager[None]:
-        """Files for large states, where the answers of all sites to some step are more than `models_gb`."""
-        plan, site_class = self.method.plan(self.task, self.sites, self.hyper), self.method.site_class
-        answers = (sum(spec.nbytes for spec in site_class.manifest(phase.name, plan).values()) for phase in site_class.phases)
-        if max(answers, default=0) * len(self.sites) <= self.models_gb * 10**9:
+    def _plan(self) -> Plan[Any, Any]:
+        self.method.check(self.hyper, self.task)
+        check_rounds(self.settings.rounds, self.task, self.method)
+        return self.method.plan(self.task, self.sites, self.hyper)
+
+    def _backing(self, plan: Plan[Any, Any]) -> AbstractContextManager[None]:
+        """Files for large states, where a model of every site is more than `models_gb`."""
+        if state_bytes(plan.template()) * len(self.sites) <= self.models_gb * 10**9:
             return nullcontext()
         return Backing(self.checkpoints or self.folder or Path(tempfile.gettempdir())).used()
 
-    def _server(self) -> ServerHalf[Any]:
-        self.method.check(self.hyper, self.task)
-        check_rounds(self.settings.rounds, self.task, self.method)
-        plan = self.method.plan(self.task, self.sites, self.hyper)
+    def _server(self, plan: Plan[Any, Any]) -> ServerHalf[Any]:
         context = ServerContext(
             plan,
             self.settings.seed,

@@ -85,7 +85,7 @@ def run_local(
         resume: go on where an interrupted run left `out`; everything else must be as it was.
         workers: how many sites train at the same time, each in a process of its own with OMP_NUM_THREADS threads (one where that
             is not set); any number gives the same models. None: one after the other in this process, on all of torch's threads.
-        models_gb: gigabytes that the answers of all sites to one step may have for all models to lie in memory, see `core.backing`.
+        models_gb: gigabytes that a model of every site may take for all models to lie in memory, see `core.backing`.
         say: takes a progress line a step.
         observe: called after every step.
         delivered: called at a site with every final model that it measured; with several workers that is in the site's process.
