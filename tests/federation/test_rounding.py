@@ -126,7 +126,9 @@ def test_a_trained_run_ends_where_one_in_fp32_does(method: str) -> None:
     task = squares.task(network=INSTANCE_UNET, local_epochs=4)
     found = []
     for wire in ("fp32", "bf16"):
-        results = run_local(method, task, ["A", "B"], rounds=6, seed=squares.SEED, wire=wire, opener=lambda name, role: squares.site(name, task))
+        results = run_local(
+            method, task, ["A", "B"], rounds=6, seed=squares.SEED, wire=wire, opener=lambda name, role: squares.site(name, task)
+        )
         assert results["status"] == "COMPLETED" and results["configuration"]["settings"]["wire"] == wire, results["reason"]
         found.append([site["metrics"]["deployed"]["dice"] for site in results["sites"].values()])
         found.append([event["kind"] for event in results["events"]])
