@@ -66,11 +66,14 @@ def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
     products = torch.zeros(len(sites), len(sites), dtype=torch.float64)
     sent = [0.0] * len(sites)
     for name in [name for name, tensor in states[0].items() if tensor.is_floating_point()]:
-        begun = [origin.get(name, _NOTHING).expand_as(state[name]) for state, origin in zip(states, origins, strict=True)]
-        for parts in stretches([*begun, *(state[name] for state in states)]):
-            starts = [part.double() for part in parts[: len(sites)]]
-            sent = [length + float(start.square().sum()) for length, start in zip(sent, starts, strict=True)]
-            updates = torch.stack([part.double() - start for part, start in zip(parts[len(sites) :], starts, strict=True)])
+        begun = [origin.get(name, _NOTHING) for origin in origins]
+        different = {id(tensor): tensor.expand_as(states[0][name]) for tensor in begun}  # one, where all were sent the same
+        for parts in stretches([*different.values(), *(state[name] for state in states)]):
+            starts = {which: part.double() for which, part in zip(different, parts, strict=False)}
+            squares = {which: float(start.square().sum()) for which, start in starts.items()}
+            sent = [length + squares[id(tensor)] for length, tensor in zip(sent, begun, strict=True)]
+            own = zip(parts[len(different) :], begun, strict=True)
+            updates = torch.stack([part.double() - starts[id(tensor)] for part, tensor in own])
             products += updates @ updates.T
     whole = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
     return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), whole)
