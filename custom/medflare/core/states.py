@@ -86,6 +86,28 @@ def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
     return mean
 
 
+def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
+    """(K, K) inner products <w_j - w, w_k - w> in float64.
+
+    Args:
+        tensors: w_k, all of one shape.
+        origin: w, of the same.
+
+    Examples:
+        >>> gram([torch.tensor([2.0, 1.0]), torch.tensor([1.0, 3.0])], torch.tensor([1.0, 1.0]))
+        tensor([[1., 0.],
+                [0., 4.]], dtype=torch.float64)
+    """
+    total = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
+    room = torch.empty(len(tensors) * min(LONG, origin.numel()), dtype=torch.float64)  # made once: the system takes its time to give it
+    for begun, *parts in stretches([origin, *tensors], LONG):
+        deltas, start = room[: len(parts) * begun.numel()].view(len(parts), -1), begun.to(torch.float64)
+        for delta, part in zip(deltas, parts, strict=True):
+            delta.copy_(part).sub_(start)
+        total += deltas @ deltas.T
+    return total
+
+
 def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDict:
     """new - old for floating entries; integer entries keep the new value.
 

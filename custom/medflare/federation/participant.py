@@ -140,12 +140,11 @@ class Participant:
         if phase == ENROL:
             return self._enrol(round, incoming)
         step, rounds, rounded = self._gate.numbers(phase, round, incoming)
-        recalled = self._half.recall(step)
-        self._gate.refuse(phase, round, incoming, recalled, rounded)
-        rounding = Rounding(recalled.plan) if rounded else None
-        incoming = incoming if rounding is None else rounding.widened(incoming)
+        self._gate.refuse(phase, round, incoming, self._half.recall(step), rounded)
         self.keeper.tell(phase, round, rounds, True)
         with self._half.ready(step, kept=phase != DELIVER) as half:
+            rounding = Rounding(half.plan) if rounded else None
+            incoming = incoming if rounding is None else rounding.widened(incoming)
             half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
             if phase == DELIVER:
                 reply = self._deliver(half, incoming)

@@ -87,7 +87,7 @@ class Run:
         _make_readable(self.folder)
         try:
             plan = self._plan()
-            with self._backing(plan):
+            with _backing(self, plan):
                 server = self._server(plan)
                 federation = self._federation(server, exchange, outcome)
                 federation.run(self._resumed(federation) if resume else 0)
@@ -114,12 +114,6 @@ class Run:
         self.method.check(self.hyper, self.task)
         check_rounds(self.settings.rounds, self.task, self.method)
         return self.method.plan(self.task, self.sites, self.hyper)
-
-    def _backing(self, plan: Plan[Any, Any]) -> AbstractContextManager[None]:
-        """Files for large states, where a model of every site is more than `models_gb`."""
-        if state_bytes(plan.template()) * len(self.sites) <= self.models_gb * 10**9:
-            return nullcontext()
-        return Backing(self.checkpoints or self.folder or Path(tempfile.gettempdir())).used()
 
     def _server(self, plan: Plan[Any, Any]) -> ServerHalf[Any]:
         context = ServerContext(
@@ -189,6 +183,13 @@ class Run:
             **steering,
         }
         return Checkpoint(folder, plan)
+
+
+def _backing(run: Run, plan: Plan[Any, Any]) -> AbstractContextManager[None]:
+    """Files for large states, where a model of every site is more than `models_gb`."""
+    if state_bytes(plan.template()) * len(run.sites) <= run.models_gb * 10**9:
+        return nullcontext()
+    return Backing(run.checkpoints or run.folder or Path(tempfile.gettempdir())).used()
 
 
 # -- results -----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import EntrySpec, Fact, Manifest, violation
+from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed
@@ -128,7 +128,7 @@ class Federation:
 
     def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Screened, dict[str, str]]:
         """Usable replies in sorted site order, and the reason for every other site; each reason becomes an event."""
-        replies = self._asked(step, outgoing)
+        replies = ask_rounded(self._courier, self._rounding, self.server.context.phases, step, outgoing)
         rejected: dict[str, str] = {}
         for site, reply in replies.items():
             if reply.message is None:
@@ -149,21 +149,6 @@ class Federation:
                 self.events.add(kind, text, site=site, round=step.round)
             self.events.extend(message.facts.pop("events", []), site=site, round=step.round)
         return screened, {**rejected, **screened.rejected}
-
-    def _asked(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        """The replies; where weights travel rounded, as they were meant."""
-        rounding, phase = self._rounding, next((phase for phase in self.server.context.phases if phase.name == step.phase), None)
-        if rounding is None or phase is None:
-            return self._courier.ask(step, outgoing)
-        shared: dict[int, Tensor] = {}
-        replies = self._courier.ask(step, {site: rounding.down(phase, message, shared) for site, message in outgoing.items()})
-        manifest = rounding.manifest(phase)
-        for site, reply in replies.items():
-            if reply.message is not None and (problem := violation(reply.message, manifest)):
-                replies[site] = Reply(problem=f"update to '{step.phase}' not used: {problem}", kind="rejected", seconds=reply.seconds)
-            elif reply.message is not None:
-                replies[site] = replace(reply, message=rounding.restored(reply.message, outgoing[site]))
-        return replies
 
     def _take(self, step: Step, screened: Screened) -> None:
         """The usable replies of a step that is done: name what is odd about them, remember them, and cap what they count for."""
@@ -191,6 +176,32 @@ class Federation:
             self.outcome.delivered[site] = facts
         if not self.outcome.delivered:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
+
+
+def ask_rounded(
+    courier: Courier, rounding: Rounding | None, phases: Sequence[Phase], step: Step, outgoing: Mapping[str, Message]
+) -> dict[str, Reply]:
+    """Site -> reply; where weights travel rounded, the reply as it was meant.
+
+    Args:
+        courier: asks the sites.
+        rounding: of the run; None: weights travel in fp32.
+        phases: as the site half declares them.
+        step: what is asked.
+        outgoing: site -> what it is sent, in fp32.
+    """
+    phase = next((phase for phase in phases if phase.name == step.phase), None)
+    if rounding is None or phase is None:
+        return courier.ask(step, outgoing)
+    shared: dict[int, Tensor] = {}
+    replies = courier.ask(step, {site: rounding.down(phase, message, shared) for site, message in outgoing.items()})
+    manifest = rounding.manifest(phase)
+    for site, reply in replies.items():
+        if reply.message is not None and (problem := violation(reply.message, manifest)):
+            replies[site] = Reply(problem=f"update to '{step.phase}' not used: {problem}", kind="rejected", seconds=reply.seconds)
+        elif reply.message is not None:
+            replies[site] = replace(reply, message=rounding.restored(reply.message, outgoing[site]))
+    return replies
 
 
 def steps_now(federation: Federation, finished: int) -> list[Step]:

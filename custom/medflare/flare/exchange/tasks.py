@@ -73,11 +73,8 @@ class TaskExchange:
         enrol_timeout: float,
         watch: Watch,
     ):
-        self.controller = controller
-        self.fl_ctx = fl_ctx
-        self.abort_signal = abort_signal
-        self.members = members
-        self.outside = tuple(outside)
+        self.controller, self.fl_ctx, self.abort_signal = controller, fl_ctx, abort_signal
+        self.members, self.outside = members, tuple(outside)
         self.stop_reason = stop_reason
         self.step_timeout, self.enrol_timeout = step_timeout, enrol_timeout
         self.watch = watch
@@ -111,7 +108,7 @@ class TaskExchange:
             for one in asked.values():
                 if not one.answered:
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
-        return {site: problems.get(site) or one.reply or Reply(problem="no answer", kind="missing") for site, one in asked.items()}
+        return {site: problems.get(site) or _taken(one) for site, one in asked.items()}
 
     def wait_for_task(self, site: str, seconds: float) -> None:
         """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`."""
@@ -172,13 +169,12 @@ class TaskExchange:
         started = busy = time.monotonic()
         problems: dict[str, Reply] = {}
         while True:
-            self._take_in()
+            for one in self._asked.values():
+                _taken(one)  # while further answers may come
             with self._changed:
-                pending = {site: one for site, one in self._asked.items() if one.reply is None and site not in problems}
+                pending = {site: one for site, one in self._asked.items() if not one.answered and site not in problems}
                 if not pending:
                     return problems
-                if any(one.answered for one in pending.values()):
-                    continue
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
@@ -190,16 +186,8 @@ class TaskExchange:
                 gone = {site: why for site, one in pending.items() if (why := self._gone(step, site, one, busy))}
                 self.watch.lost |= gone.keys()
                 problems |= {site: Reply(problem=why, kind="missing") for site, why in gone.items()}
-                if any(one.fetched for site, one in pending.items() if site not in gone):
-                    busy = time.monotonic()
+                busy = time.monotonic() if any(one.fetched for site, one in pending.items() if site not in gone) else busy
                 self._changed.wait(_LOOK)
-
-    def _take_in(self) -> None:
-        """Read the answers that have come and lay their states aside, one after the other, while further ones may come."""
-        for one in self._asked.values():
-            if one.answer is not None:
-                one.reply = replace(laid_aside(_reply(one.answer)), seconds=one.seconds)
-                one.answer = None
 
     def _gone(self, step: Step, site: str, asked: _Asked, busy: float) -> str:
         """Why a site cannot be expected to answer; empty as long as it can."""
@@ -211,6 +199,13 @@ class TaskExchange:
 def _overdue(step: Step, asked: _Asked, timeout: float) -> Reply:
     state = "was still at work" if asked.fetched else "had not fetched its task"
     return Reply(problem=f"'{step.phase}' of round {step.round} was closed after {timeout:g} s; the site {state}", kind="late")
+
+
+def _taken(one: _Asked) -> Reply:
+    """The site's reply; its answer is read once, and laid aside."""
+    if one.answer is not None:
+        one.reply, one.answer = replace(laid_aside(_reply(one.answer)), seconds=one.seconds), None
+    return one.reply or Reply(problem="no answer", kind="missing")
 
 
 def _reply(answer: Shareable) -> Reply:
