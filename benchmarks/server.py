@@ -1,6 +1,6 @@
 """What a round of large models costs the server, beside reading the answers of all sites once, measured in one run.
 
-    python benchmarks/server.py                      # VGG-16 (138 million weights), 4 sites: 2.2 GB, and three times that on the disk
+    python benchmarks/server.py                      # VGG-16 (138 million weights), 4 sites: up to 16 GB of disk
     python benchmarks/server.py --width 16           # a sixteenth of its widths
     python benchmarks/server.py --models-gb 100      # all in memory
 
