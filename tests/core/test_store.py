@@ -13,7 +13,7 @@ from torch import nn
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.store import StateStore, csv_text, message_to_bytes, read_message, write_atomically, write_json
+from medflare.core.store import StateStore, csv_text, read_message, write_json, write_message
 
 
 @pytest.fixture
@@ -62,20 +62,25 @@ def test_save_replaces(tmp_path: Path, message: Message) -> None:
 def test_tied_and_strided_tensors_are_stored(tmp_path: Path) -> None:
     layer = nn.Linear(3, 3)
     tied = {"first": layer.weight, "second": layer.weight, "turned": layer.weight.t()}
-    write_atomically(tmp_path / "m", message_to_bytes(Message({"model": tied})))
+    write_message(tmp_path / "m", Message({"model": tied}))
     back = read_message(tmp_path / "m").states["model"]
     assert all(torch.equal(back[name], tied[name]) for name in tied)
     assert not back["first"].requires_grad
 
 
-def test_equal_messages_have_equal_bytes(message: Message) -> None:
+def bytes_of(message: Message, folder: Path) -> bytes:
+    write_message(folder / "bytes", message)
+    return (folder / "bytes").read_bytes()
+
+
+def test_equal_messages_have_equal_bytes(tmp_path: Path, message: Message) -> None:
     turned = {entry: dict(reversed(state.items())) for entry, state in reversed(message.states.items())}
     again = Message(turned, dict(reversed(message.facts.items())))
-    assert message_to_bytes(message) == message_to_bytes(again)
+    assert bytes_of(message, tmp_path) == bytes_of(again, tmp_path)
 
 
 def test_every_truncation_is_found(tmp_path: Path, message: Message) -> None:
-    content = message_to_bytes(message)
+    content = bytes_of(message, tmp_path)
     path = tmp_path / "cut.safetensors"
     for length in [0, 4, 8, 50, len(content) // 2, len(content) - 1]:
         path.write_bytes(content[:length])
@@ -84,7 +89,7 @@ def test_every_truncation_is_found(tmp_path: Path, message: Message) -> None:
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
-    content = message_to_bytes(Message({"a": {"w": torch.arange(6.0).reshape(2, 3)}, "b": {}}, {"round": 12}))
+    content = bytes_of(Message({"a": {"w": torch.arange(6.0).reshape(2, 3)}, "b": {}}, {"round": 12}), tmp_path)
     path = tmp_path / "flipped"
     undetected = []
     for position in range(len(content)):

@@ -4,7 +4,7 @@ import platform
 
 import torch
 
-from medflare.core.versions import installed_versions
+from medflare.core.packages import installed_versions
 
 
 def test_versions_of_what_is_installed() -> None:

@@ -23,6 +23,7 @@ def test_all_that_a_run_fixes_has_a_name_and_a_default_but_rounds_and_seed() -> 
         "max_share",
         "suspects",
         "patience",
+        "wire",
         "step_timeout",
         "enrol_timeout",
         "silence",
@@ -30,7 +31,7 @@ def test_all_that_a_run_fixes_has_a_name_and_a_default_but_rounds_and_seed() -> 
     )
     assert run_settings(NEEDED) == RunSettings(rounds=3, seed=1)
     few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_share": None, "suspects": "used", "patience": None}
-    defaults = {**few, "step_timeout": 0.0, "enrol_timeout": 3600.0, "silence": 120.0, "resume": ""}
+    defaults = {**few, "wire": "fp32", "step_timeout": 0.0, "enrol_timeout": 3600.0, "silence": 120.0, "resume": ""}
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
 
@@ -44,6 +45,7 @@ def test_what_json_has_is_taken_and_comes_back() -> None:
         "max_share": 0.5,
         "suspects": "rejected",
         "patience": 4,
+        "wire": "bf16",
         "step_timeout": 60,
         "enrol_timeout": 0.5,
         "silence": 30.5,

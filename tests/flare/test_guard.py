@@ -18,6 +18,7 @@ from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.federation.screening.rounding import Rounding
 from medflare.federation.settings import FACTS_LIMIT
 from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
@@ -105,6 +106,26 @@ def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update
     assert row["sent"] == "no" and words in row["purpose"]
 
 
+def rounded(spec: ParticipantSpec, update: Message) -> tuple[Message, Message]:
+    """(what the server sends of weights that are 0.5 smaller than the site's, what the site answers), with weights rounded."""
+    plan = get_method("fedavg").plan(load_task(Path(spec.task_file)), (SITE, "other"), {})
+    rounding, train = Rounding(plan), get_method("fedavg").site_class.phase("train")
+    weights = {name: tensor - 0.5 if tensor.is_floating_point() else tensor for name, tensor in update.states["model"].items()}
+    incoming = rounding.down(train, Message({"model": weights}), {})
+    return incoming, rounding.up(train, update, rounding.widened(incoming))
+
+
+def test_the_wire_of_the_run_is_part_of_what_is_declared(spec: ParticipantSpec, update: Message) -> None:
+    """Rounded where the server sends it so, and then nothing else; the report has the bytes that leave."""
+    incoming, reply = rounded(spec, update)
+    sent = to_shareable(reply)
+    assert OutboundGuard().process(sent, prepared(spec, incoming)) is sent
+    model, _ = report(spec)
+    assert int(model["bytes"]) == reply.nbytes < 0.6 * update.nbytes
+    assert "expected torch.bfloat16" in kept_back(OutboundGuard().process(to_shareable(update), prepared(spec, incoming)))
+    assert "expected torch.float32" in kept_back(OutboundGuard().process(sent, prepared(spec, Message(update.states))))
+
+
 def test_a_fingerprint_leaves_as_facts_alone(spec: ParticipantSpec) -> None:
     survey = replace(spec, method="fingerprint")
     fl_ctx = prepared(survey, Message())
@@ -182,6 +203,16 @@ class TestPrivacyFiltersOfFlare:
             expected = incoming[name] + 0.25 if tensor.is_floating_point() else incoming[name]
             torch.testing.assert_close(tensor, expected)
         assert OutboundGuard().process(sent, context).get_return_code() == ReturnCode.OK, "shapes and dtypes are the declared ones"
+
+    def test_rounded_updates_are_filtered_as_the_changes_that_they_are(self, spec: ParticipantSpec, update: Message) -> None:
+        incoming, reply = rounded(spec, update)
+        context = prepared(spec, incoming)
+        sent = UpdatePrivacy("percentile", {"percentile": 0, "gamma": 0.25}).process(to_shareable(reply), context)
+        for name, tensor in to_message(sent).states["model"].items():
+            assert tensor.dtype == reply.states["model"][name].dtype
+            if tensor.dtype == torch.bfloat16:
+                assert torch.equal(tensor, torch.full_like(tensor, 0.25)), "of a change of 0.5"
+        assert OutboundGuard().process(sent, context).get_return_code() == ReturnCode.OK
 
     def test_svt_sends_part_of_the_change(self, spec: ParticipantSpec, update: Message) -> None:
         incoming = {name: tensor - 0.5 if tensor.is_floating_point() else tensor for name, tensor in update.states["model"].items()}

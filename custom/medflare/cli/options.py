@@ -81,6 +81,7 @@ def add_federation_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--max-share", type=float, metavar="SHARE", help="of all training images a site counts for at most (default: any)")
     run.add_argument("--suspects", choices=("used", "rejected"), help="what becomes of updates against all others (default: used)")
     run.add_argument("--patience", type=int, metavar="ROUNDS", help="end after so many rounds without a better model (default: all rounds)")
+    run.add_argument("--wire", choices=("fp32", "bf16"), help="form in which weights travel; bf16: half the bytes (default: fp32)")
     flare = parser.add_argument_group("settings of the run under FLARE (a plain loop waits for nobody)")
     flare.add_argument(
         "--step-timeout", type=float, metavar="SECONDS", help="go on without sites that have not answered by then (default: wait)"
@@ -137,7 +138,7 @@ def add_data_root(parser: argparse.ArgumentParser) -> None:
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of the run and the choice of halves, as both engines take them; what has a default of FLARE's is left out."""
     names = ("seed", "min_sites", "sites_per_round", "site_half", "server_half")
-    defaulted = ("step_timeout", "enrol_timeout", "silence", "max_share", "suspects", "patience")
+    defaulted = ("step_timeout", "enrol_timeout", "silence", "max_share", "suspects", "patience", "wire")
     chosen = {name: value for name in defaulted if (value := getattr(options, name)) is not None}
     return {**{name: getattr(options, name) for name in names}, "outside": names_in(options.outside), **chosen}
 

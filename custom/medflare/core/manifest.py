@@ -65,6 +65,7 @@ class Entry(str):
         when: plan -> whether it is sent under these settings.
         unsigned: whether it holds no number below 0.
         sometimes: whether the server's message may lack it.
+        exact: whether its numbers travel as they are in any case, though they look like weights of the network.
     """
 
     purpose: str
@@ -72,6 +73,7 @@ class Entry(str):
     when: Callable[[Any], bool]
     unsigned: bool
     sometimes: bool
+    exact: bool
 
     def __new__(
         cls,
@@ -82,10 +84,11 @@ class Entry(str):
         *,
         unsigned: bool = False,
         sometimes: bool = False,
+        exact: bool = False,
     ) -> "Entry":
         entry = super().__new__(cls, name)
         entry.purpose, entry.template, entry.when = purpose, template, when
-        entry.unsigned, entry.sometimes = unsigned, sometimes
+        entry.unsigned, entry.sometimes, entry.exact = unsigned, sometimes, exact
         return entry
 
     def spec(self, plan: Any) -> EntrySpec:
@@ -98,7 +101,7 @@ class Entry(str):
 
     def maybe(self) -> "Entry":
         """The same, in a message that may lack it."""
-        return Entry(self, self.purpose, self.template, self.when, unsigned=self.unsigned, sometimes=True)
+        return Entry(self, self.purpose, self.template, self.when, unsigned=self.unsigned, sometimes=True, exact=self.exact)
 
     def of(self, site: str) -> str:
         """The family's entry of one site."""

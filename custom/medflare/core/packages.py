@@ -1,9 +1,16 @@
-"""Packages that a site may do without: a job that carries medflare's code runs on what torch, MONAI and FLARE bring along."""
+"""Installed packages: those that a site may do without, and the versions of those that a result depends on.
 
+A job that carries medflare's code runs on what torch, MONAI and FLARE bring along.
+"""
+
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from medflare.core.errors import ConfigError, MedflareError
 
+_RECORDED = ("medflare", "nvflare", "torch", "monai", "numpy")
 # Names to install by, where they are not the names to import by.
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 
@@ -26,3 +33,17 @@ def require(module: str, purpose: str, error: type[MedflareError] = ConfigError)
     if not installed(module):
         name = _DISTRIBUTIONS.get(module, module)
         raise error(f"{purpose} needs the package {name}, which is not installed here: pip install {name}")
+
+
+def installed_versions() -> dict[str, str]:
+    """Package -> version of Python and of what a result depends on; a package that is not installed is left out."""
+    found = {package: _version(package) for package in _RECORDED}
+    return {"python": platform.python_version()} | {package: number for package, number in found.items() if number is not None}
+
+
+@cache  # reads the whole of a package's description
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # for example medflare itself where its code travels inside the job
+        return None

@@ -1,13 +1,32 @@
 """Arithmetic on state dicts: pure functions, float64 accumulation, sorted order, integer buffers copied and never averaged."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from medflare.core.backing import empty
+
 StateDict = dict[str, Tensor]
+CACHED: Final = 2**15  # numbers of each tensor at a time, so that what is made of them stays in the processor's cache
+LONG: Final = 2**19  # the same for sums that decide about weights: as many as most tensors have, whose sums are then of one piece
+
+
+def stretches(tensors: Sequence[Tensor], size: int = CACHED) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape side by side, laid out flat, a stretch at a time: what is computed of them needs no room of their size.
+
+    Args:
+        tensors: all of one shape; of a contiguous one the stretches share its memory.
+        size: numbers of a stretch; the last one may have fewer.
+
+    Examples:
+        >>> [(a.tolist(), b.tolist()) for a, b in stretches([torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6], [7, 8]])], size=3)]
+        [([1, 2, 3], [5, 6, 7]), ([4], [8])]
+    """
+    return zip(*(tensor.reshape(-1).split(size) for tensor in tensors), strict=True)
 
 
 def copy_state(state: Mapping[str, Tensor]) -> StateDict:
@@ -16,7 +35,7 @@ def copy_state(state: Mapping[str, Tensor]) -> StateDict:
     Args:
         state: name -> tensor, on any device, with or without a graph.
     """
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+    return {name: empty(tensor.shape, tensor.dtype).copy_(tensor.detach()) for name, tensor in state.items()}
 
 
 def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float]) -> StateDict:
@@ -58,10 +77,35 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
 def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
     if not tensors[0].is_floating_point():
         return torch.stack(tensors).amax(dim=0)
-    total = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor, share in zip(tensors, shares, strict=True):
-        total.add_(tensor.to(torch.float64), alpha=share)
-    return total.to(tensors[0].dtype)
+    mean = empty(tensors[0].shape, tensors[0].dtype)
+    for found, *parts in stretches([mean, *tensors]):
+        total = torch.zeros(found.shape, dtype=torch.float64)
+        for part, share in zip(parts, shares, strict=True):
+            total.add_(part.to(torch.float64), alpha=share)
+        found.copy_(total)
+    return mean
+
+
+def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
+    """(K, K) inner products <w_j - w, w_k - w> in float64.
+
+    Args:
+        tensors: w_k, all of one shape.
+        origin: w, of the same.
+
+    Examples:
+        >>> gram([torch.tensor([2.0, 1.0]), torch.tensor([1.0, 3.0])], torch.tensor([1.0, 1.0]))
+        tensor([[1., 0.],
+                [0., 4.]], dtype=torch.float64)
+    """
+    total = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
+    room = torch.empty(len(tensors) * min(LONG, origin.numel()), dtype=torch.float64)  # made once: the system takes its time to give it
+    for begun, *parts in stretches([origin, *tensors], LONG):
+        deltas, start = room[: len(parts) * begun.numel()].view(len(parts), -1), begun.to(torch.float64)
+        for delta, part in zip(deltas, parts, strict=True):
+            delta.copy_(part).sub_(start)
+        total += deltas @ deltas.T
+    return total
 
 
 def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDict:

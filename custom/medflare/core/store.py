@@ -11,13 +11,14 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_safetensors
+from safetensors.torch import save_file
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
@@ -37,17 +38,44 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
         public: whether file and folders get the permissions of the user's umask, as a report that is there to be read. Else they are for
             this account alone: most of what is written is made of patients' images, or of models that know them.
     """
+    with replacing(path, public=public) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
+    """An empty file beside `path`, which takes its place in one step once the block has written it; see `write_atomically`.
+
+    Args:
+        path: the file.
+        public: as for `write_atomically`.
+
+    Yields:
+        The path of the file to write, which is there already with its permissions.
+    """
     make_folder(path.parent, public=public)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb", opener=None if public else own_opener) as file:
-            file.write(content)
-            file.flush()
+            yield temporary
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits.
+
+    Args:
+        path: of the file, which is not read into memory at once.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def own_opener(path: str, flags: int) -> int:
@@ -98,14 +126,39 @@ def _no_formula(value: Any) -> Any:
     return value  # a negative number
 
 
-def message_to_bytes(message: Message) -> bytes:
-    """The message as a safetensors file; equal messages give equal bytes."""
-    tensors = {
-        f"{entry}{_SEPARATOR}{name}": tensor for entry, state in message.states.items() for name, tensor in copy_state(state).items()
-    }
+def write_message(path: Path, message: Message) -> None:
+    """Write the message as a safetensors file, atomically and without a copy of it in memory; equal messages give equal files.
+
+    Args:
+        path: of the file.
+        message: to write.
+
+    Raises:
+        OSError: it cannot be written; what was there before is whole.
+    """
+    tensors = _named(message)
     content = {"facts": message.facts, "entries": sorted(message.states)}
     header = json.dumps({**content, "digest": _digest(tensors, content)}, sort_keys=True)
-    return to_safetensors(tensors, metadata={_HEADER: header})  # one field: safetensors writes several in any order
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={_HEADER: header})  # one field: safetensors writes several in any order
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
+
+
+def _named(message: Message) -> StateDict:
+    """All tensors by entry and name as they can be written: on the CPU, contiguous, and none in the memory of another one."""
+    named = {
+        f"{entry}{_SEPARATOR}{name}": tensor.detach().to("cpu").contiguous()
+        for entry, state in message.states.items()
+        for name, tensor in state.items()
+    }
+    end = 0
+    for key, tensor in sorted(named.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            named[key] = copy_state({key: tensor})[key]
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return named
 
 
 def read_message(path: Path) -> Message:
@@ -199,7 +252,7 @@ class StateStore:
 
     def save(self, name: str, message: Message) -> None:
         """Write a message to its file, atomically."""
-        write_atomically(self.path(name), message_to_bytes(message))
+        write_message(self.path(name), message)
 
     def load(self, name: str) -> Message | None:
         """The message saved under `name`, or None where none was.

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from medflare.core.events import Event
-from medflare.core.versions import installed_versions
+from medflare.core.packages import installed_versions
 from medflare.evaluation.names import COMPLETED, FAILED, MODELS, ROLES, RUNNING, SCHEMA, SPLITS, UNKNOWN
 from medflare.tasks.config import TaskConfig
 

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+from torch import Tensor
+
+from medflare.core.backing import backed, empty
 from medflare.core.message import Message
 from medflare.federation.outcome import Cost, Outcome
-from medflare.federation.screening.plain import one_line
+from medflare.federation.screening.plain import not_states, one_line
 from medflare.federation.screening.replies import DELIVERS, ENROLS, stateful, unfit, unreadable
 from medflare.methods.base import Step
 
@@ -32,8 +35,33 @@ class Reply:
     seconds: float = field(default=0.0, compare=False)
 
 
+def laid_aside(reply: Reply) -> Reply:
+    """The reply with its large tensors where `core.backing` has them, so that those of other sites find room in memory.
+
+    An exchange calls it on every reply as it comes. What the gate will not let pass is left as it is.
+
+    Args:
+        reply: as it came from a site.
+    """
+    message = reply.message
+    if message is None or not backed() or not_states(message.states):
+        return reply
+    states = {entry: {name: _laid_aside(tensor) for name, tensor in state.items()} for entry, state in message.states.items()}
+    return replace(reply, message=Message(states, message.facts))
+
+
+def _laid_aside(tensor: Tensor) -> Tensor:
+    """The tensor in its new place; counters, one that lies there already, and one that is larger than its memory, as they are."""
+    if not tensor.is_floating_point() or not tensor.is_contiguous() or tensor.is_shared():
+        return tensor
+    return empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
 class Exchange(Protocol):
-    """How messages reach the sites. Implementations never raise for one site's fault: they return a Reply that says so."""
+    """How messages reach the sites. Implementations never raise for one site's fault: they return a Reply that says so.
+
+    They call `laid_aside` on every reply as it comes.
+    """
 
     def present(self, round: int) -> list[str]:
         """Names of the sites that can be asked in this round."""

@@ -18,6 +18,7 @@ from medflare.federation.exchange import DELIVER, ENROL, START
 from medflare.federation.memory import RememberedHalf
 from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
 from medflare.federation.screening.replies import DELIVERS
+from medflare.federation.screening.rounding import Rounding
 from medflare.federation.screening.withholding import rare_classes, too_few, withhold
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
@@ -138,16 +139,19 @@ class Participant:
         self.began = time.monotonic()
         if phase == ENROL:
             return self._enrol(round, incoming)
-        step, rounds = self._gate.numbers(phase, round, incoming, self._half.steps)
-        self._gate.refuse(phase, round, incoming, self._half.recall(step))
+        step, rounds, rounded = self._gate.numbers(phase, round, incoming, self._half.steps)
+        self._gate.refuse(phase, round, incoming, self._half.recall(step), rounded)
         self.keeper.tell(phase, round, rounds, True)
         with self._half.ready(step, kept=phase != DELIVER) as half:
+            rounding = Rounding(half.plan) if rounded else None
+            incoming = incoming if rounding is None else rounding.widened(incoming)
             half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
             if phase == DELIVER:
                 reply = self._deliver(half, incoming)
             else:
                 reply = half.perform(phase, round, incoming)
                 withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
+                reply = reply if rounding is None else rounding.up(half.phase(phase), reply, incoming)
         self.keeper.tell(phase, round, rounds, False)
         return reply
 

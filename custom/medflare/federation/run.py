@@ -1,16 +1,21 @@
 """One run from settings to results: what the plain loop and the FLARE controller have in common around the schedule."""
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from medflare.core.backing import Backing
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
 from medflare.core.manifest import Manifest
+from medflare.core.states import state_bytes
 from medflare.core.store import make_folder, write_json
+from medflare.data.sites.local import MODELS_GB
 from medflare.evaluation.console import round_line
 from medflare.evaluation.results import UNKNOWN, LiveReport, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
@@ -21,7 +26,7 @@ from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings, check_rounds
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
-from medflare.methods.base import ServerContext, ServerHalf
+from medflare.methods.base import Plan, ServerContext, ServerHalf
 from medflare.methods.method import Method
 from medflare.networks.weights import starting_state
 from medflare.tasks.config import TaskConfig
@@ -41,6 +46,7 @@ class Run:
         checkpoints: folder for checkpoints where it is not `folder`.
         pictures: title -> PNG for the report; only an engine that has the sites' images anyway fills it.
         weights: file, or folder of the file, that the task's network starts from; None: see `networks.weights.found`.
+        models_gb: gigabytes that a model of every site may take for all models to lie in memory, see `core.backing`.
         about: what else a reader of the results should know (the engine, for example).
         say: takes progress lines.
         observe: called after every step, for tracking.
@@ -55,6 +61,7 @@ class Run:
     folder: Path | None = None
     checkpoints: Path | None = None
     weights: Path | None = None
+    models_gb: float = MODELS_GB
     pictures: dict[str, bytes] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
@@ -79,10 +86,12 @@ class Run:
         started, outcome, reason = time.monotonic(), Outcome(), ""
         _make_readable(self.folder)
         try:
-            server = self._server()
-            federation = self._federation(server, exchange, outcome)
-            federation.run(self._resumed(federation) if resume else 0)
-            keep_what_is_left(self, server, outcome)
+            plan = self._plan()
+            with _backing(self, plan):
+                server = self._server(plan)
+                federation = self._federation(server, exchange, outcome)
+                federation.run(self._resumed(federation) if resume else 0)
+                keep_what_is_left(self, server, outcome)
         except Aborted as error:
             reason = f"aborted: {error}"
             self.events.add("aborted", str(error))
@@ -101,10 +110,12 @@ class Run:
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
-    def _server(self) -> ServerHalf[Any]:
+    def _plan(self) -> Plan[Any, Any]:
         self.method.check(self.hyper, self.task)
         check_rounds(self.settings.rounds, self.task, self.method)
-        plan = self.method.plan(self.task, self.sites, self.hyper)
+        return self.method.plan(self.task, self.sites, self.hyper)
+
+    def _server(self, plan: Plan[Any, Any]) -> ServerHalf[Any]:
         context = ServerContext(
             plan,
             self.settings.seed,
@@ -172,6 +183,13 @@ class Run:
             **steering,
         }
         return Checkpoint(folder, plan)
+
+
+def _backing(run: Run, plan: Plan[Any, Any]) -> AbstractContextManager[None]:
+    """Files for large states, where a model of every site is more than `models_gb`."""
+    if state_bytes(plan.template()) * len(run.sites) <= run.models_gb * 10**9:
+        return nullcontext()
+    return Backing(run.checkpoints or run.folder or Path(tempfile.gettempdir())).used()
 
 
 # -- results -----------------------------------------------------------------------------------------------------------------

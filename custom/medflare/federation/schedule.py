@@ -7,20 +7,23 @@ federation cannot differ.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import EntrySpec, Fact, Manifest
+from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed
-from medflare.federation.exchange import DELIVER, Courier, Exchange, numbered
+from medflare.federation.exchange import DELIVER, Courier, Exchange, Reply, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.screening.incoming import STEPS
 from medflare.federation.screening.past import Past
+from medflare.federation.screening.rounding import BF16, Rounding
 from medflare.federation.screening.shares import capped
 from medflare.federation.screening.updates import Screened, lost_votes, screen
 from medflare.federation.screening.votes import close_elections
@@ -59,6 +62,7 @@ class Federation:
     def __post_init__(self) -> None:
         self._courier = Courier(self.exchange, self.outcome)
         self._network = EntrySpec.like(self.server.context.plan.template(), "").tensors.items()
+        self._rounding = Rounding(self.server.context.plan) if self.rules.wire == BF16 else None
 
     @property
     def events(self) -> EventLog:
@@ -127,7 +131,7 @@ class Federation:
 
     def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Screened, dict[str, str]]:
         """Usable replies in sorted site order, and the reason for every other site; each reason becomes an event."""
-        replies = self._courier.ask(step, outgoing)
+        replies = ask_rounded(self._courier, self._rounding, self.server.context.phases, step, outgoing)
         rejected: dict[str, str] = {}
         for site, reply in replies.items():
             if reply.message is None:
@@ -176,6 +180,32 @@ class Federation:
             self.outcome.delivered[site] = facts
         if not self.outcome.delivered:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
+
+
+def ask_rounded(
+    courier: Courier, rounding: Rounding | None, phases: Sequence[Phase], step: Step, outgoing: Mapping[str, Message]
+) -> dict[str, Reply]:
+    """Site -> reply; where weights travel rounded, the reply as it was meant.
+
+    Args:
+        courier: asks the sites.
+        rounding: of the run; None: weights travel in fp32.
+        phases: as the site half declares them.
+        step: what is asked.
+        outgoing: site -> what it is sent, in fp32.
+    """
+    phase = next((phase for phase in phases if phase.name == step.phase), None)
+    if rounding is None or phase is None:
+        return courier.ask(step, outgoing)
+    shared: dict[int, Tensor] = {}
+    replies = courier.ask(step, {site: rounding.down(phase, message, shared) for site, message in outgoing.items()})
+    manifest = rounding.manifest(phase)
+    for site, reply in replies.items():
+        if reply.message is not None and (problem := violation(reply.message, manifest)):
+            replies[site] = Reply(problem=f"update to '{step.phase}' not used: {problem}", kind="rejected", seconds=reply.seconds)
+        elif reply.message is not None:
+            replies[site] = replace(reply, message=rounding.restored(reply.message, outgoing[site]))
+    return replies
 
 
 def steps_now(federation: Federation, finished: int) -> list[Step]:

@@ -33,6 +33,7 @@ class Rules:
         max_share: of the training images that a site counts for, at most; None: what it has.
         suspects: whether updates against all others are "used" or "rejected".
         patience: rounds without a better validation metric after which training ends; None: it goes on to the last round.
+        wire: in which form weights travel, see `RunSettings`.
     """
 
     min_sites: int | None = None
@@ -42,6 +43,7 @@ class Rules:
     max_share: float | None = None
     suspects: str = "used"
     patience: int | None = None
+    wire: str = "fp32"
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -58,6 +60,8 @@ class RunSettings:
         suspects: an update against all others, which may be a lie or another kind of patients, is "used" and an event, or "rejected".
         patience: training ends after so many rounds in which no model that the sites validate has become better by the median over the
             sites, see `parts.selection.plateau`; the best round is delivered as always. None: all rounds.
+        wire: in which form the kernels and matrices of the network travel between server and sites: "fp32", or in half the bytes "bf16",
+            see `screening.rounding`. The final models travel in fp32.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
         enrol_timeout: seconds that sites have to read their images and say what they have; the run begins with who is ready by then, or
             fails and names who is missing; 0 waits for all that live.
@@ -73,6 +77,7 @@ class RunSettings:
     max_share: Share | None = None
     suspects: Literal["used", "rejected"] = "used"
     patience: Annotated[int, Field(ge=1)] | None = None
+    wire: Literal["fp32", "bf16"] = "fp32"
     step_timeout: Seconds = 0.0
     enrol_timeout: Seconds = 3600.0
     silence: Seconds = 120.0
@@ -81,7 +86,8 @@ class RunSettings:
     @property
     def rules(self) -> Rules:
         """What of it concerns the schedule."""
-        return Rules(self.min_sites, self.sites_per_round, max_share=self.max_share, suspects=self.suspects, patience=self.patience)
+        further = {name: getattr(self, name) for name in ("max_share", "suspects", "patience", "wire")}
+        return Rules(self.min_sites, self.sites_per_round, **further)
 
     def to_dict(self) -> dict[str, Any]:
         """By name, as JSON has them."""

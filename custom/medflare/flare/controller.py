@@ -55,6 +55,7 @@ class MedflareController(Controller):
         max_share: float | None = None,
         suspects: str = "used",
         patience: int | None = None,
+        wire: str = "fp32",
         step_timeout: float = 0.0,
         enrol_timeout: float = 3600.0,
         silence: float = 120.0,
@@ -64,7 +65,7 @@ class MedflareController(Controller):
         super().__init__(task_check_period=0.1)
         self.rounds, self.seed, self.outside = rounds, seed, outside
         self.min_sites, self.sites_per_round, self.max_share, self.suspects = min_sites, sites_per_round, max_share, suspects
-        self.patience, self.step_timeout, self.enrol_timeout = patience, step_timeout, enrol_timeout
+        self.patience, self.wire, self.step_timeout, self.enrol_timeout = patience, wire, step_timeout, enrol_timeout
         self.silence, self.resume = silence, resume
         self.site_half, self.aggregator_id = site_half, aggregator_id
         share_cleanup_thread()

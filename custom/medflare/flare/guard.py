@@ -69,6 +69,8 @@ def manifest_of(task: SiteTask) -> "Manifest":
     """
     from medflare.federation.exchange import PHASES_OF_ALL
     from medflare.federation.memory import stored_members
+    from medflare.federation.screening.rounding import WIRE, Rounding
+    from medflare.flare.exchange.wire import to_message
     from medflare.methods.catalogue import get_method
     from medflare.tasks.config import load_task
 
@@ -77,6 +79,8 @@ def manifest_of(task: SiteTask) -> "Manifest":
     spec = task.spec
     method = get_method(spec.method, server=spec.server_half or None)
     plan = method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
+    if WIRE in to_message(task.incoming).facts:
+        return Rounding(plan).manifest(method.site_class.phase(task.phase))
     return method.site_class.manifest(task.phase, plan)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
-from medflare.core.versions import installed_versions
+from medflare.core.packages import installed_versions
 from medflare.data.files.readers import PICTURES
 from medflare.data.sites.fitting import OVERLAP
 from medflare.inference.deployed import StoredModel

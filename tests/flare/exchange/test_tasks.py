@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 
+from medflare.core.backing import Backing
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply
@@ -95,6 +97,17 @@ def exchange(controller: FakeController, **settings: Any) -> TaskExchange:
     options["watch"] = Watch(settings.pop("silence", 60.0), settings.pop("dead", None))
     options |= settings
     return TaskExchange(controller, FLContext(), Signal(), members=lambda: list(controller.behaviours), **options)  # type: ignore[arg-type]
+
+
+def test_answers_to_large_models_lie_in_files(tmp_path: Path) -> None:
+    controller = FakeController(CS=answers(n_samples=3), DU=later(0.05, answers(n_samples=4)), FG=lambda task: error_reply("no images"))
+    outgoing = {site: Message({"model": {"w": torch.full((30_000,), float(place))}}) for place, site in enumerate(("CS", "DU", "FG"))}
+    with Backing(tmp_path).used():
+        replies = exchange(controller)(STEP, outgoing)
+    for site in ("CS", "DU"):
+        found = received(replies[site]).states["model"]["w"]
+        assert found.is_shared() and torch.equal(found, outgoing[site].states["model"]["w"])
+    assert replies["FG"].problem == "no images" and replies["DU"].seconds >= 0.05
 
 
 def asked(controller: FakeController) -> dict[str, Message]:

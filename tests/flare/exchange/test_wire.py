@@ -36,6 +36,14 @@ def sent(message: Message) -> Message:
     return to_message(fobs.loads(fobs.dumps(to_shareable(message))))
 
 
+def test_messages_for_many_sites_share_the_weights_that_they_hold() -> None:
+    """FLARE encodes an array when its site fetches it, so that no site's message is ever there as a copy."""
+    weights = torch.randn(50, 50)
+    message = Message({"model": {"w": weights}}, {"n": 1})
+    arrays = [next(iter(get_leaf_dxos(dxo_of(to_shareable(message)), "")[0].values())).data["w"] for _ in range(3)]
+    assert all(np.shares_memory(array, weights.numpy()) for array in arrays)
+
+
 TENSORS = {
     "float32": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
     "float64": torch.tensor([1 / 3], dtype=torch.float64),

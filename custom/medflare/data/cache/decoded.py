@@ -13,8 +13,8 @@ from torch import Tensor
 
 from medflare.core.errors import DataError, StateError
 from medflare.core.message import Message
-from medflare.core.store import message_to_bytes, read_message
-from medflare.data.cache.folder import GB, CacheSettings, Room, discard, hold, new_entry, private
+from medflare.core.store import read_message, write_message
+from medflare.data.cache.folder import GB, CacheSettings, Room, discard, hold, new_entry
 from medflare.data.cache.shards import Part, Shard, Shards, write
 from medflare.data.datalist import Entry
 from medflare.data.decoding import Decoded, DecodedRow, decode, decoded_rows, gathered
@@ -127,8 +127,8 @@ def _write(folder: Path, rows: _Counted, failed: dict[int, str], task: TaskConfi
         "failed": {str(number): why for number, why in failed.items()},
     }
     found = torch.stack(counts) if counts else torch.zeros(0, len(task.classes), dtype=torch.int64)
-    with private(folder / _INDEX) as file:
-        file.write(message_to_bytes(Message({"rows": {"entries": torch.tensor(numbers, dtype=torch.int64), "counts": found}}, facts)))
+    index = {"entries": torch.tensor(numbers, dtype=torch.int64), "counts": found}
+    write_message(folder / _INDEX, Message({"rows": index}, facts))
 
 
 def _read(entry: Path, cache: CacheSettings, task: TaskConfig, *, verify: bool) -> Decoded | None:

@@ -14,6 +14,7 @@ from medflare.data.cache.folder import CacheSettings
 from medflare.data.files.bounds import ImageBounds
 
 PLACE: Final = "local/medflare.json"
+MODELS_GB: Final = 2.0
 
 
 def _trains(size: int) -> int:
@@ -99,6 +100,8 @@ class LocalSettings:
         keep: what is deployed here in the end, whatever the method deploys: its "global" or its "personal" model, or the "best" of all by
             this site's validation images; left out: what the method deploys.
         minimum_patients: of how many a metric must be for it to leave the site.
+        models_gb: at the server: gigabytes that a model of every site may take for all models to lie in memory; beyond, their large tensors
+            lie in files beside the checkpoints, which the operating system keeps in memory as far as it can.
         outbound: limits of what leaves the site.
         privacy: limit of what training gives away; None for no limit.
         redact: whether names of files and patients become codes in whatever text leaves the site, see `data.sites.redaction`.
@@ -116,6 +119,7 @@ class LocalSettings:
     device: Annotated[str | tuple[str, ...], AfterValidator(_devices)] = "cpu"
     keep: Literal["global", "personal", "best"] | None = None
     minimum_patients: Annotated[int, Field(ge=0)] = 0
+    models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
     redact: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from medflare.core.errors import Aborted, MedflareError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Reply, laid_aside
 from medflare.federation.participant import Participant
 from medflare.methods.base import Step
 
@@ -57,7 +57,7 @@ class LocalExchange:
             raise
         except MedflareError as error:
             return Reply(problem=str(error), seconds=time.monotonic() - started)
-        return Reply(answer, seconds=time.monotonic() - started)
+        return laid_aside(Reply(answer, seconds=time.monotonic() - started))
 
     def close(self) -> None:
         """Nothing is left behind."""

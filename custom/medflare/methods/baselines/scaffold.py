@@ -49,7 +49,7 @@ def _learnt(network: nn.Module) -> StateDict:
     return {name: weight.detach() for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-CONTROL = Entry("control", template=lambda plan: _learnt(plan.network()))  # c
+CONTROL = Entry("control", template=lambda plan: _learnt(plan.network()), exact=True)  # c, which must stay the mean of the c_k
 UPDATE = Entry(
     "control_update",
     "change of the site's control variate, a mean gradient of its training images",

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.core.states import StateDict
+from medflare.core.backing import empty
+from medflare.core.states import StateDict, stretches
 
 GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the grid
 DECILES = tuple(place / 10 for place in range(1, 10))
@@ -49,12 +50,15 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
             for site in sites:
                 pulled[site][name] = states[site][name].clone()
             continue
-        total = torch.zeros_like(first, dtype=torch.float64)
         for site in sites:
-            total += states[site][name].to(torch.float64)
-        for site in sites:
-            own = states[site][name].to(torch.float64)
-            pulled[site][name] = (lam * own + (1 - lam) / (count - 1) * (total - own)).to(first.dtype)
+            pulled[site][name] = empty(first.shape, first.dtype)
+        for parts in stretches([state[name] for by_site in (states, pulled) for state in map(by_site.__getitem__, sites)]):
+            own = [part.to(torch.float64) for part in parts[:count]]
+            total = torch.zeros_like(own[0])
+            for part in own:
+                total += part
+            for part, found in zip(own, parts[count:], strict=True):
+                found.copy_(lam * part + (1 - lam) / (count - 1) * (total - part))
     return pulled
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
 from medflare.core.packages import require
-from medflare.core.states import StateDict, blend, weighted_mean
+from medflare.core.states import StateDict, blend, gram, weighted_mean
 
 Granularity = Literal["total", "split", "reweight"]
 NegativeRule = Literal["shift", "clip", "none"]
@@ -185,7 +185,7 @@ def consistent_aggregate(
         ({'w': tensor([1.5000])}, {'A': 0.5, 'B': 0.5})
     """
     sites = sorted(states)
-    grams = torch.stack([_gram([states[site][name] for site in sites], model[name]) for name in parameters])
+    grams = torch.stack([gram([states[site][name] for site in sites], model[name]) for name in parameters])
     if bad := [site for site, square in zip(sites, grams.sum(dim=0).diagonal(), strict=True) if not math.isfinite(square)]:
         raise UpdateError(f"the update of {', '.join(bad)} holds NaN or infinity; leave it out of the round")
     shares = torch.tensor([p[site] for site in sites], dtype=torch.float64)
@@ -194,11 +194,6 @@ def consistent_aggregate(
     mean = weighted_mean(states, by_site)
     stepped = blend({name: model[name] for name in parameters}, mean, server_rate)  # sum p' = 1: theta_g + eta_g (mean - theta_g)
     return {**mean, **stepped}, by_site
-
-
-def _gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
-    deltas = torch.stack([tensor.reshape(-1).to(torch.float64) for tensor in tensors]) - origin.reshape(-1).to(torch.float64)
-    return deltas @ deltas.T
 
 
 # Site: feature alignment (Eq. 2); the paper names CORAL, MMD and adversarial training without formulas

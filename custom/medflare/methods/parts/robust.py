@@ -19,10 +19,11 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from medflare.core.backing import empty
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
-from medflare.core.states import StateDict, difference, moved, weighted_mean
+from medflare.core.states import LONG, StateDict, difference, moved, stretches, weighted_mean
 
 RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
 _STEPS: Final = 100  # of Weiszfeld's algorithm, which a handful of sites never needs
@@ -108,11 +109,12 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
 
 def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
     """The mean without the `cut` largest and smallest values of every coordinate; with the largest possible cut it is the median."""
-    stacked = torch.stack(tensors)
-    if not stacked.is_floating_point():
-        return stacked.amax(dim=0)
-    kept = stacked.double().sort(dim=0).values[cut : len(tensors) - cut]
-    return kept.mean(dim=0).to(stacked.dtype)
+    if not tensors[0].is_floating_point():
+        return torch.stack(tensors).amax(dim=0)
+    middle = empty(tensors[0].shape, tensors[0].dtype)
+    for found, *parts in stretches([middle, *tensors]):
+        found.copy_(torch.stack(parts).double().sort(dim=0).values[cut : len(tensors) - cut].mean(dim=0))
+    return middle
 
 
 def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
@@ -129,8 +131,9 @@ def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
     ordered = [states[site] for site in sorted(states)]
     total = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
     for name in [name for name, tensor in ordered[0].items() if tensor.is_floating_point()]:
-        rows = torch.stack([state[name].double().reshape(-1) for state in ordered])
-        total += torch.stack([(rows - row).square().sum(dim=1) for row in rows])
+        for parts in stretches([state[name] for state in ordered], LONG):
+            rows = torch.stack(parts).double()
+            total += torch.stack([(rows - row).square().sum(dim=1) for row in rows])
     return total
 
 
@@ -210,4 +213,5 @@ def clip_factors(lengths: Sequence[float], clip: float = 1.0) -> list[float]:
 
 
 def _length(state: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values() if tensor.is_floating_point()))
+    floating = [tensor for tensor in state.values() if tensor.is_floating_point()]
+    return math.sqrt(sum(float(part.double().square().sum()) for tensor in floating for (part,) in stretches([tensor], LONG)))

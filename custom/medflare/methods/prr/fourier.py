@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from medflare.core.states import StateDict, batch_norm_entries, weighted_mean
+from medflare.core.backing import empty
+from medflare.core.states import StateDict, batch_norm_entries, split_state, weighted_mean
 
 _TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
@@ -93,7 +94,8 @@ def fourier_aggregate(
         matrices = matrices.float()  # the CPU has no FFT of half precision
     axes = (-1,) if classifier else (-2, -1)
     rows, columns = matrices.shape[1:]
-    spectra = torch.fft.rfftn(matrices, dim=axes)
+    spectra = empty((*matrices.shape[:-1], columns // 2 + 1), matrices.dtype.to_complex())
+    torch.fft.rfftn(matrices, dim=axes, out=spectra)
     _settle_real_bins(spectra, rows, columns, classifier)
     share = _band_share(rows, columns, r, classifier, window).to(matrices)
     block = max(1, _BINS_AT_ONCE // (len(weights) * max(1, share.shape[1])))
@@ -102,8 +104,10 @@ def fourier_aggregate(
         if bool(share[part].any()):
             band = spectra[:, part, : share.shape[1]]
             band.copy_(share[part] * _aggregate(band, components, phase_mean) + (1 - share[part]) * band)
-    mixed = torch.fft.irfftn(spectra, s=matrices.shape[-len(axes) :], dim=axes)
-    return mixed.to(weights.dtype).reshape(turned.shape).permute([order.index(axis) for axis in range(len(order))]).contiguous()
+    mixed = empty(weights.shape, weights.dtype)
+    back = torch.fft.irfftn(spectra, s=matrices.shape[-len(axes) :], dim=axes)
+    mixed.permute(order).copy_(back.reshape(turned.shape))
+    return mixed
 
 
 def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[int, ...]:
@@ -239,18 +243,20 @@ def aggregate_models(
         {'w': tensor([[3., 3.]])}
     """
     sites = sorted(states)
-    mean = weighted_mean(states, dict.fromkeys(sites, 1.0))
-    aggregated = {site: dict(mean) for site in sites}
-    for name in mean if fourier else ():
+    mixed = [name for name in states[sites[0]] if fourier and plan[name].kind in ("kernel", "classifier")]
+    averaged = {site: split_state(states[site], frozenset(mixed))[1] for site in sites}
+    mean = weighted_mean(averaged, dict.fromkeys(sites, 1.0))
+    aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
+    for name in mixed:
         treatment = plan[name]
-        if treatment.kind in ("kernel", "classifier"):
-            stacked = torch.stack([states[site][name] for site in sites])
-            stacked = stacked.transpose(1, 2) if treatment.inputs_first else stacked
-            mixed = fourier_aggregate(stacked, r, classifier=treatment.kind == "classifier", **options)
-            mixed = mixed.transpose(1, 2) if treatment.inputs_first else mixed
-            for site, weight in zip(sites, mixed, strict=True):
-                aggregated[site][name] = weight.contiguous()
-    return aggregated
+        stacked = empty((len(sites), *states[sites[0]][name].shape), states[sites[0]][name].dtype)
+        torch.stack([states[site][name] for site in sites], out=stacked)
+        stacked = stacked.transpose(1, 2) if treatment.inputs_first else stacked
+        found = fourier_aggregate(stacked, r, classifier=treatment.kind == "classifier", **options)
+        found = found.transpose(1, 2) if treatment.inputs_first else found
+        for site, weight in zip(sites, found, strict=True):
+            aggregated[site][name] = weight.contiguous()
+    return {site: {name: aggregated[site][name] for name in states[site]} for site in sites}
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

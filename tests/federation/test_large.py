@@ -1,0 +1,112 @@
+"""A server of large models: in files they end in the same bits, and its memory does not grow with the number of sites."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interrupted import in_pieces
+from medflare.core.backing import Backing, backed
+from medflare.core.message import Message
+from medflare.federation.exchange import Reply, laid_aside
+from medflare.federation.local.loop import resume_local, run_local
+from medflare.inference.deployed import load_model
+from medflare.methods.base import ServerHalf
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import load_task
+from small import tiny_phantom
+
+ROOT = Path(__file__).parents[2]
+TASK = tiny_phantom(network={"name": "unet", "channels": [32, 64], "norm": "batch"}, size=[16, 16], batch_size=32)
+
+
+def models(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for card in sorted(folder.rglob("card.json")):
+        for entry, state in load_model(card.parent).message.states.items():
+            found |= {f"{card.parent.relative_to(folder)}/{entry}/{name}": tensor for name, tensor in state.items()}
+    return found
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = models(one), models(other)
+    return len(first) > 0 and first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def run(method: str, folder: Path, **more: Any) -> dict[str, Any]:
+    results = run_local(method, TASK, 2, rounds=2, seed=1, out=folder, workers=1, **more)
+    assert results["status"] == "COMPLETED", results["reason"]
+    return results
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether models lay in files when a checkpoint was written."""
+    found: list[bool] = []
+    state = ServerHalf.state
+
+    def noted(half: ServerHalf[Any]) -> Message:
+        found.append(backed())
+        return state(half)
+
+    monkeypatch.setattr(ServerHalf, "state", noted)
+    return found
+
+
+@pytest.mark.parametrize("method", ["fedsm", "prr", "grace", "sha"])
+def test_files_and_memory_end_in_the_same_bits(method: str, tmp_path: Path, seen: list[bool]) -> None:
+    run(method, tmp_path / "memory")
+    assert not any(seen)
+    run(method, tmp_path / "files", models_gb=0.0)
+    assert any(seen) and same(tmp_path / "memory", tmp_path / "files")
+    assert not list((tmp_path / "files").glob(".*")), "nothing is left behind"
+
+
+def test_a_run_in_files_is_taken_up(tmp_path: Path) -> None:
+    run("fedsm", tmp_path / "whole")
+    folder = tmp_path / "pieced"
+    in_pieces(lambda say: run("fedsm", folder, models_gb=0.0, say=say), lambda say: resume_local(folder, workers=1, models_gb=0.0, say=say))
+    assert same(tmp_path / "whole", folder)
+
+
+def test_only_where_the_answers_of_all_sites_are_too_many(tmp_path: Path, seen: list[bool]) -> None:
+    size = sum(tensor.nbytes for tensor in initial_network(load_task(TASK), 0).state_dict().values())
+    for most, expected in ((2 * size + 1, False), (2 * size - 1, True)):
+        seen.clear()
+        run_local("fedavg", TASK, 2, rounds=1, seed=1, out=tmp_path / str(expected), models_gb=most / 10**9)
+        assert set(seen) == {expected}
+
+
+def test_what_the_gate_will_not_let_pass_is_left_as_it_is(tmp_path: Path) -> None:
+    large = torch.zeros(200_000)
+    odd: list[Any] = [large.to_sparse(), large.to("meta"), large.clone().requires_grad_(), "x", None]
+    replies = [Reply(Message({"model": {"odd": value, "good": large}})) for value in odd]
+    further = [Reply(Message({"model": "x"})), Reply(Message([])), Reply(problem="no images")]  # type: ignore[dict-item, arg-type]
+    other = {"expanded": torch.zeros(1).expand(10**12), "counts": torch.zeros(200_000, dtype=torch.int64)}
+    with Backing(tmp_path).used():
+        assert all(laid_aside(reply) is reply for reply in [*replies, *further])
+        message = laid_aside(Reply(Message({"model": {**other, "good": large}}))).message
+    assert message is not None
+    found = message.states["model"]
+    assert all(found[name] is value for name, value in other.items())
+    assert found["good"] is not large and found["good"].is_shared() and torch.equal(found["good"], large)
+
+
+def most_memory(folder: Path, models_gb: float) -> float:
+    """Models that a round of FedAvg over sixteen sites has in memory at once, in a process of its own."""
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT / 'custom'}", "MEDFLARE_NETWORKS": "server"}
+    command = [sys.executable, str(ROOT / "benchmarks/server.py"), "--one", "fedavg", str(folder), "--sites", "16", "--width", "8"]
+    said = subprocess.run([*command, "--models-gb", str(models_gb)], env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(said.stdout.splitlines()[-1])
+    assert found["answers"] == pytest.approx(16 * found["model"], rel=0.01)
+    return float(found["memory"] / found["model"])
+
+
+def test_memory_does_not_grow_with_the_sites(tmp_path: Path) -> None:
+    assert most_memory(tmp_path / "files", 0.0) < 8 < 16 < most_memory(tmp_path / "memory", 100.0)

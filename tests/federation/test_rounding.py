@@ -1,0 +1,184 @@
+"""Weights in half the bytes: every number is the rounded one, nothing is lost twice, and a run ends where one in fp32 does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interrupted import in_pieces
+from medflare.core.errors import MessageError
+from medflare.core.manifest import violation
+from medflare.core.message import Message
+from medflare.core.states import StateDict
+from medflare.federation.exchange import numbered
+from medflare.federation.local.loop import resume_local, run_local
+from medflare.federation.screening.incoming import SiteGate
+from medflare.federation.screening.rounding import WIRE, Rounding
+from medflare.inference.deployed import load_model
+from medflare.methods.base import Plan
+from medflare.methods.catalogue import get_method
+from medflare.tasks.config import load_task
+from methods import squares
+from small import INSTANCE_UNET, tiny_phantom
+
+TASK = tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"})
+SITES = ("A", "B")
+HALF = torch.bfloat16
+
+
+def planned(method: str = "fedavg", **hyper: Any) -> Plan[Any, Any]:
+    return get_method(method).plan(load_task(TASK), SITES, hyper)
+
+
+def model(plan: Plan[Any, Any], seed: int) -> StateDict:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.rand(tensor.shape, generator=generator) if tensor.is_floating_point() else torch.tensor(seed)
+        for name, tensor in plan.template().items()
+    }
+
+
+def large(state: StateDict) -> list[str]:
+    return [name for name, tensor in state.items() if tensor.ndim > 1]
+
+
+class TestWhatTravels:
+    plan = planned()
+    train = get_method("fedavg").site_class.phase("train")
+    rounding = Rounding(plan)
+
+    def test_kernels_come_rounded_and_all_else_as_it_is(self) -> None:
+        weights = model(self.plan, 1)
+        sent = self.rounding.down(self.train, Message({"model": weights}, {"step": 0}), {})
+        assert sent.facts == {"step": 0, WIRE: "bf16"}
+        assert 0 < len(large(weights)) < len(weights)
+        for name, tensor in weights.items():
+            found = sent.states["model"][name]
+            assert torch.equal(found, tensor.to(HALF)) and found.dtype == HALF if tensor.ndim > 1 else found is tensor
+        assert not violation(Message(sent.states), {"model": self.rounding.sent(self.train.sends[0], self.train.sends[0].spec(self.plan))})
+
+    def test_sites_that_are_sent_the_same_share_it(self) -> None:
+        message, shared = Message({"model": model(self.plan, 1)}), dict[int, torch.Tensor]()
+        first, second = (self.rounding.down(self.train, message, shared).states["model"] for _ in SITES)
+        assert all(first[name] is second[name] for name in first)
+
+    def test_an_update_comes_back_rounded_and_is_added_to_the_servers_own_weights(self) -> None:
+        weights, trained = model(self.plan, 1), model(self.plan, 2)
+        came_in = self.rounding.widened(self.rounding.down(self.train, Message({"model": weights}), {}))
+        assert all(came_in.states["model"][name].dtype == tensor.dtype for name, tensor in weights.items())
+        reply = self.rounding.up(self.train, Message({"model": trained}, {"loss": 1.0}), came_in)
+        assert not violation(reply, self.rounding.manifest(self.train)) and reply.facts == {"loss": 1.0}
+        taken = self.rounding.restored(reply, Message({"model": weights})).states["model"]
+        for name, tensor in trained.items():
+            update = (tensor - weights[name].to(HALF).float()).to(HALF) if tensor.ndim > 1 else None
+            assert torch.equal(taken[name], tensor if update is None else update.float() + weights[name])
+
+    def test_small_updates_of_large_weights_are_not_lost(self) -> None:
+        weights = {name: torch.ones_like(tensor) for name, tensor in model(self.plan, 1).items()}
+        came_in = self.rounding.widened(self.rounding.down(self.train, Message({"model": weights}), {}))
+        trained = {name: tensor + 2**-12 if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+        assert all(torch.equal(trained[name].to(HALF), weights[name].to(HALF)) for name in large(trained)), "would vanish as weights"
+        taken = self.rounding.restored(self.rounding.up(self.train, Message({"model": trained}), came_in), Message({"model": weights}))
+        assert all(torch.equal(taken.states["model"][name], trained[name]) for name in large(trained))
+
+    @pytest.mark.parametrize(
+        ("method", "phase", "rounded", "exact"),
+        [
+            ("scaffold", "train", {"model"}, {"control_update"}),
+            ("fedsm", "train", {"model", "personal"}, {"selector_gradient"}),
+            ("prr", "train", {"model"}, {"prototypes"}),
+            ("prr", "share_normalisation", set(), {"normalisation"}),
+            ("fedrep", "share", set(), {"own"}),
+            ("fedrep", "train", {"model"}, set()),
+        ],
+    )
+    def test_only_new_versions_of_weights_come_back_rounded(self, method: str, phase: str, rounded: set[str], exact: set[str]) -> None:
+        found = get_method(method)
+        manifest = Rounding(planned(method)).manifest(found.site_class.phase(phase))
+        halves = {entry for entry, spec in manifest.items() if HALF in {dtype for _, dtype in spec.tensors.values()}}
+        assert halves == rounded and exact <= manifest.keys()
+
+    def test_control_variates_stay_exact_on_their_way_down(self) -> None:
+        plan = planned("scaffold")
+        train = get_method("scaffold").site_class.phase("train")
+        control = {name: tensor for name, tensor in model(plan, 1).items() if name in dict(plan.network().named_parameters())}
+        sent = Rounding(plan).down(train, Message({"model": model(plan, 1), "control": control}), {}).states["control"]
+        assert all(sent[name] is tensor for name, tensor in control.items())
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------------
+
+
+def run(method: str = "fedavg", folder: Path | None = None, wire: str = "bf16", rounds: int = 3, **more: Any) -> dict[str, Any]:
+    results = run_local(method, TASK, 2, rounds=rounds, seed=1, out=folder, wire=wire, **more)
+    assert results["status"] == "COMPLETED", results["reason"]
+    return results
+
+
+def delivered(folder: Path, role: str = "global") -> StateDict:
+    return load_model(folder / "models" / role).message.states["model"]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "prr", "scaffold"])
+def test_a_trained_run_ends_where_one_in_fp32_does(method: str) -> None:
+    """Bright squares, which six rounds learn: every site's test Dice within .01, and the same events."""
+    task = squares.task(network=INSTANCE_UNET, local_epochs=4)
+    found = []
+    for wire in ("fp32", "bf16"):
+        results = run_local(
+            method, task, ["A", "B"], rounds=6, seed=squares.SEED, wire=wire, opener=lambda name, role: squares.site(name, task)
+        )
+        assert results["status"] == "COMPLETED" and results["configuration"]["settings"]["wire"] == wire, results["reason"]
+        found.append([site["metrics"]["deployed"]["dice"] for site in results["sites"].values()])
+        found.append([event["kind"] for event in results["events"]])
+    exact, events, rounded, same_events = found
+    assert events == same_events and min(exact) > 0.9
+    assert all(abs(one - other) < 0.01 for one, other in zip(exact, rounded, strict=True)), found
+
+
+def test_traffic_of_the_rounds_halves_and_final_models_are_whole(tmp_path: Path) -> None:
+    history = [run("fedavg", tmp_path / wire, wire)["traffic"] for wire in ("fp32", "bf16")]
+    up = [traffic["up_bytes"] for traffic in history]
+    assert 0.5 <= up[1] / up[0] < 0.6  # this network is small: a tenth of its weights are no kernels
+    assert all(tensor.dtype != HALF for tensor in delivered(tmp_path / "bf16").values())
+    assert any(not torch.equal(tensor, tensor.to(HALF)) for tensor in delivered(tmp_path / "bf16").values() if tensor.ndim > 1)
+
+
+def test_any_number_of_workers_and_any_interruption_end_in_the_same_bits(tmp_path: Path) -> None:
+    run("fedavg", tmp_path / "whole", workers=1)
+    run("fedavg", tmp_path / "forked", workers=2)
+    folder = tmp_path / "pieced"
+    in_pieces(lambda say: run("fedavg", folder, workers=1, say=say), lambda say: resume_local(folder, workers=1, say=say))
+    whole = delivered(tmp_path / "whole")
+    for name in ("forked", "pieced"):
+        other = delivered(tmp_path / name)
+        assert all(torch.equal(tensor, other[key]) for key, tensor in whole.items()), name
+
+
+def test_a_site_that_sends_fp32_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    up = Rounding.up
+    liar: list[Any] = []
+
+    def stubborn(self: Rounding, phase: Any, reply: Message, came_in: Message) -> Message:
+        liar.append(1)
+        return reply if len(liar) == 1 else up(self, phase, reply, came_in)
+
+    monkeypatch.setattr(Rounding, "up", stubborn)
+    results = run(min_sites=1, rounds=1)
+    (event,) = (event for event in results["events"] if event["kind"] == "rejected")
+    assert event["site"] == "site-1" and "has dtype torch.float32, expected torch.bfloat16" in event["message"]
+
+
+def test_a_site_takes_rounded_weights_only_where_the_server_says_so() -> None:
+    method = get_method("fedavg")
+    half = method.make_site(squares.site("A"), method.plan(squares.site("A").task, ("A", "B"), {}))
+    weights = Message({"model": squares.start(squares.site("A").task)})
+    sent = numbered(Rounding(half.plan).down(half.phase("train"), weights, {}), 0, 1)
+    gate = SiteGate("A")
+    assert gate.numbers("train", 0, sent) == (0, 1, True)
+    gate.refuse("train", 0, sent, half, rounded=True)
+    with pytest.raises(MessageError, match=r"dtype torch\.bfloat16, expected torch\.float32"):
+        gate.refuse("train", 0, sent, half)
+    with pytest.raises(MessageError, match=r"dtype torch\.float32, expected torch\.bfloat16"):
+        gate.refuse("train", 0, weights, half, rounded=True)
