@@ -18,12 +18,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from medflare.data.sites.site import Site
+    from medflare.tasks.config import TaskConfig
 
 HERE = Path(__file__).resolve().parent
 TASK: dict[str, Any] = {"network": {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}}
@@ -35,15 +39,10 @@ def task_settings() -> dict[str, Any]:
     return {**load_task("phantom").to_dict(), **TASK}
 
 
-def floor(sites: int, rounds: int) -> None:
+def floor(task: "TaskConfig", hospitals: "Sequence[Site]", rounds: int) -> None:
     """FedAvg by hand."""
     import torch
 
-    from medflare.data.sites.opening import open_site
-    from medflare.tasks.config import load_task
-
-    task = load_task(task_settings())
-    hospitals = [open_site(f"site-{number + 1}", task) for number in range(sites)]
     model = hospitals[0].network()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for round in range(rounds):
@@ -61,6 +60,15 @@ def floor(sites: int, rounds: int) -> None:
         shares = torch.tensor([float(site.n["train"]) for site in hospitals])
         shares /= shares.sum()
         weights = {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in weights}
+
+
+def opened(sites: int) -> "tuple[TaskConfig, list[Site]]":
+    """The task, and sites with their images."""
+    from medflare.data.sites.opening import open_site
+    from medflare.tasks.config import load_task
+
+    task = load_task(task_settings())
+    return task, [open_site(f"site-{number + 1}", task) for number in range(sites)]
 
 
 def loop(sites: int, rounds: int, workers: int) -> None:
@@ -87,7 +95,7 @@ def simulator(sites: int, rounds: int, threads: int) -> None:
 def engines(sites: int, rounds: int) -> dict[str, Callable[[], None]]:
     """name -> what runs it in this process."""
     return {
-        "floor": lambda: floor(sites, rounds),
+        "floor": lambda: floor(*opened(sites), rounds),
         "loop": lambda: loop(sites, rounds, 1),
         "loop, 2 workers": lambda: loop(sites, rounds, 2),
         f"simulator -t {sites}": lambda: simulator(sites, rounds, sites),
@@ -108,14 +116,18 @@ def spent(work: Callable[[], None]) -> float:
     return so_far() - before
 
 
+def environment() -> dict[str, str]:
+    """Of a process with this package and one thread."""
+    paths = [str(HERE.parent / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def measured(name: str, sites: int, rounds: int) -> dict[str, float]:
     """Seconds, processor seconds and peak memory (proportional share of pages, MB) of an engine with everything that it starts."""
     command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--sites", str(sites), "--rounds", str(rounds)]
-    paths = [str(HERE.parent / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
     started = time.monotonic()
     mark = f"{os.getpid()}-{started}"  # also found in what leaves the tree of processes
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "MEDFLARE_BENCHMARK": mark}
-    process = subprocess.Popen(command, env=environment)
+    process = subprocess.Popen(command, env={**environment(), "MEDFLARE_BENCHMARK": mark})
     peak, done = [0.0], threading.Event()
     watch = threading.Thread(target=_watch, args=(mark, peak, done), daemon=True)
     watch.start()
