@@ -1,15 +1,17 @@
 """What an engine costs beside a plain PyTorch loop of the same network on the same images, all measured in one run.
 
     python benchmarks/compare.py [--sites 4] [--rounds 5] [--repeats 1] [--only floor,loop]
+    pip install 'flwr[simulation]' pfl blazefl       # in an environment of its own; those that are there are measured too
 
 `floor` trains the network on every site's images in turn and averages, with nothing around it: no message, no metric, no file. All
-others run the whole federation: enrolment, validation in every round, selection, delivery, results. Each is a process of its own on
-one thread a site; they take turns, so that a busy machine slows all of them alike, and what counts is the ratio to the floor.
-Seconds, processor seconds and memory are of the process and everything that it started. A test (tests/test_speed.py) calls `spent` on
-small runs.
+of ours run the whole federation: enrolment, validation in every round, selection, delivery, results. Other frameworks (`rivals/`) train
+and average as the floor does, in their own simulation. Each is a process of its own on one thread a site; they take turns, so that a
+busy machine slows all of them alike, and what counts is the ratio to the floor. Seconds, processor seconds and memory are of the
+process and everything that it started. A test (tests/test_speed.py) calls `spent` on small runs.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import resource
@@ -18,14 +20,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from medflare.data.sites.site import Site
+    from medflare.networks.features import FeatureNetwork
+
 HERE = Path(__file__).resolve().parent
+RIVALS = {"Flower": "flwr", "pfl": "pfl", "BlazeFL": "blazefl"}  # name -> package, and module of `rivals/`
+PIP = {"flwr": "'flwr[simulation]'"}
+_ADOPT = 36  # Linux, prctl(2), PR_SET_CHILD_SUBREAPER: processes whose parent ends become children of this one
+_LAST = 10.0  # seconds for what was started to notice that its time is over
 TASK: dict[str, Any] = {"network": {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}}
 
 
@@ -35,32 +52,50 @@ def task_settings() -> dict[str, Any]:
     return {**load_task("phantom").to_dict(), **TASK}
 
 
-def floor(sites: int, rounds: int) -> None:
+def floor(hospitals: "Sequence[Site]", rounds: int) -> None:
     """FedAvg by hand."""
     import torch
 
+    weights = hospitals[0].network().state_dict()
+    shares = torch.tensor([float(site.n["train"]) for site in hospitals])
+    shares /= shares.sum()
+    for round in range(rounds):
+        states = [trained(site, weights, round) for site in hospitals]
+        weights = {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in weights}
+
+
+def trained(site: "Site", weights: "Mapping[str, Tensor]", round: int) -> "dict[str, Tensor]":
+    """Local epochs by hand: what all engines but our own call a site's part of a round."""
+    model = network_of(site)
+    model.load_state_dict(weights)
+    model.train()
+    optimizer = site.optimizer(model.parameters())
+    for epoch in range(site.task.local_epochs):
+        for images, targets, _ in site.batches("train", round, epoch):
+            optimizer.zero_grad(set_to_none=True)
+            site.loss(model(images), targets).backward()
+            optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@cache
+def network_of(site: "Site") -> "FeatureNetwork":
+    """A site's network, built once in a process."""
+    return site.network()
+
+
+def sites_model(sites: int) -> "FeatureNetwork":
+    """The network with which all of them begin."""
+    return network_of(hospital(sites - 1))
+
+
+@cache
+def hospital(number: int) -> "Site":
+    """A site with its images, read once in a process."""
     from medflare.data.sites.opening import open_site
     from medflare.tasks.config import load_task
 
-    task = load_task(task_settings())
-    hospitals = [open_site(f"site-{number + 1}", task) for number in range(sites)]
-    model = hospitals[0].network()
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for round in range(rounds):
-        states = []
-        for site in hospitals:
-            model.load_state_dict(weights)
-            model.train()
-            optimizer = site.optimizer(model.parameters())
-            for epoch in range(task.local_epochs):
-                for images, targets, _ in site.batches("train", round, epoch):
-                    optimizer.zero_grad(set_to_none=True)
-                    site.loss(model(images), targets).backward()
-                    optimizer.step()
-            states.append({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
-        shares = torch.tensor([float(site.n["train"]) for site in hospitals])
-        shares /= shares.sum()
-        weights = {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in weights}
+    return open_site(f"site-{number + 1}", load_task(task_settings()))
 
 
 def loop(sites: int, rounds: int, workers: int) -> None:
@@ -87,37 +122,63 @@ def simulator(sites: int, rounds: int, threads: int) -> None:
 def engines(sites: int, rounds: int) -> dict[str, Callable[[], None]]:
     """name -> what runs it in this process."""
     return {
-        "floor": lambda: floor(sites, rounds),
+        "floor": lambda: floor([hospital(number) for number in range(sites)], rounds),
         "loop": lambda: loop(sites, rounds, 1),
         "loop, 2 workers": lambda: loop(sites, rounds, 2),
         f"simulator -t {sites}": lambda: simulator(sites, rounds, sites),
         "simulator -t 2": lambda: simulator(sites, rounds, 2),
         "simulator -t 1": lambda: simulator(sites, rounds, 1),
+        **{f"{name} {version(package)}": partial(rival, package, sites, rounds) for name, package in RIVALS.items() if find_spec(package)},
     }
 
 
+def rival(package: str, sites: int, rounds: int) -> None:
+    """The same network, images, local epochs, optimiser and weights of the mean in another framework's simulation."""
+    import_module(f"rivals.{package}").run(sites, rounds)
+
+
 def spent(work: Callable[[], None]) -> float:
-    """Processor seconds of a piece of work: of this process and of those that it started and waited for."""
+    """Processor seconds of a piece of work: of this process and of all that it started, those among them that outlive their parents."""
 
     def so_far() -> float:
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
-    before = so_far()
+    ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0)
+    before, known = so_far(), _orphans()
     work()
+    deadline = time.monotonic() + _LAST
+    while (left := _orphans() - known) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
+        time.sleep(0.05)
     return so_far() - before
+
+
+def _orphans() -> set[int]:
+    """Children of this process with a session of their own, as the simulator's host has."""
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(ProcessLookupError):
+            found |= {child.pid} if os.getsid(child.pid) != os.getsid(0) else set()
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Of a process with this package and one thread."""
+    paths = [str(HERE.parent / "custom"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def measured(name: str, sites: int, rounds: int) -> dict[str, float]:
     """Seconds, processor seconds and peak memory (proportional share of pages, MB) of an engine with everything that it starts."""
     command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--sites", str(sites), "--rounds", str(rounds)]
-    paths = [str(HERE.parent / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
     started = time.monotonic()
     mark = f"{os.getpid()}-{started}"  # also found in what leaves the tree of processes
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "MEDFLARE_BENCHMARK": mark}
-    process = subprocess.Popen(command, env=environment)
-    peak, done = [0.0], threading.Event()
-    watch = threading.Thread(target=_watch, args=(mark, peak, done), daemon=True)
+    process = subprocess.Popen(command, env={**environment(), "MEDFLARE_BENCHMARK": mark})
+    peak, times, done = [0.0], dict[int, float](), threading.Event()
+    watch = threading.Thread(target=_watch, args=(mark, peak, times, done), daemon=True)
     watch.start()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - started
@@ -125,16 +186,20 @@ def measured(name: str, sites: int, rounds: int) -> dict[str, float]:
     watch.join()
     if process.returncode:
         raise SystemExit(f"{name}: exit code {process.returncode}")
-    return {"seconds": seconds, "processor": usage.ru_utime + usage.ru_stime, "megabytes": peak[0]}
+    processor = max(usage.ru_utime + usage.ru_stime, sum(times.values()))  # Ray's actors end without anybody who waits for them
+    return {"seconds": seconds, "processor": processor, "megabytes": peak[0]}
 
 
-def _watch(mark: str, peak: list[float], done: threading.Event) -> None:
+def _watch(mark: str, peak: list[float], times: dict[int, float], done: threading.Event) -> None:
+    """Every second: the memory of all processes that bear the mark, and the processor seconds that each of them has used."""
     while not done.wait(1.0):
         total = 0.0
         for process in psutil.process_iter():
             try:
                 if process.environ().get("MEDFLARE_BENCHMARK") == mark:
                     total += process.memory_full_info().pss / 2**20
+                    used = process.cpu_times()
+                    times[process.pid] = used.user + used.system
             except psutil.Error:
                 continue
         peak[0] = max(peak[0], total)
@@ -150,7 +215,7 @@ def main() -> None:
     options = parser.parse_args()
     known = engines(options.sites, options.rounds)
     if options.one:
-        known[options.one]()
+        spent(known[options.one])
         return
     wanted = tuple((options.only or "").split(","))
     chosen = [name for name in known if name == "floor" or name.startswith(wanted)]
@@ -158,11 +223,15 @@ def main() -> None:
     for _ in range(options.repeats):
         for name in chosen:
             found[name].append(measured(name, options.sites, options.rounds))
+            print(name, found[name][-1], file=sys.stderr, flush=True)  # where a later one fails
     middle = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in found.items()}
-    print("| engine | seconds | beside the floor | processor seconds | peak memory, MB |\n|---|---|---|---|---|")
+    for name, package in RIVALS.items():
+        if not find_spec(package):
+            print(f"{name} is not installed: pip install {PIP.get(package, package)}", file=sys.stderr)
+    print("| engine | seconds | beside the floor | processor seconds | beside the floor | peak memory, MB |\n|---|---|---|---|---|---|")
     for name, values in middle.items():
-        ratio = values["seconds"] / middle["floor"]["seconds"]
-        print(f"| {name} | {values['seconds']:.1f} | {ratio:.2f} | {values['processor']:.1f} | {values['megabytes']:.0f} |")
+        both = (f"{values[what]:.1f} | {values[what] / middle['floor'][what]:.2f}" for what in ("seconds", "processor"))
+        print(f"| {name} | {' | '.join(both)} | {values['megabytes']:.0f} |")
 
 
 if __name__ == "__main__":

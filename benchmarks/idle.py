@@ -47,7 +47,7 @@ def idle_rounds(folder: Path, sites: int, rounds: int) -> tuple[list[float], dic
         Seconds of every round, and by site {"threads", "megabytes"} of its process in every round.
     """
     job = build_job("fedavg", load_task({**load_task("phantom").to_dict(), "network": LARGER}), out=folder / "job", rounds=rounds)
-    (job / "app" / "custom" / "idle_executor.py").write_text((HERE / "idle_executor.py").read_text())
+    (job / "app" / "custom" / "idle_executor.py").write_text((HERE / "components" / "idle_executor.py").read_text())
     file = job / "app" / "config" / "config_fed_client.json"
     config = json.loads(file.read_text())
     config["executors"][0]["executor"]["path"] = "idle_executor.IdleExecutor"
@@ -70,7 +70,7 @@ def seconds_per_noop(folder: Path, sites: int) -> float:
     config, custom = folder / "job-noop" / "app" / "config", folder / "job-noop" / "app" / "custom"
     config.mkdir(parents=True)
     custom.mkdir()
-    (custom / "noop.py").write_text((HERE / "noop.py").read_text())
+    (custom / "noop.py").write_text((HERE / "components" / "noop.py").read_text())
     (folder / "job-noop" / "meta.json").write_text(json.dumps({"name": "noop", "min_clients": sites, "deploy_map": {"app": ["@ALL"]}}))
     empty: dict[str, Any] = {"format_version": 2, "components": [], "task_data_filters": [], "task_result_filters": []}
     workflow = {"id": "noop", "path": "noop.NoopController", "args": {}}

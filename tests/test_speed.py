@@ -24,8 +24,9 @@ def compare() -> ModuleType:
 @pytest.fixture(scope="module")
 def floor(compare: ModuleType) -> float:
     """Processor seconds of the bare loop, after everything has been imported and the images are made."""
-    compare.floor(SITES, 1)
-    return float(compare.spent(lambda: compare.floor(SITES, ROUNDS)))
+    hospitals = [compare.hospital(number) for number in range(SITES)]
+    compare.floor(hospitals, 1)
+    return float(compare.spent(lambda: compare.floor(hospitals, ROUNDS)))
 
 
 def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor: float) -> None:
@@ -35,4 +36,5 @@ def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor:
 
 def test_the_simulator_imports_torch_once(compare: ModuleType, floor: float) -> None:
     """Beside the training there are FLARE's processes and one import of torch and MONAI for all sites, each as long as some rounds."""
-    assert compare.spent(lambda: compare.simulator(SITES, ROUNDS, SITES)) < 9 * floor  # 4.7 when this was written
+    # 4.7 when the host in which sites train was not counted; what it adds is the training and one import, about 2.5.
+    assert compare.spent(lambda: compare.simulator(SITES, ROUNDS, SITES)) < 14 * floor
