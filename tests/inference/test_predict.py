@@ -24,6 +24,7 @@ from medflare.inference.predict import fit, predict, prediction_model, predictio
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import score
+from small import predicted
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
@@ -50,7 +51,7 @@ def test_a_sites_test_images_give_the_numbers_of_the_run(
 ) -> None:
     stored = load_model(trained("fedsm") / "sites/B" / role)
     site = open_site("B", segmentation, data_root=data_root)
-    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     found = probabilities(stored, data_root / "B/test", tmp_path)
     assert torch.equal(found, expected), "bitwise: same images, order and batches"
     results = json.loads((trained("fedsm") / "results.json").read_text())
@@ -69,7 +70,7 @@ def test_the_same_for_classification(
     rows = rows_of(tmp_path)
     written = torch.tensor([[float(row[f"probability_{label}"]) for label in stored.task.labels] for row in rows])
     site = open_site("A", classification, data_root=data_root / "A/grades")
-    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     assert torch.equal(written, expected), "nine digits hold a float32"
     assert [row["label"] for row in rows] == [stored.task.labels[place] for place in expected.argmax(dim=1).tolist()]
     assert {row["model"] for row in rows} <= {"global", "A", "B"} and "mask" not in rows[0]
@@ -80,7 +81,7 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
 ) -> None:
     stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
     site = open_site("O", segmentation, role="outside", data_root=data_root)
-    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     assert stored.kind == "routed"
     assert torch.equal(probabilities(stored, data_root / "O/test", tmp_path), expected)
     assert torch.equal(probabilities(stored, data_root / "O/test", tmp_path, adapt="none"), expected), "the fit that was delivered"
@@ -99,7 +100,7 @@ def test_adaptation_on_request_is_that_of_the_methods(
     site = open_site("O", segmentation, role="outside", data_root=data_root)
     tent = with_tent(stored.message, stored.task)
     message = tent if tta == "tent" else dsbn_for(site, stored.message, partial(build_deployed, stored.task))
-    expected = site.predict(build_deployed(stored.task, message), "test")
+    expected = predicted(site, build_deployed(stored.task, message), "test")
     found = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
     assert torch.equal(found, expected)
     plain = probabilities(stored, data_root / "O/test", tmp_path)

@@ -26,6 +26,7 @@ from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import score
 from small import SEGMENTATION as SLICES
+from small import predicted
 from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 
 
@@ -54,7 +55,7 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, si
         fit(model, prepared, task, "cpu", stored.kind)
     found = [prediction.probabilities[0] for prediction in predictions(model, prepared, task)]
     place = open_site(site, task, data_root=root)
-    expected = place.predict(build_deployed(task, stored.message), "test")
+    expected = predicted(place, build_deployed(task, stored.message), "test")
     assert all(torch.equal(first, second) for first, second in zip(found, expected, strict=True))
     data = place.data.test
     measured = score(found, data.targets, data.patients, task, ["dice"], data.spacings)
