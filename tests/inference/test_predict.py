@@ -1,5 +1,7 @@
 import csv
 import json
+import shutil
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,10 +19,11 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.loading import FOLDERS
 from medflare.data.sites.opening import open_site
+from medflare.data.sites.scoring import scoring_batch
 from medflare.inference.adaptation import dsbn_for, with_dsbn, with_tent
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input, find_inputs
-from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
+from medflare.inference.predict import Prepared, fit, predict, prediction_model, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import score
@@ -90,6 +93,33 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
     states = {entry: state for entry, state in stored.message.states.items() if entry != "router"}
     unfitted = StoredModel(stored.task, Message(states, stored.message.facts), {})
     assert torch.equal(refitted, probabilities(unfitted, data_root / "A/test", tmp_path)), "whatever it was fitted to before"
+
+
+@pytest.mark.parametrize("tta", ["dsbn", "auto"])
+def test_images_that_a_model_is_fitted_to_are_read_again_and_not_kept(
+    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of them at a time, whatever their number; one that cannot be read is told once."""
+    stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+    seen: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def watched(source: Input, task: TaskConfig) -> Prepared:
+        nonlocal most
+        found = prepare(source, task)
+        seen.append(weakref.ref(found.images))
+        most = max(most, sum(one() is not None for one in seen))
+        return found
+
+    monkeypatch.setattr("medflare.inference.predict.prepare", watched)
+    for site in "ABO":
+        shutil.copytree(data_root / site / "test", tmp_path / "images" / site)
+    (tmp_path / "images/A/5.png").write_bytes(b"no picture")
+    said: list[str] = []
+    summary = predict(stored, [tmp_path / "images"], tmp_path / "out", builder=build_deployed, adapt=tta, say=said.append)
+    assert summary.images == 26 and len(said) == len(summary.failed) == 1
+    assert len(seen) > 2 * 26 and "fitted to 26 pictures" in summary.adapted
+    assert most <= 2 * scoring_batch(stored.task)
 
 
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])

@@ -8,6 +8,7 @@ import torch
 
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
+from medflare.data.targets import Targets
 from medflare.evaluation.contract import validate_results
 from medflare.studies import constant
 from medflare.studies.constant import CONSTANT, answers_of, constant_answer
@@ -76,3 +77,16 @@ def test_answers_of_segmentation() -> None:
     assert [answer.flatten().tolist() for answer in answers_of(binary, targets)][:3] == [[0.0], [1.0], [1.0, 0.0]]  # type: ignore[arg-type]
     assert [answer.flatten().tolist() for answer in answers_of(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
     assert len(list(answers_of(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of many sizes have no mean"  # type: ignore[arg-type]
+
+
+def test_masks_that_are_read_one_by_one_give_the_same_answers() -> None:
+    """A mean mask does not depend on whether masks are in memory."""
+    masks = torch.rand(7, 16, 16, generator=torch.Generator().manual_seed(0)).gt(0.6).long()
+    for changes in ({}, {"target": "multiclass", "labels": ["background", "square"]}):
+        at_once, one_by_one = (list(answers_of(small_task(**changes), targets)) for targets in (masks, Targets(7, masks.__getitem__)))
+        assert len(at_once) == len(one_by_one) > 2 and all(map(torch.equal, at_once, one_by_one))
+    binary = list(answers_of(small_task(), masks))
+    assert all(
+        torch.equal(answer[0], masks.float().mean(dim=0) > share)
+        for answer, share in zip(binary[2:], (0.1, 0.2, 0.3, 0.4, 0.5), strict=True)
+    )

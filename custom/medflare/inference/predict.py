@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
 from medflare.core.store import csv_text, write_atomically
-from medflare.data.files.bounds import ImageBounds, refuse_large
+from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture
 from medflare.data.files.volumes import Grid, read_channels, turned, turned_back
 from medflare.data.sites.fitting import windows_of
@@ -245,9 +245,11 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
     """
     preprocessing = Preprocessing(task)
     files = files_of(source.channels, task, source.name) if source.channels else (source.path,)
-    refuse_large(files, ImageBounds())
+    bounds = ImageBounds()
+    refuse_large(files, bounds)
     if task.spatial_dims == 3:
         array, stored = read_channels(files, task.image_channels, task.pick)
+        refuse_resampled(source.path, stored, task, bounds)
         array, here = turned(array, stored, task)
         return Prepared(source, preprocessing.image(array)[None], here.shape, False, (stored, here))
     array = read_picture(files, task)
