@@ -162,7 +162,7 @@ def predict(
     model = prediction_model(stored, builder, adapt).to(checked_device(device)).eval()
     for problem in problems:
         summary.fail(problem)
-    prepared = _Readable(inputs, task, summary.fail)
+    prepared = Repeated(lambda: _readable(inputs, task, summary.fail))  # not kept: all of them need not fit into memory
     if isinstance(model, Adaptive) and adapt != "none":
         summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
     elif isinstance(model, Tent):
@@ -259,21 +259,14 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
     return Prepared(source, torch.stack([preprocessing.image(picture) for picture in pictures]), (height, width), volume)
 
 
-class _Readable:
-    """Inputs, read anew in every pass, since all of them need not fit into memory; one that cannot be read is said once and left out."""
-
-    def __init__(self, inputs: Iterable[Input], task: TaskConfig, fail: Callable[[str], None]):
-        self.inputs, self.task, self.fail = list(inputs), task, fail
-
-    def __iter__(self) -> Iterator[Prepared]:
-        for source in list(self.inputs):
-            try:
-                found = prepare(source, self.task)
-            except DataError as error:
-                self.inputs.remove(source)
-                self.fail(str(error))
-            else:
-                yield found
+def _readable(inputs: list[Input], task: TaskConfig, fail: Callable[[str], None]) -> Iterator[Prepared]:
+    """Inputs as they are read; one that cannot be read is told, and left out from then on."""
+    for source in list(inputs):
+        try:
+            yield prepare(source, task)
+        except DataError as error:
+            inputs.remove(source)
+            fail(str(error))
 
 
 def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:

@@ -297,7 +297,7 @@ def patient_mean(values: Tensor) -> float:
 
 def _portions(probabilities: Images, targets: Images, spacings: Sequence[Spacing | None]) -> Iterator[Portion]:
     """What is scored together: pictures of one size all at once, volumes and images of many sizes one by one."""
-    if isinstance(probabilities, Tensor) and isinstance(targets, Tensor) and not spacings:
+    if isinstance(probabilities, Tensor) and isinstance(targets, Tensor) and len(targets) and not spacings:
         yield probabilities, targets, None
         return
     for p, target, spacing in zip(probabilities, targets, spacings or [None] * len(targets), strict=True):

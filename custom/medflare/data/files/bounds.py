@@ -75,7 +75,7 @@ def refuse_resampled(path: Path, grid: Grid, task: TaskConfig, bounds: ImageBoun
         return
     axes = grid.along(task.orientation)
     sides = [grid.spacing[axis] * (grid.shape[axis] - 1) / wanted for axis, wanted in zip(axes, task.spacing, strict=True)]
-    shape = [round(side) + 1 for side in sides]
+    shape = [math.floor(side + 0.5) + 1 for side in sides]
     size = f"with the task's spacing it has {' x '.join(map(str, shape))} voxels"
     stored = f"the file says {' x '.join(f'{side:g}' for side in grid.spacing)} mm; correct its header or the task's spacing"
     if task.image_channels * math.prod(shape) > bounds.voxels:

@@ -78,4 +78,5 @@ def _places(slices: Sequence[Any]) -> np.ndarray:
 
 
 def _normal(slices: Sequence[Any]) -> np.ndarray:
-    return np.cross(*np.split(np.array(slices[0].ImageOrientationPatient, np.float64), 2))
+    right, down = np.split(np.array(slices[0].ImageOrientationPatient, np.float64), 2)
+    return np.cross(right, down)

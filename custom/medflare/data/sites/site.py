@@ -164,7 +164,8 @@ class Site:
         data = self.data.split(split)
         if self.task.fit == "resize" and scoring.asks_patients(predictor, len(data)):
             return scoring.answers_of_patients(predictor, data, self._batch, self.scoring_batch)
-        return scoring.answers(predictor, self._whole(split), self.task, self.scoring_batch)
+        whole = (self._batch(rows, *taken) for rows, taken in self.fitting.whole(data, self.scoring_batch))
+        return scoring.answers(predictor, whole, self.task, self.scoring_batch)
 
     def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
         """Metrics of a model on a split, measured while it answers.
@@ -176,7 +177,3 @@ class Site:
         """
         chosen, data = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind)), self.data.split(split)
         return scoring.measured(self.answers(predictor, split), data, self.task, chosen).scores(data.patients)
-
-    def _whole(self, split: str) -> Iterator[Batch]:
-        """A split as a finished model is given it."""
-        return (self._batch(rows, *taken) for rows, taken in self.fitting.whole(self.data.split(split), self.scoring_batch))

@@ -93,7 +93,7 @@ class RoutedModel(nn.Module):
         self.network.eval()
         return self.task.probabilities(functional_call(self.network, start, (images,)))
 
-    def adapt(self, batches: Sequence[Tensor] | Repeated) -> None:
+    def adapt(self, batches: Sequence[Tensor] | Repeated[Tensor]) -> None:
         """Fit the coefficients to these images, cut as `forward` cuts them; whatever they were fitted to before is forgotten.
 
         Every epoch ends with one look at all images, without dropout and with the same noise each time, so that two epochs can be
@@ -103,15 +103,15 @@ class RoutedModel(nn.Module):
         Args:
             batches: unlabelled images (N, C, H, W).
         """
-        batches = Repeated(lambda whole=batches: (part for images in whole for part in self._cut(images)))  # type: ignore[misc]
+        parts = Repeated(lambda: (part for images in batches for part in self._cut(images)))
         self.network.load_adapted_state(self._start)
         self.optimizer, self.online_steps = self._new_optimizer(), 0
-        looks, kept, chosen = [self.look(batches)], self.network.adapted_state(), 0
+        looks, kept, chosen = [self.look(parts)], self.network.adapted_state(), 0
         refused: dict[int, str] = {}
         for epoch in range(self.hyper.route_epochs):
-            for place, images in enumerate(batches):
+            for place, images in enumerate(parts):
                 self._step(images, "epoch", epoch, place)
-            looks.append(self.look(batches))
+            looks.append(self.look(parts))
             if reason := self.gate.refusal(looks[-1], looks[0]):
                 refused[epoch + 1] = reason
             elif self.hyper.choose == "last" or looks[-1].loss < looks[chosen].loss:
@@ -123,7 +123,7 @@ class RoutedModel(nn.Module):
             "agreement": [look.agreement for look in looks],
             "refused": [refused.get(place, "") for place in range(len(looks))],
             "chosen": chosen,
-            "coefficients": self._coefficients(batches),
+            "coefficients": self._coefficients(parts),
         }
 
     def _coefficients(self, batches: Iterable[Tensor]) -> dict[str, list[float]]:
