@@ -144,7 +144,8 @@ def main() -> None:
         process = started("--one", "limited", name, "--limit", str(options.limit))
         alone = json.loads(answer(process))
         process.communicate()
-        print(f"{count} images, {options.gb:g} GB: a round in {alone['seconds']:.0f} s, {alone['gb']:.2f} GB above the imports at most")
+        found = f"{alone['seconds']:.0f} s, {alone['gb']:.2f} GB above the imports at most"
+        print(f"{count} images, {options.gb:g} GB: a round in {found}", flush=True)
         kinds = {kind: started("--one", kind, str(scratch / "large")) for kind in ("memory", "disk")}
         for process in kinds.values():
             answer(process)
@@ -155,7 +156,7 @@ def main() -> None:
                 for kind, process in kinds.items():
                     found[kind].append(json.loads(answer(process, what)))
             memory, disk = (median(found[kind][1:]) for kind in ("memory", "disk"))  # the first warms up
-            print(f"| {what} | {memory:.0f} | {disk:.0f} | {disk / memory:.2f} |")
+            print(f"| {what} | {memory:.0f} | {disk:.0f} | {disk / memory:.2f} |", flush=True)
         for process in kinds.values():
             process.communicate()
 

@@ -2,6 +2,10 @@
 
 from typing import Any, cast
 
+import torch
+
+from medflare.data.sites.fitting import Predictor
+from medflare.data.sites.site import Site
 from medflare.data.splits import Samples, Split
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -41,6 +45,13 @@ def tiny_phantom(**changes: Any) -> dict[str, Any]:
     """The embedded phantom, a quarter of its size, with a network of two levels and some settings changed."""
     small = {"size": [32, 32], "network": INSTANCE_UNET, "batch_size": 16}
     return {**load_task("phantom").to_dict(), **small, **changes}
+
+
+def predicted(site: Site, predictor: Predictor, split: str = "test") -> Any:
+    """What a model says of every image of a split in its order, at once: (N, outputs, ...), one each where sizes differ."""
+    rows = {row: one for found, _, places in site.answers(predictor, split) for row, one in zip(places.tolist(), found, strict=True)}
+    ordered = [rows[row] for row in sorted(rows)]
+    return ordered if site.task.fit == "patch" else torch.stack(ordered)
 
 
 def stacked(samples: Samples) -> Split:

@@ -1,5 +1,7 @@
 import csv
 import json
+import shutil
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,13 +19,15 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.loading import FOLDERS
 from medflare.data.sites.opening import open_site
+from medflare.data.sites.scoring import scoring_batch
 from medflare.inference.adaptation import dsbn_for, with_dsbn, with_tent
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input, find_inputs
-from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
+from medflare.inference.predict import Prepared, fit, predict, prediction_model, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import score
+from small import predicted
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
@@ -50,7 +54,7 @@ def test_a_sites_test_images_give_the_numbers_of_the_run(
 ) -> None:
     stored = load_model(trained("fedsm") / "sites/B" / role)
     site = open_site("B", segmentation, data_root=data_root)
-    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     found = probabilities(stored, data_root / "B/test", tmp_path)
     assert torch.equal(found, expected), "bitwise: same images, order and batches"
     results = json.loads((trained("fedsm") / "results.json").read_text())
@@ -69,7 +73,7 @@ def test_the_same_for_classification(
     rows = rows_of(tmp_path)
     written = torch.tensor([[float(row[f"probability_{label}"]) for label in stored.task.labels] for row in rows])
     site = open_site("A", classification, data_root=data_root / "A/grades")
-    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     assert torch.equal(written, expected), "nine digits hold a float32"
     assert [row["label"] for row in rows] == [stored.task.labels[place] for place in expected.argmax(dim=1).tolist()]
     assert {row["model"] for row in rows} <= {"global", "A", "B"} and "mask" not in rows[0]
@@ -80,7 +84,7 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
 ) -> None:
     stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
     site = open_site("O", segmentation, role="outside", data_root=data_root)
-    expected = site.predict(build_deployed(stored.task, stored.message), "test")
+    expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     assert stored.kind == "routed"
     assert torch.equal(probabilities(stored, data_root / "O/test", tmp_path), expected)
     assert torch.equal(probabilities(stored, data_root / "O/test", tmp_path, adapt="none"), expected), "the fit that was delivered"
@@ -91,6 +95,33 @@ def test_a_routed_model_is_fitted_to_the_images_as_it_was_in_the_run(
     assert torch.equal(refitted, probabilities(unfitted, data_root / "A/test", tmp_path)), "whatever it was fitted to before"
 
 
+@pytest.mark.parametrize("tta", ["dsbn", "auto"])
+def test_images_that_a_model_is_fitted_to_are_read_again_and_not_kept(
+    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of them at a time, whatever their number; one that cannot be read is told once."""
+    stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+    seen: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def watched(source: Input, task: TaskConfig) -> Prepared:
+        nonlocal most
+        found = prepare(source, task)
+        seen.append(weakref.ref(found.images))
+        most = max(most, sum(one() is not None for one in seen))
+        return found
+
+    monkeypatch.setattr("medflare.inference.predict.prepare", watched)
+    for site in "ABO":
+        shutil.copytree(data_root / site / "test", tmp_path / "images" / site)
+    (tmp_path / "images/A/5.png").write_bytes(b"no picture")
+    said: list[str] = []
+    summary = predict(stored, [tmp_path / "images"], tmp_path / "out", builder=build_deployed, adapt=tta, say=said.append)
+    assert summary.images == 26 and len(said) == len(summary.failed) == 1
+    assert len(seen) > 2 * 26 and "fitted to 26 pictures" in summary.adapted
+    assert most <= 2 * scoring_batch(stored.task)
+
+
 @pytest.mark.parametrize("tta", ["tent", "dsbn"])
 def test_adaptation_on_request_is_that_of_the_methods(
     tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
@@ -99,7 +130,7 @@ def test_adaptation_on_request_is_that_of_the_methods(
     site = open_site("O", segmentation, role="outside", data_root=data_root)
     tent = with_tent(stored.message, stored.task)
     message = tent if tta == "tent" else dsbn_for(site, stored.message, partial(build_deployed, stored.task))
-    expected = site.predict(build_deployed(stored.task, message), "test")
+    expected = predicted(site, build_deployed(stored.task, message), "test")
     found = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
     assert torch.equal(found, expected)
     plain = probabilities(stored, data_root / "O/test", tmp_path)

@@ -21,11 +21,12 @@ from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.export import export
 from medflare.inference.inputs import find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
-from medflare.methods.catalogue import build_deployed
+from medflare.methods.catalogue import build_deployed, method_names
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import score
 from small import SEGMENTATION as SLICES
+from small import predicted
 from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 
 
@@ -38,10 +39,17 @@ def _test_images(root: Path, site: str) -> list[Path]:
     return [root / site / name for entry in json.loads((root / site / "datalist.json").read_text())["test"] for name in entry["image"]]
 
 
-@pytest.mark.parametrize(("method", "site"), [("fedsm", "A"), ("iop_fl", "O"), ("grace", "O")])
+OUTSIDE: dict[str, dict[str, Any]] = {"iop_fl": {"route_epochs": 1, "radius": 1}, "grace": {"client": "erm", "tta": "dsbn"}}
+QUICK: dict[str, dict[str, Any]] = {
+    "fedsm_extra": {"combine": "ensemble", "selector_rounds": 1},
+    "feddag": {"warmup": 0, "generator_width": 2, "generator_blocks": 1, "generator_scale": 2},
+}
+CASES = [*((method, "A") for method in method_names()), *((method, "O") for method in OUTSIDE)]
+
+
+@pytest.mark.parametrize(("method", "site"), CASES)
 def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, site: str, root: Path, tmp_path: Path) -> None:
-    settings: dict[str, dict[str, Any]] = {"iop_fl": {"route_epochs": 1, "radius": 1}, "grace": {"client": "erm", "tta": "dsbn"}}
-    options = settings.get(method, {})
+    options = OUTSIDE[method] if site == "O" else QUICK.get(method, {})
     task = load_task({**PATCHES, "size": [8, 8, 4]})
     outside = [site] if site == "O" else []
     results = run_local(method, task, ["A", "BB"], outside=outside, rounds=1, seed=0, data_root=root, out=tmp_path / "run", **options)
@@ -54,7 +62,7 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, si
         fit(model, prepared, task, "cpu", stored.kind)
     found = [prediction.probabilities[0] for prediction in predictions(model, prepared, task)]
     place = open_site(site, task, data_root=root)
-    expected = place.predict(build_deployed(task, stored.message), "test")
+    expected = predicted(place, build_deployed(task, stored.message), "test")
     assert all(torch.equal(first, second) for first, second in zip(found, expected, strict=True))
     data = place.data.test
     measured = score(found, data.targets, data.patients, task, ["dice"], data.spacings)

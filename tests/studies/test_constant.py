@@ -8,6 +8,7 @@ import torch
 
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
+from medflare.data.targets import Targets
 from medflare.evaluation.contract import validate_results
 from medflare.studies import constant
 from medflare.studies.constant import CONSTANT, answers_of, constant_answer
@@ -71,8 +72,22 @@ def test_the_mean_mask_is_taken_where_it_is_best_on_validation(monkeypatch: pyte
 
 def test_answers_of_segmentation() -> None:
     targets = torch.tensor([[[1, 0]], [[1, 0]]])
-    binary = SimpleNamespace(kind="segmentation", target="binary", outputs=1)
-    several = SimpleNamespace(kind="segmentation", target="multiclass", outputs=2)
+    binary = SimpleNamespace(kind="segmentation", target="binary", outputs=1, fit="resize")
+    several = SimpleNamespace(kind="segmentation", target="multiclass", outputs=2, fit="resize")
     assert [answer.flatten().tolist() for answer in answers_of(binary, targets)][:3] == [[0.0], [1.0], [1.0, 0.0]]  # type: ignore[arg-type]
     assert [answer.flatten().tolist() for answer in answers_of(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
+    binary.fit = "patch"
     assert len(list(answers_of(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of many sizes have no mean"  # type: ignore[arg-type]
+
+
+def test_masks_that_are_read_one_by_one_give_the_same_answers() -> None:
+    """A mean mask does not depend on whether masks are in memory."""
+    masks = torch.rand(7, 16, 16, generator=torch.Generator().manual_seed(0)).gt(0.6).long()
+    for changes in ({}, {"target": "multiclass", "labels": ["background", "square"]}):
+        at_once, one_by_one = (list(answers_of(small_task(**changes), targets)) for targets in (masks, Targets(7, masks.__getitem__)))
+        assert len(at_once) == len(one_by_one) > 2 and all(map(torch.equal, at_once, one_by_one))
+    binary = list(answers_of(small_task(), masks))
+    assert all(
+        torch.equal(answer[0], (masks.float().mean(dim=0) > share).float())
+        for answer, share in zip(binary[2:], (0.1, 0.2, 0.3, 0.4, 0.5), strict=True)
+    )

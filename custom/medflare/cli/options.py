@@ -167,7 +167,7 @@ def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict
     """The hyper-parameters under their halves and the task, from --set, --task, --resplit and --from.
 
     Raises:
-        ConfigError: a name that neither the method nor the task has, or a value that the task cannot have.
+        ConfigError: a name that neither the method nor the task has, a value that the task cannot have, or a model that does not fit it.
     """
     from medflare.core.hyper import described, halved
     from medflare.federation.settings import RUN_SETTINGS
@@ -189,7 +189,12 @@ def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict
         model = load_model(options.model)
         changes[f"{_TASK}network.weights"] = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"], "format": "medflare"}
         source = options.task or model.task.to_dict()
-    return halved(hyper, method.hyper_classes, method.name), task_with(source, changes)
+    task = task_with(source, changes)
+    if options.model is not None:
+        from medflare.networks.weights import starting_state
+
+        starting_state(task, 0, options.model)  # a model of another task is refused before a job is written
+    return halved(hyper, method.hyper_classes, method.name), task
 
 
 def set_values(settings: Sequence[str]) -> dict[str, Any]:

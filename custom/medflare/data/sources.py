@@ -10,7 +10,7 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_splits, read_datalist
-from medflare.data.files.bounds import ImageBounds, refuse_large
+from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture
 from medflare.data.files.readers import read_mask, whole_numbers
 from medflare.data.files.segmentations import is_segmentation, read_segmentation
@@ -76,6 +76,7 @@ class FileSource:
         refuse_large(files, self._bounds)
         if self._task.spatial_dims == 3:
             array, stored = read_channels(files, self._task.image_channels, self._task.pick)
+            refuse_resampled(entry.image, stored, self._task, self._bounds)
             array, here = turned(array, stored, self._task)
             self._grids = (entry, stored, here)
             return array
@@ -98,6 +99,8 @@ class FileSource:
         Raises:
             DataError: masks of different sizes, on another grid than the image, or one that cannot be read or is too large.
         """
+        if shared := set(entry.masks) & set(entry.files):
+            raise DataError(f"{shared.pop()}: stands as image and as mask in one entry; correct the datalist")
         refuse_large(entry.masks, self._bounds)
         if self._task.spatial_dims == 3:
             return np.concatenate([self._volume_mask(file, entry) for file in entry.masks])

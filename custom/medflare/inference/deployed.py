@@ -8,10 +8,10 @@ network) and the adapted kinds of `adaptation.py`; a method's own kinds stand in
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 _PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "fit", "orientation", "spacing")
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
+T = TypeVar("T")
 
 
 def no_other_kind(kind: str) -> Builder | None:
@@ -112,15 +113,29 @@ def network_with(
     return network.eval()
 
 
+class Repeated(Generic[T]):
+    """Things that are made anew for every pass over them, so that no more than one is in memory.
+
+    Args:
+        make: gives the same things every time.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[T]]):
+        self._make = make
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._make())
+
+
 @runtime_checkable
 class Adaptive(Protocol):
     """A deployed module that fits itself to a site's unlabelled images before it predicts."""
 
-    def adapt(self, batches: Sequence[Tensor]) -> None:
+    def adapt(self, batches: "Sequence[Tensor] | Repeated[Tensor]") -> None:
         """Images (N, C, H, W) in the batches in which they will be predicted.
 
         Args:
-            batches: at least one image.
+            batches: at least one image; taken as often as there are passes.
         """
 
 

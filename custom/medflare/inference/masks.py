@@ -14,6 +14,7 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically
 from medflare.data.files.readers import NIFTI, suffix
+from medflare.data.files.series import number_by_place
 from medflare.data.files.volumes import Grid
 from medflare.data.targets import stored_values
 from medflare.inference.dicom_seg import dicom_seg
@@ -175,4 +176,7 @@ def _dicom_affine(path: Path) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")
         reader = PydicomReader()
-        return np.asarray(reader.get_data(reader.read(path))[1]["affine"])
+        stored = reader.read(path)
+        if isinstance(stored, list):
+            number_by_place(stored)
+        return np.asarray(reader.get_data(stored)[1]["affine"])

@@ -9,7 +9,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
 from medflare.core.store import csv_text, write_atomically
-from medflare.data.files.bounds import ImageBounds, refuse_large
+from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture
 from medflare.data.files.volumes import Grid, read_channels, turned, turned_back
 from medflare.data.sites.fitting import windows_of
 from medflare.data.sites.scoring import predict_each, scoring_batch
 from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
-from medflare.inference.deployed import Adaptive, Builder, StoredModel, build
+from medflare.inference.deployed import Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import label_map, pixels, restored, write_masks
@@ -162,9 +162,8 @@ def predict(
     model = prediction_model(stored, builder, adapt).to(checked_device(device)).eval()
     for problem in problems:
         summary.fail(problem)
-    prepared: Iterable[Prepared] = _readable(inputs, task, summary.fail)
+    prepared = Repeated(lambda: _readable(inputs, task, summary.fail))  # not kept: all of them need not fit into memory
     if isinstance(model, Adaptive) and adapt != "none":
-        prepared = list(prepared)
         summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
     elif isinstance(model, Tent):
         summary.adapted = "tent, batch by batch while they were predicted"
@@ -211,22 +210,31 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
     return model
 
 
-def fit(model: Adaptive, prepared: Sequence[Prepared], task: TaskConfig, device: str, kind: str) -> str:
+def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device: str, kind: str) -> str:
     """Fit the model to these images, in the batches in which they will be predicted; says what a model of this kind has done.
 
     Args:
         model: changed in place.
-        prepared: every input; without any nothing happens.
+        prepared: every input, taken as often as the model looks at all of them; without any nothing happens.
         task: gives the batch size.
         device: where the model is.
         kind: its name in the text.
     """
-    if not prepared:
+    size, count = scoring_batch(task), 0
+
+    def batches() -> Iterator[Tensor]:
+        nonlocal count
+        count = 0
+        fed = (windows_of(image, task.size) if task.fit == "patch" else image[None] for part in prepared for image in part.images)
+        images = chain.from_iterable(fed)
+        while batch := list(islice(images, size)):
+            count += len(batch)
+            yield torch.stack(batch).to(device)
+
+    if next(batches(), None) is None:
         return ""
-    fed = (windows_of(image, task.size) if task.fit == "patch" else image[None] for part in prepared for image in part.images)
-    images = torch.cat(list(fed)).to(device)
-    model.adapt(list(images.split(scoring_batch(task))))
-    return f"{kind}, fitted to {len(images)} picture{'s' * (len(images) != 1)} before the first was predicted"
+    model.adapt(Repeated(batches))
+    return f"{kind}, fitted to {count} picture{'s' * (count != 1)} before the first was predicted"
 
 
 def prepare(source: Input, task: TaskConfig) -> Prepared:
@@ -237,9 +245,11 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
     """
     preprocessing = Preprocessing(task)
     files = files_of(source.channels, task, source.name) if source.channels else (source.path,)
-    refuse_large(files, ImageBounds())
+    bounds = ImageBounds()
+    refuse_large(files, bounds)
     if task.spatial_dims == 3:
         array, stored = read_channels(files, task.image_channels, task.pick)
+        refuse_resampled(source.path, stored, task, bounds)
         array, here = turned(array, stored, task)
         return Prepared(source, preprocessing.image(array)[None], here.shape, False, (stored, here))
     array = read_picture(files, task)
@@ -249,11 +259,13 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
     return Prepared(source, torch.stack([preprocessing.image(picture) for picture in pictures]), (height, width), volume)
 
 
-def _readable(inputs: Iterable[Input], task: TaskConfig, fail: Callable[[str], None]) -> Iterator[Prepared]:
-    for source in inputs:
+def _readable(inputs: list[Input], task: TaskConfig, fail: Callable[[str], None]) -> Iterator[Prepared]:
+    """Inputs as they are read; one that cannot be read is told, and left out from then on."""
+    for source in list(inputs):
         try:
             yield prepare(source, task)
         except DataError as error:
+            inputs.remove(source)
             fail(str(error))
 
 

@@ -90,6 +90,23 @@ def least_bytes(task: TaskConfig, batch: int) -> int:
     return sum(outputs) + _COPIES * _BYTES * sum(weight.numel() for weight in network.parameters())
 
 
+def training_operations(task: TaskConfig) -> int:
+    """Floating-point operations of a training step on one image or patch, forward and backward, as torch counts them.
+
+    Args:
+        task: gives network and size.
+
+    Returns:
+        Of convolutions and matrix products, which are nearly all. Nothing is computed: the network has no memory.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    network = meta_network(task).train()
+    with FlopCounterMode(display=False) as counter:
+        network(torch.zeros(2, task.image_channels, *task.size, device="meta")).sum().backward()
+    return counter.get_total_flops() // 2
+
+
 def _tried(task: TaskConfig) -> FeatureNetwork:
     """As `check_network`, for the task's own size."""
     network, place = meta_network(task), f"task {task.name}: network {task.network['name']}"

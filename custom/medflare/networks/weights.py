@@ -11,6 +11,7 @@ With part "body" the head keeps its random weights, and that of the file is left
 """
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,7 +114,9 @@ def _safetensors(path: Path) -> StateDict:
 
 def _torch(path: Path) -> StateDict:
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # the error below says more
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds, and what it would say names functions of the file's own choice
         raise ConfigError(
             f"weights {path}: not a file of tensors alone; a pickle of anything else is never loaded, since loading it would run its code; "

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.data.sites.opening import open_site
+from medflare.data.sites.scoring import Answer, measured
 from medflare.data.sites.site import Site
 from medflare.data.splits import Samples, joined
 from medflare.evaluation.record import mean_of_defined
@@ -19,7 +20,7 @@ from medflare.studies.recorded import SCORES
 from medflare.studies.setting import Setting
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import Images, Scores, score
+from medflare.tasks.metrics import Images, Scores
 
 CONSTANT: Final = "constant"
 _SHARES: Final = (0.1, 0.2, 0.3, 0.4, 0.5)  # of training masks that must cover a pixel for a mean mask to cover it
@@ -78,16 +79,17 @@ def _scores(site: Site, answer: Tensor, split: str) -> Scores:
     if not len(samples):
         return Scores(dict.fromkeys(site.task.metrics), cases=Cases())
     metrics = site.task.metrics if split == "test" else (site.task.metric,)
-    return score(_repeated(answer, samples), samples.targets, samples.patients, site.task, metrics, samples.spacings)
+    return measured(_repeated(answer, samples, site.task), samples, site.task, metrics).scores(samples.patients)
 
 
-def _repeated(answer: Tensor, samples: Samples) -> Images:
-    """The answer (outputs,) or (outputs, ...) for every image, in the size of its target."""
-    if answer.ndim > 1 or samples.targets[0].ndim < 2:
-        return answer.expand(len(samples), *answer.shape)
-    sizes = [samples.image(row).shape[1:] for row in range(len(samples))]
-    filled = [answer.reshape(-1, *[1] * len(size)).expand(-1, *size) for size in sizes]
-    return torch.stack(filled) if isinstance(samples.targets, Tensor) else filled
+def _repeated(answer: Tensor, samples: Samples, task: TaskConfig) -> Iterator[Answer]:
+    """The answer (outputs,) or (outputs, ...) for every image, one by one, in the size of its target."""
+    sides = task.spatial_dims if task.kind == "segmentation" else 0
+    for row in range(len(samples)):
+        target = samples.targets[row]
+        shape = target.shape[target.ndim - sides :]
+        whole = answer if answer.ndim > 1 else answer.reshape(-1, *[1] * sides).expand(-1, *shape)
+        yield whole[None], target[None], torch.tensor([row])
 
 
 def answers_of(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
@@ -113,8 +115,8 @@ def answers_of(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
         yield from torch.eye(task.outputs)  # class 0 is the background
     else:
         yield from (torch.zeros(task.outputs), torch.ones(task.outputs))
-    if isinstance(targets, Tensor) and len(targets):
-        mean = _frequencies(task, targets, task.outputs).mean(dim=0)
+    if task.fit == "resize" and len(targets):
+        mean = sum((_frequencies(task, target[None], task.outputs)[0] for target in targets), torch.zeros(())) / len(targets)
         if task.target == "multiclass":
             yield mean
         else:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -76,34 +76,63 @@ def score(
         metrics: names, of `TaskConfig.metrics`.
         spacings: of every volume, millimetres between its voxels, None where unknown; none at all for pictures.
     """
-    return score_portions(_portions(probabilities, targets, spacings), patients, task, metrics)
+    return measure(_portions(probabilities, targets, spacings), task, metrics).scores(patients)
 
 
-def score_portions(portions: Iterable[Portion], patients: Sequence[str], task: TaskConfig, metrics: Sequence[str]) -> Scores:
-    """The named metrics, of probabilities and targets that come portion by portion; of masks, nothing but counts and distances is kept.
+@dataclass(frozen=True)
+class Measured:
+    """What metrics are made of, image by image: counts and distances of masks, probabilities of classes. It holds no mask.
+
+    Attributes:
+        task: what the images are for.
+        metrics: names, of `TaskConfig.metrics`.
+        found: parts of the metrics by name, a row (N, ...) for every image.
+        finite: bool (N,), whether the model answered with numbers.
+    """
+
+    task: TaskConfig
+    metrics: Sequence[str]
+    found: dict[str, Tensor]
+    finite: Tensor
+
+    def of(self, rows: Sequence[int] | Tensor) -> "Measured":
+        """Some of the images, in this order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return replace(self, found={name: part[index] for name, part in self.found.items()}, finite=self.finite[index])
+
+    def scores(self, patients: Sequence[str]) -> Scores:
+        """The metrics.
+
+        Args:
+            patients: patient of every image.
+        """
+        if not len(patients):
+            return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the split holds no image"))
+        if not self.finite.all():
+            return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the model's output holds NaN or infinite values"))
+        if self.task.kind == "segmentation":
+            return _score_segmentation(dict(self.found), patients, self.metrics)
+        return _score_classification(self.found["probabilities"], self.found["targets"], patients, self.task, self.metrics)
+
+
+def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str]) -> Measured:
+    """What the named metrics are made of, of probabilities and targets that come portion by portion, each of which is then forgotten.
 
     Args:
         portions: (probabilities (B, ...), targets (B, ...), spacing) in the order of the images; one image each where there is a spacing.
-        patients: patient of every image.
         task: what they are for.
         metrics: names, of `TaskConfig.metrics`.
     """
-    if not len(patients):
-        return Scores(dict.fromkeys(metrics), dict.fromkeys(metrics, "the split holds no image"))
     measured: list[dict[str, Tensor]] = []
-    finite = True
-    for probabilities, targets, spacing in portions:  # to the end, whatever they hold: a model may note what it was asked
-        finite = finite and bool(torch.isfinite(probabilities).all())
-        if finite and task.kind == "segmentation":
+    finite = [torch.ones(0, dtype=torch.bool)]
+    for probabilities, targets, spacing in portions:
+        finite.append(torch.isfinite(probabilities).flatten(1).all(dim=1).cpu())
+        if task.kind == "segmentation":
             measured.append(_overlaps_and_distances(probabilities.cpu(), targets, spacing, task, metrics))
-        elif finite:
+        else:
             measured.append({"probabilities": probabilities.double().cpu(), "targets": targets.cpu()})
-    if not finite:
-        return Scores(dict.fromkeys(metrics), dict.fromkeys(metrics, "the model's output holds NaN or infinite values"))
-    found = {name: torch.cat([part[name] for part in measured]) for name in measured[0]}
-    if task.kind == "segmentation":
-        return _score_segmentation(found, patients, metrics)
-    return _score_classification(found["probabilities"], found["targets"], patients, task, metrics)
+    found = {name: torch.cat([part[name] for part in measured]) for name in (measured[0] if measured else ())}
+    return Measured(task, metrics, found, torch.cat(finite))
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
@@ -270,7 +299,7 @@ def patient_mean(values: Tensor) -> float:
 
 def _portions(probabilities: Images, targets: Images, spacings: Sequence[Spacing | None]) -> Iterator[Portion]:
     """What is scored together: pictures of one size all at once, volumes and images of many sizes one by one."""
-    if isinstance(probabilities, Tensor) and isinstance(targets, Tensor) and not spacings:
+    if isinstance(probabilities, Tensor) and isinstance(targets, Tensor) and len(targets) and not spacings:
         yield probabilities, targets, None
         return
     for p, target, spacing in zip(probabilities, targets, spacings or [None] * len(targets), strict=True):

@@ -1,5 +1,6 @@
 """Images are decoded once: per process, and with a folder per site."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from medflare.data.cache import decoded
+from medflare.data.cache import decoded, shards
 from medflare.data.cache.decoded import decoded_once
-from medflare.data.cache.folder import CacheSettings
+from medflare.data.cache.folder import CacheSettings, Room
 from medflare.data.loading import load_site_data
 from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
@@ -83,3 +84,18 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert len(load_site_data("A", make_task(), make_site(), cache=CacheSettings(str(tmp_path / "cache"))).train) == 5
     assert "cannot be written" in caplog.text
+
+
+def test_writing_keeps_no_tensor_of_an_image(make_site: SiteOf, make_task: TaskOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small tensor an image, between the large ones, would keep the memory of those from being used again."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2**14)  # five images with their masks
+    alive: list[int] = []
+
+    def taken(room: Room, needed: int) -> None:
+        alive.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
+
+    monkeypatch.setattr(Room, "take", taken)
+    folder = make_site({"training": [f"p{number}" for number in range(40)]})
+    gc.collect()
+    load_site_data("A", make_task(), folder, cache=CacheSettings(str(tmp_path / "cache"), memory_gb=0))
+    assert len(alive) >= 8 and max(alive) - min(alive) < 8, alive

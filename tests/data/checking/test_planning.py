@@ -11,6 +11,7 @@ from medflare.data.checking.check import check_task
 from medflare.data.checking.fingerprint import LEARNT, Channel, Fingerprint, Intensities, Presence, Spread
 from medflare.data.checking.planning import plan, pooled
 from medflare.data.checking.rules import Topology, topology
+from medflare.networks.dry_run import training_operations
 from medflare.tasks.config import load_task
 from volumes import cube_task
 
@@ -44,6 +45,28 @@ def planned(*found: Fingerprint, **options: Any) -> dict[str, Any]:
     settings = plan(found, **options).settings
     load_task(settings)
     return settings
+
+
+class TestCompute:
+    def test_feature_maps_are_halved_until_an_epoch_fits(self) -> None:
+        volumes = fingerprint(30, 20, 17, spacing=(2.0, 2.0, 2.0))
+        free, few = plan([volumes]), plan([volumes], compute=0.02)
+        assert few.settings["network"]["filters"] == [8, 16, 32] and few.settings["size"] == free.settings["size"]
+        reasons = {choice.setting: choice.reason for choice in few.choices}
+        assert "8 feature maps" in reasons["network"] and "not 32, so that compute suffices" in reasons["network"]
+        assert all("an epoch of the largest site takes" in choice.reason for choice in free.choices if choice.setting == "network")
+
+    @pytest.mark.parametrize(("compute", "words"), [(1e-6, "more than 1e-06; give more with --compute"), (0.0, "must be above 0 TFLOP")])
+    def test_too_little(self, compute: float, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            plan([fingerprint(30, 20, 17, spacing=(2.0, 2.0, 2.0))], compute=compute)
+
+    def test_operations_of_one_convolution(self) -> None:
+        """By hand: two per weight and output voxel forward; backward as many for the weights, and again for what is below."""
+        task = load_task({**small.SEGMENTATION, "network": {"name": "UNet", "channels": [2, 2], "strides": [1], "kernel_size": 1}})
+        one = training_operations(task)
+        larger = load_task({**task.to_dict(), "size": [32, 32]})
+        assert one > 0 and training_operations(larger) == 4 * one
 
 
 class TestGeometry:
@@ -124,7 +147,7 @@ class TestMemory:
         assert planned(fingerprint(SIDE, SIDE, SIDE, images=10_000), memory=0.25)["batch_size"] in range(3, 100)
 
     def test_none_that_fits(self) -> None:
-        with pytest.raises(ConfigError, match=r"no patch of the least size fits into 0\.001 GiB; give more with --memory"):
+        with pytest.raises(ConfigError, match=r"no patch with 3 levels fits into 0\.001 GiB; give more with --memory"):
             plan([fingerprint(32, 32, 32)], memory=0.001)
         with pytest.raises(ConfigError, match="memory must be above 0 GiB, got 0"):
             plan([fingerprint(32, 32, 32)], memory=0)

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 import torch
 
 from medflare.core.errors import DataError
+from medflare.data.files.bounds import ImageBounds, refuse_resampled
+from medflare.data.files.readers import read_image, read_mask
 from medflare.data.files.volumes import Grid, read_channels, read_volume, turned, turned_back
 from volumes import SHAPE, SPACING, affine, cube_task, dicom_series, write
 
@@ -135,3 +138,47 @@ def test_a_series_that_lost_a_slice_is_no_volume(tmp_path: Path) -> None:
     (broken / "3.dcm").write_bytes((broken / "3.dcm").read_bytes()[:200])
     with pytest.raises(DataError, match=r"broken: "):
         read_volume(broken)
+
+
+def test_a_series_in_metres_or_microns_is_read_in_millimetres(tmp_path: Path) -> None:
+    for unit, length in (("meter", 1e-3), ("micron", 1e3), ("mm", 1.0), ("unknown", 1.0)):
+        image = nibabel.Nifti1Image(VOLUME, np.diag([length, length, length, 1]) @ affine())
+        image.header.set_xyzt_units(unit)
+        nibabel.save(image, tmp_path / "v.nii.gz")
+        assert read_volume(tmp_path / "v.nii.gz")[1].spacing == pytest.approx(SPACING), unit
+
+
+def test_voxels_that_are_no_numbers(tmp_path: Path) -> None:
+    colours = np.zeros(SHAPE, dtype=[("R", "u1"), ("G", "u1"), ("B", "u1")])
+    for volume, words in ((colours, "colours"), (VOLUME.astype(np.complex64), "complex numbers")):
+        path = write(tmp_path / "v.nii.gz", volume)
+        for read in (lambda file: read_channels([file], 1), lambda file: read_image(file, 1), read_mask):
+            with pytest.raises(DataError, match=f"v.nii.gz: its voxels are {words}, not one number each; store each part as a channel"):
+                read(path)
+
+
+def test_what_nibabel_repairs_is_not_told_beside_the_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "v.nii", VOLUME)
+    content = bytearray(path.read_bytes())
+    content[80:84] = bytes(4)  # pixdim[1]
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="spacing 0 x 1 x 3 mm, each must be above 0"):
+        read_volume(path)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("codes", ["RAS", "SPL"])
+def test_a_volume_that_resampling_would_blow_up_or_flatten(tmp_path: Path, codes: str) -> None:
+    """Not tried: the bound tells by the header."""
+    path, bounds = tmp_path / "v.nii", ImageBounds(voxels=10**6)
+    grid = read_volume(write(path, VOLUME, affine(codes)))[1]
+    refuse_resampled(path, grid, cube_task(spacing=[1.0, 1.0, 1.0]), bounds)
+    refuse_resampled(path, grid, cube_task(), ImageBounds(voxels=1))
+    with pytest.raises(DataError, match=r"v.nii: with the task's spacing it has \d+ x \d+ x \d+ voxels, this site takes 1000000"):
+        refuse_resampled(path, grid, cube_task(spacing=[0.1, 0.1, 0.1]), bounds)
+    with pytest.raises(DataError, match=r"it has 1 x 1 x 1 voxels; the file says .* mm; correct its header or the task's spacing"):
+        refuse_resampled(path, grid, cube_task(spacing=[500.0, 500.0, 500.0]), bounds)
+    array, _ = turned(*read_volume(path), cube_task(spacing=[1.0, 2.0, 0.5]))
+    refuse_resampled(path, grid, cube_task(spacing=[1.0, 2.0, 0.5]), ImageBounds(voxels=2 * array.size))
+    with pytest.raises(DataError, match=" x ".join(map(str, array.shape[1:]))):
+        refuse_resampled(path, grid, cube_task(spacing=[1.0, 2.0, 0.5]), ImageBounds(voxels=2 * array.size - 1))

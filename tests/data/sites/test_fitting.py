@@ -13,6 +13,7 @@ from medflare.data.sites.fitting import Fitting, Patches, Taken, of_task, window
 from medflare.data.sites.opening import open_site
 from medflare.data.splits import OneByOne, Samples
 from medflare.tasks.config import TaskConfig, load_task
+from small import predicted
 from volumes import PATCHES, SHAPE, cube_task, make_volumes
 
 TASK = load_task(PATCHES)
@@ -95,8 +96,8 @@ def test_a_site_trains_on_patches_and_predicts_whole_volumes(tmp_path: Path) -> 
     assert all(torch.equal(first.images, second.images) for first, second in zip(batches, again, strict=True))
     other = next(site.batches("train", 1, "model"))
     assert not torch.equal(other.images, batches[0].images)
-    predicted = site.predict(lambda images: images[:, :1], "test")
-    assert [tuple(p.shape) for p in predicted] == [(1, 12, 14, 11), (1, 12, 14, 10)]
+    found = predicted(site, lambda images: images[:, :1], "test")
+    assert [tuple(p.shape) for p in found] == [(1, 12, 14, 11), (1, 12, 14, 10)]
     scores = site.score(lambda images: (images[:, :1] > 0.4).float(), "test")
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}
 

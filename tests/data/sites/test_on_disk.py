@@ -19,7 +19,7 @@ from medflare.data.splits import Joined, OnDisk, Split, joined
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model
 from medflare.tasks.config import TaskConfig, load_task
-from small import small_task, tiny_phantom
+from small import predicted, small_task, tiny_phantom
 from volumes import PATCHES, cube_task, make_volumes
 
 TaskOf = Callable[..., TaskConfig]
@@ -65,7 +65,7 @@ def test_the_same_images_in_the_same_order(kind: str, make_site: SiteOf, tmp_pat
     assert _equal(list(inside.data.test.targets), list(outside.data.test.targets))
     model = inside.predictor(inside.network())
     assert inside.score(model, "test") == outside.score(model, "test")
-    assert _equal(inside.predict(model, "test"), outside.predict(model, "test"))
+    assert _equal(predicted(inside, model, "test"), predicted(outside, model, "test"))
 
 
 def test_two_sites_on_disk_as_one(make_site: SiteOf, tmp_path: Path) -> None:

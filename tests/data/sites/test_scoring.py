@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from medflare.data.sites.scoring import evaluating, predict, scoring_batch
+from medflare.data.sites.scoring import answers, evaluating, scoring_batch
 from medflare.data.splits import Batch
 from medflare.tasks.config import TaskConfig
 from pictures import numbered_site
@@ -18,17 +18,18 @@ def test_at_least_eight_images_at_once(make_task: TaskOf) -> None:
     assert scoring_batch(make_task(batch_size=2)) == 8 and scoring_batch(make_task(batch_size=32)) == 32
 
 
-def test_outputs_stand_in_the_order_of_the_batches() -> None:
+def test_outputs_stand_in_the_order_of_the_batches(make_task: TaskOf) -> None:
     batches = [Batch(torch.full((2, 1, 4, 4), float(number)), torch.zeros(2), torch.arange(2)) for number in range(3)]
-    outputs = predict(lambda images: images.double() / 2, batches, 1)
+    outputs = torch.cat([p for p, _, _ in answers(lambda images: images.double() / 2, batches, make_task(), 8)])
     assert outputs.shape == (6, 1, 4, 4) and outputs.dtype == torch.float32
     assert outputs[:, 0, 0, 0].tolist() == [0, 0, 0.5, 0.5, 1, 1]
-    assert predict(lambda images: images, [], 3).shape == (0, 3)
 
 
-def test_no_gradients() -> None:
+def test_no_gradients(make_task: TaskOf) -> None:
     weight = nn.Parameter(torch.ones(1))
-    assert not predict(lambda images: images * weight, [Batch(torch.ones(1, 1), torch.ones(1), torch.zeros(1))], 1).requires_grad
+    batches = [Batch(torch.ones(1, 1), torch.ones(1), torch.zeros(1))]
+    assert not any(p.requires_grad for p, _, _ in answers(lambda images: images * weight, batches, make_task(), 8))
+    assert torch.is_grad_enabled()
 
 
 def test_metrics_that_are_asked_for(make_task: TaskOf) -> None:

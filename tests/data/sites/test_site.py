@@ -16,6 +16,7 @@ from medflare.data.splits import SiteData, Split
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import score
 from pictures import numbered_site
+from small import predicted
 
 TaskOf = Callable[..., TaskConfig]
 
@@ -101,8 +102,8 @@ def test_score_and_predict(make_task: TaskOf) -> None:
     assert scores.values == {"dice": 1.0, "iou": 1.0} and scores.left_out == 1  # image 0 has an empty mask
     assert set(site.score(perfect, "test").values) == {"dice", "iou", "hd95"}
     assert set(site.score(perfect, metrics=["hd95"]).values) == {"hd95"}
-    assert site.predict(perfect, "validation").shape == (70, 1, 16, 16)
-    at_once = score(site.predict(perfect, "test"), site.data.test.targets, site.data.test.patients, site.task, site.task.metrics)
+    assert predicted(site, perfect, "validation").shape == (70, 1, 16, 16)
+    at_once = score(predicted(site, perfect, "test"), site.data.test.targets, site.data.test.patients, site.task, site.task.metrics)
     assert at_once == site.score(perfect, "test")
 
 

@@ -8,6 +8,7 @@ from medflare.methods.fedsm.extra import ExtraSuperModel
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.networks.catalogue import initial_network
 from methods import squares
+from small import predicted
 
 SITES = ["A", "B", "C"]
 
@@ -63,7 +64,7 @@ def test_a_patients_images_are_answered_by_one_model() -> None:
     site = Site("O", squares.SEGMENTATION, SiteData(data, data, data), 0)
     for choose_by, expected in (("image", ["C", "C", "B", "A"]), ("patient", ["C", "C", "C", "A"])):
         model.choose_by = choose_by
-        found = site.predict(model, "test")
+        found = predicted(site, model, "test")
         for image, answer, name in zip(images, found, expected, strict=True):
             torch.testing.assert_close(answer, model.networks[model.names.index(name)](image[None]).sigmoid()[0], rtol=1e-4, atol=1e-5)
 

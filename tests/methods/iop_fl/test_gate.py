@@ -12,7 +12,7 @@ from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl.formulas import all_classes
 from medflare.methods.iop_fl.gate import Gate, Gathering, Look, ranges_of
 from medflare.methods.iop_fl.hyper import IOPHyper
-from medflare.methods.iop_fl.information import agreement, divergence, image_spread, mean_entropy, window_radius
+from medflare.methods.iop_fl.information import agreeing, divergence, image_spread, mean_entropy, window_radius
 from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
@@ -86,7 +86,7 @@ def test_information_and_divergence_of_extreme_predictions() -> None:
     assert divergence(half, half).item() == pytest.approx(0.0, abs=1e-6)
     assert torch.isfinite(divergence(half, half.flip(1)))
     assert image_spread(torch.full((2, 3, 4, 4), 7.0)).flatten().tolist() == [0.0, 0.0]
-    assert agreement(torch.zeros(2, 1, 2, 2).bool(), torch.zeros(2, 1, 2, 2).bool()) == 1.0
+    assert agreeing(torch.zeros(2, 1, 2, 2).bool(), torch.zeros(2, 1, 2, 2).bool()) == (0, 0)
 
 
 # ---- the gate ----------------------------------------------------------------------------------------------------------------
@@ -141,7 +141,8 @@ def test_a_collapse_is_kept_out_and_named() -> None:
     images = stacked(site.data.test).images
     start, _ = routed(route_epochs=0)
     with torch.no_grad():
-        assert agreement(model(images) > 0.5, start(images) > 0.5) >= 0.9
+        same, total = agreeing(model(images) > 0.5, start(images) > 0.5)
+        assert same >= 0.9 * total
     assert len(model.notices()) == 1 and "routing kept" in model.notices()[0]
 
 

@@ -106,14 +106,14 @@ class _Counted:
 def _write(folder: Path, rows: _Counted, failed: dict[int, str], task: TaskConfig, room: Room) -> None:
     """All rows, decoded, counted and written in one pass."""
     numbers, names, spacings, dtypes = list[int](), list[str](), list[Spacing | None](), set[str]()
-    counts: list[Tensor] = []
+    counts: list[list[int]] = []
 
     def noted() -> Iterator[tuple[Tensor, Tensor]]:
         for row in rows:
             numbers.append(row.entry)
             names.append(row.name)
             spacings.append(row.spacing)
-            counts.append(class_counts(row.target[None], task))
+            counts.append(class_counts(row.target[None], task).tolist())
             dtypes.add(str(row.target.dtype).removeprefix("torch."))
             yield row.image, row.target
 
@@ -126,7 +126,7 @@ def _write(folder: Path, rows: _Counted, failed: dict[int, str], task: TaskConfi
         "target_dtype": next(iter(dtypes), "int64"),
         "failed": {str(number): why for number, why in failed.items()},
     }
-    found = torch.stack(counts) if counts else torch.zeros(0, len(task.classes), dtype=torch.int64)
+    found = torch.tensor(counts, dtype=torch.int64).reshape(-1, len(task.classes))
     index = {"entries": torch.tensor(numbers, dtype=torch.int64), "counts": found}
     write_message(folder / _INDEX, Message({"rows": index}, facts))
 

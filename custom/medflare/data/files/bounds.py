@@ -12,7 +12,9 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import DataError
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
-from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, kind_of
+from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, kind_of, quiet_nifti
+from medflare.data.files.volumes import Grid
+from medflare.tasks.config import TaskConfig
 
 _PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
 _DECODED: Final = 4  # bytes of a float32
@@ -57,6 +59,31 @@ def refuse_large(files: Iterable[Path | None], bounds: ImageBounds) -> None:
             )
 
 
+def refuse_resampled(path: Path, grid: Grid, task: TaskConfig, bounds: ImageBounds) -> None:
+    """Nothing where a volume, with the task's spacing, is within the bounds and keeps every axis.
+
+    Args:
+        path: of the volume, for the message.
+        grid: as stored.
+        task: gives orientation, spacing and channels.
+        bounds: the site's.
+
+    Raises:
+        DataError: it would be larger, or an axis would be left with one voxel, as where millimetres are none.
+    """
+    if task.spacing is None or grid.spacing is None:
+        return
+    axes = grid.along(task.orientation)
+    sides = [grid.spacing[axis] * (grid.shape[axis] - 1) / wanted for axis, wanted in zip(axes, task.spacing, strict=True)]
+    shape = [math.floor(side + 0.5) + 1 for side in sides]
+    size = f"with the task's spacing it has {' x '.join(map(str, shape))} voxels"
+    stored = f"the file says {' x '.join(f'{side:g}' for side in grid.spacing)} mm; correct its header or the task's spacing"
+    if task.image_channels * math.prod(shape) > bounds.voxels:
+        raise DataError(f"{path}: {size}, this site takes {bounds.voxels} (bounds.voxels in local/medflare.json); {stored}")
+    if any(side == 1 < grid.shape[axis] for axis, side in zip(axes, shape, strict=True)):
+        raise DataError(f"{path}: {size}; {stored}")
+
+
 def _stored(path: Path, kind: str) -> tuple[tuple[int, ...], bool]:
     """(sides, whether they are a volume's), by the header; none where only the reader can say what is wrong with the file."""
     if kind in PICTURES and installed("PIL"):
@@ -64,7 +91,8 @@ def _stored(path: Path, kind: str) -> tuple[tuple[int, ...], bool]:
     if kind in NIFTI and installed("nibabel"):
         import nibabel
 
-        return tuple(map(int, nibabel.load(path).shape)), True
+        with quiet_nifti():
+            return tuple(map(int, nibabel.load(path).shape)), True
     if kind == "folder" and installed("pydicom"):
         slices = [_dicom(file) for file in sorted(path.iterdir()) if file.is_file() and is_dicom(file)]
         same = len(set(slices)) == 1

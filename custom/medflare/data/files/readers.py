@@ -17,6 +17,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
+from medflare.data.files.series import number_by_place, refuse_mixed
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 NIFTI = (".nii", ".nii.gz")
@@ -61,12 +62,20 @@ def finite(array: np.ndarray, path: Path) -> np.ndarray:
         path: of their file, for the message.
 
     Raises:
-        DataError: it holds NaN or infinity.
+        DataError: it holds NaN or infinity, or no numbers that are one each.
     """
+    _refuse_compound(array, path)
     array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise DataError(f"{path}: the image holds NaN or infinite values; repair it or leave it out")
     return array
+
+
+def _refuse_compound(array: np.ndarray, path: Path) -> None:
+    """Some NIfTI files hold three colours or a complex number in every voxel; numpy would give up, or drop the imaginary part."""
+    if array.dtype.fields or np.iscomplexobj(array):
+        held = "colours" if array.dtype.fields else "complex numbers"
+        raise DataError(f"{path}: its voxels are {held}, not one number each; store each part as a channel")
 
 
 def picked(array: np.ndarray, pick: Sequence[int], path: Path) -> np.ndarray:
@@ -131,6 +140,7 @@ def whole_numbers(array: np.ndarray, path: Path) -> np.ndarray:
     Raises:
         DataError: values that are not whole numbers.
     """
+    _refuse_compound(array, path)
     whole = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
     if not (whole == array).all():
         raise DataError(f"{path}: the mask holds values that are not whole numbers; store label values 0, 1, 2, ...")
@@ -162,6 +172,18 @@ def kind_of(path: Path) -> str:
     if not path.exists():
         raise DataError(f"{path}: file not found; correct the path or restore the file")
     return "folder" if path.is_dir() else ".dcm" if is_dicom(path) else suffix(path)
+
+
+@contextmanager
+def quiet_nifti() -> Iterator[None]:
+    """nibabel logs what it repairs in a header; what matters of it is told by the error of whoever reads the file."""
+    from nibabel.imageglobals import logger
+
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager
@@ -224,7 +246,9 @@ def _read_nifti(path: Path) -> np.ndarray:
     from monai.transforms.spatial.array import Orientation
 
     reader = NibabelReader(squeeze_non_spatial_dims=True)
-    array, meta = reader.get_data(reader.read(path))
+    with quiet_nifti():
+        array, meta = reader.get_data(reader.read(path))
+    _refuse_compound(array, path)
     if array.ndim == 2:
         return array.T
     last_is_channel = array.ndim == 4
@@ -241,6 +265,9 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")  # a radiograph has none, and none is needed
         stored = reader.read(path)
+        if isinstance(stored, list):
+            refuse_mixed(stored, path)
+            number_by_place(stored)
         array, _ = reader.get_data(stored)
     series = isinstance(stored, list)
     first = stored[0] if series else stored

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.readers import DICOM, NIFTI, bright_is_high, explained, finite, is_dicom, kind_of, of_channels, picked
+from medflare.data.files.readers import DICOM, NIFTI, bright_is_high, explained, finite, is_dicom, kind_of, of_channels, picked, quiet_nifti
+from medflare.data.files.series import number_by_place, refuse_mixed, refuse_uneven
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
 _ALIGNED = 30.0  # degrees that an axis may lean away from the patient's and still count as one of them, as tilted scans do
-_UNEVEN = 0.1  # of the distance of slices, by which it may vary
+_MILLIMETRES = {"meter": 1000.0, "micron": 0.001}  # of NIfTI's units; one that says none means millimetres
 _SAME = 1e-2  # millimetres between two grids that count as one: files round their affines
 
 
@@ -43,6 +44,11 @@ class Grid:
     def spacing(self) -> Spacing | None:
         """Millimetres between voxels along each axis; None where nobody knows."""
         return tuple(float(side) for side in _sides(self.affine)) if self.known else None
+
+    def along(self, orientation: str) -> tuple[int, ...]:
+        """The axis that runs along each axis of an orientation, as "RAS"."""
+        nearest = np.abs(self.affine[:3, :3] / _sides(self.affine)).argmax(axis=0).tolist()
+        return tuple(nearest.index(next(row for row, pair in enumerate(("LR", "AP", "IS")) if letter in pair)) for letter in orientation)
 
     def difference(self, other: "Grid") -> str:
         """How another grid differs, in words; "" where it is the same, within a hundredth of a millimetre at every corner."""
@@ -175,14 +181,18 @@ def _read_nifti(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
     from nibabel.openers import ImageOpener
 
     reader = NibabelReader(squeeze_non_spatial_dims=True)
-    image = reader.read(path)
+    with quiet_nifti():
+        image = reader.read(path)
     if isinstance(image.header, nibabel.Nifti1Header):
         with ImageOpener(path) as file:  # nibabel repairs a spacing that is 0 or negative and says nothing
             stored = type(image.header).from_fileobj(file, check=False)["pixdim"][1:4]
         if not (stored > 0).all():
             raise _bad_spacing(path, stored)
     array, meta = reader.get_data(image)
-    return array, np.asarray(meta["affine"], np.float64), True
+    affine = np.asarray(meta["affine"], np.float64)
+    if isinstance(image.header, nibabel.Nifti1Header):
+        affine[:3] *= _MILLIMETRES.get(image.header.get_xyzt_units()[0], 1.0)
+    return array, affine, True
 
 
 def _read_dicom(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -192,6 +202,9 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what MONAI warns of, `known` and `_check_series` tell
         stored = reader.read(path)
+        if isinstance(stored, list):
+            refuse_mixed(stored, path)
+            number_by_place(stored)
         array, meta = reader.get_data(stored)
     first = stored[0] if isinstance(stored, list) else stored
     if not hasattr(first, "SegmentSequence") and (not isinstance(stored, list) or int(first.get("NumberOfFrames") or 1) > 1):
@@ -207,11 +220,7 @@ def _check_series(slices: Sequence[Any], read: int, path: Path) -> None:
     files = sum(file.is_file() and is_dicom(file) for file in path.iterdir())
     if read != files:
         raise DataError(f"{path}: {files - read} of {files} files make no slice of the series; repair them, or give every series a folder")
-    right, down = np.split(np.array(slices[0].ImageOrientationPatient, np.float64), 2)
-    places = np.sort([np.array(one.ImagePositionPatient, np.float64) @ np.cross(right, down) for one in slices])
-    gaps = np.diff(places)
-    if len(gaps) and np.ptp(gaps) > _UNEVEN * np.median(gaps):
-        raise DataError(f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; restore what is missing, or resample the volume")
+    refuse_uneven(slices, path)
 
 
 def _check_affine(affine: np.ndarray, path: Path) -> None:

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from io import BytesIO
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from medflare.data.sites.fitting import Predictor
-from medflare.data.sites.scoring import PatientWise, asks_patients, evaluating, predict, predict_each
+from medflare.data.sites.scoring import asks_patients, evaluating, predict_each
 from medflare.data.sites.site import Site
-from medflare.data.splits import Batch
 from medflare.tasks.metrics import Spacing, foreground, structures
 
 _LARGE: Final = 320  # pixels of the longest side of a small picture
@@ -89,15 +88,13 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     """True and predicted masks of a test image, bool (C, ...) each."""
     data, task = site.data.test, site.task
     image = data.image(row)[None].to(site.device)
-    if task.fit == "patch":
-        probabilities = predict_each(predictor, [image], task, site.scoring_batch)[0][None]
-    elif asks_patients(predictor, len(data)):
+    if task.fit == "resize" and asks_patients(predictor, len(data)):
         rows = [other for other, name in enumerate(data.patients) if name == data.patients[row]]
         images = torch.stack([data.image(other) for other in rows]).to(site.device)
         with torch.no_grad(), evaluating(predictor):
-            probabilities = cast(PatientWise, predictor).together(images.split(site.scoring_batch)).float().cpu()[[rows.index(row)]]
+            probabilities = predictor.together(images.split(site.scoring_batch)).float().cpu()[[rows.index(row)]]
     else:
-        probabilities = predict(predictor, [Batch(image, image, torch.tensor([row]))], task.outputs)
+        probabilities = predict_each(predictor, [image], task, site.scoring_batch)[0][None]
     return [structures(data.targets[row][None], task)[0], foreground(probabilities, task)[0]]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -10,30 +10,15 @@ from torch import Tensor, nn
 from medflare.data.sites.fitting import Predictor, windowed
 from medflare.data.splits import Batch, Samples
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import Portion, Scores, score_portions
+from medflare.tasks.metrics import Measured, Portion, measure
 
+Answer: TypeAlias = tuple[Tensor, Tensor, Tensor]  # probabilities (B, outputs, ...) and targets (B, ...), on the CPU, and rows (B,)
 _SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the cache
 
 
 def scoring_batch(task: TaskConfig) -> int:
     """How many images a finished model is given at once: at least the task's batch, as test-time adaptation needs."""
     return max(_SCORING_BATCH, task.batch_size)
-
-
-def predict(predictor: Predictor, batches: Iterable[Batch], outputs: int) -> Tensor:
-    """Probabilities of all images of `batches` in their order.
-
-    Args:
-        predictor: a module is put in evaluation mode meanwhile.
-        batches: images (N, C, H, W) each.
-        outputs: of the task, for the shape where there is no image.
-
-    Returns:
-        float32 (images, outputs, H, W) or (images, outputs), on the CPU.
-    """
-    with torch.no_grad(), evaluating(predictor):
-        parts = [predictor(batch.images).float().cpu() for batch in batches]
-    return torch.cat(parts) if parts else torch.zeros(0, outputs)
 
 
 @runtime_checkable
@@ -48,7 +33,7 @@ class PatientWise(Protocol):
         """Probabilities (N, outputs, ...) of all images of one patient, which come in batches."""
 
 
-def asks_patients(predictor: object, images: int) -> bool:
+def asks_patients(predictor: object, images: int) -> TypeGuard[PatientWise]:
     """Whether a predictor is to be asked patient by patient.
 
     Args:
@@ -58,27 +43,41 @@ def asks_patients(predictor: object, images: int) -> bool:
     return images > 0 and isinstance(predictor, PatientWise) and predictor.of_patients
 
 
-def predict_patients(predictor: Predictor, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int) -> Tensor:
-    """Probabilities of a whole split in its order, one patient at a time.
+def answers(predictor: Predictor, batches: Iterable[Batch], task: TaskConfig, windows: int) -> Iterator[Answer]:
+    """What a model says of images, a batch at a time: no more of images and probabilities is in memory.
 
     Args:
-        predictor: one of which `asks_patients` says yes; a module is put in evaluation mode meanwhile.
-        data: the split, at least one image.
+        predictor: of what the network is fed with; a module is in evaluation mode while it answers.
+        batches: whole images; one each where a window slides over them.
+        task: says how.
+        windows: most windows at once.
+    """
+    whole = windowed(predictor, task, windows)
+    for images, targets, rows in batches:
+        with torch.no_grad(), evaluating(predictor):
+            probabilities = whole(images).float().cpu()
+        yield probabilities, targets.cpu(), rows
+
+
+def answers_of_patients(
+    predictor: PatientWise, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int
+) -> Iterator[Answer]:
+    """As `answers`, one patient at a time, from a model that looks at all of a patient's images before it answers for any.
+
+    Args:
+        predictor: one of which `asks_patients` says yes.
+        data: the split.
         placed: (rows, images, targets) -> the batch on the site's device.
         batch: most images at once.
-
-    Returns:
-        float32 (images, outputs, ...), on the CPU.
     """
-    rows: dict[str, list[int]] = {}
+    owned: dict[str, list[int]] = {}
     for row, patient in enumerate(data.patients):
-        rows.setdefault(patient, []).append(row)
-    found: dict[int, Tensor] = {}
-    with torch.no_grad(), evaluating(predictor):
-        for own in rows.values():
-            parts = [placed(part, *data.take(part)).images for part in torch.tensor(own).split(batch)]
-            found |= dict(zip(own, cast(PatientWise, predictor).together(parts).float().cpu(), strict=True))
-    return torch.stack([found[row] for row in range(len(data))])
+        owned.setdefault(patient, []).append(row)
+    for own in map(torch.tensor, owned.values()):
+        parts = [placed(rows, *data.take(rows)) for rows in own.split(batch)]
+        with torch.no_grad(), evaluating(predictor):
+            probabilities = predictor.together([part.images for part in parts]).float().cpu()
+        yield probabilities, torch.cat([part.targets for part in parts]).cpu(), own
 
 
 def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfig, batch: int) -> list[Tensor]:
@@ -98,30 +97,27 @@ def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfi
         return [whole(image)[0].float().cpu() for image in images]
 
 
-def score(predictor: Predictor, batches: Iterable[Batch], data: Samples, task: TaskConfig, metrics: Sequence[str], windows: int) -> Scores:
-    """Metrics of a model, measured while it answers: no more than a batch of images and probabilities is in memory.
+def measured(found: Iterable[Answer], data: Samples, task: TaskConfig, metrics: Sequence[str]) -> Measured:
+    """What metrics are made of, image by image in the split's order.
 
     Args:
-        predictor: of what the network is fed with; a module is put in evaluation mode meanwhile.
-        batches: all images of the split, in its order; one whole image each where a window slides over them.
+        found: the answers for all images, in any order.
         data: the split.
         task: says what its targets mean.
         metrics: names, of `TaskConfig.metrics`.
-        windows: most windows at once.
     """
-    whole = windowed(predictor, task, windows)
+    places: list[int] = []
 
     def portions() -> Iterator[Portion]:
-        for images, targets, rows in batches:
-            probabilities, truth = whole(images).float().cpu(), targets.cpu()
+        for probabilities, targets, rows in found:
+            places.extend(rows.tolist())
             if not data.spacings:
-                yield probabilities, truth, None
+                yield probabilities, targets, None
                 continue
-            for one, target, row in zip(probabilities.split(1), truth.split(1), rows.tolist(), strict=True):
+            for one, target, row in zip(probabilities.split(1), targets.split(1), rows.tolist(), strict=True):
                 yield one, target, data.spacings[row]
 
-    with torch.no_grad(), evaluating(predictor):
-        return score_portions(portions(), data.patients, task, metrics)
+    return measure(portions(), task, metrics).of(torch.tensor(places, dtype=torch.long).argsort())
 
 
 @contextmanager

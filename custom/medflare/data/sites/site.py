@@ -23,7 +23,7 @@ from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
-from medflare.tasks.metrics import Images, Scores, score
+from medflare.tasks.metrics import Scores
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
 
@@ -154,27 +154,26 @@ class Site:
         """A model that gives logits as one that gives the task's probabilities."""
         return Probabilities(model, self.task)
 
-    def predict(self, predictor: scoring.Predictor, split: str) -> Images:
-        """Probabilities of a whole split in its order, on the CPU: (N, outputs, ...) or, with `fit` "patch", (outputs, ...) each."""
-        if self.task.fit == "patch":
-            return scoring.predict_each(predictor, (batch.images for batch in self._whole(split)), self.task, self.scoring_batch)
-        if scoring.asks_patients(predictor, self.n[split]):
-            return scoring.predict_patients(predictor, self.data.split(split), self._batch, self.scoring_batch)
-        return scoring.predict(predictor, self._whole(split), self.task.outputs)
-
-    def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of a model on a split, measured batch by batch; of a model that looks at whole patients, when it has answered.
+    def answers(self, predictor: scoring.Predictor, split: str) -> Iterator[scoring.Answer]:
+        """Probabilities, targets and rows of a whole split, a batch at a time; of a model that looks at whole patients, patient by patient.
 
         Args:
-            predictor: images (N, C, H, W) to probabilities; a module is put in evaluation mode meanwhile.
+            predictor: images (N, C, H, W) to probabilities; a module is in evaluation mode while it answers.
+            split: "train", "validation" or "test".
+        """
+        data = self.data.split(split)
+        if self.task.fit == "resize" and scoring.asks_patients(predictor, len(data)):
+            return scoring.answers_of_patients(predictor, data, self._batch, self.scoring_batch)
+        whole = (self._batch(rows, *taken) for rows, taken in self.fitting.whole(data, self.scoring_batch))
+        return scoring.answers(predictor, whole, self.task, self.scoring_batch)
+
+    def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
+        """Metrics of a model on a split, measured while it answers.
+
+        Args:
+            predictor: see `answers`.
             split: "train", "validation" or "test".
             metrics: which of `task.metrics`; None means all of them on the test split, elsewhere those by which models are selected.
         """
         chosen, data = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind)), self.data.split(split)
-        if self.task.fit == "resize" and scoring.asks_patients(predictor, len(data)):
-            return score(self.predict(predictor, split), data.targets, data.patients, self.task, chosen, data.spacings)
-        return scoring.score(predictor, self._whole(split), data, self.task, chosen, self.scoring_batch)
-
-    def _whole(self, split: str) -> Iterator[Batch]:
-        """A split as a finished model is given it."""
-        return (self._batch(rows, *taken) for rows, taken in self.fitting.whole(self.data.split(split), self.scoring_batch))
+        return scoring.measured(self.answers(predictor, split), data, self.task, chosen).scores(data.patients)

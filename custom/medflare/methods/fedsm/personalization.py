@@ -3,8 +3,8 @@
 The formulas stand in `formulas.py`; SoftPull itself is a rule of the server.
 """
 
-from collections.abc import Sequence
-from itertools import cycle, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,7 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: float, oute
     weights = trainable(model)
     model.train()
     for epoch in epochs(site, round, "personal"):
-        batches = list(epoch)
-        for first, second in zip(batches[::2], batches[1::2] or batches[:1], strict=False):
+        for first, second in _pairs(epoch):
             start = [weight.detach().clone() for weight in weights]
             _descend(weights, _gradients(model, site, first), rate)
             gradients = _gradients(model, site, second)
@@ -95,8 +94,9 @@ def adapt(model: nn.Module, site: Site, round: int, rate: float, steps: int) -> 
         steps: how many, each on one batch; the batches begin again where they end.
     """
     model.train()
+    passes = (site.batches("train", round, "adapt", 0) for _ in range(steps))  # equal ones, and at least a batch in each
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
-        for batch in islice(cycle(list(site.batches("train", round, "adapt", 0))), steps):
+        for batch in islice(chain.from_iterable(passes), steps):
             _descend(trainable(model), _gradients(model, site, batch), rate)
 
 
@@ -148,6 +148,17 @@ def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyp
         personal.load_state_dict(meta.state_dict())
         inner = {"rate": hyper.adapt_lr, "strength": hyper.pfedme_lambda}
         train_pfedme(meta, personal, site, round, inner_steps=hyper.pfedme_steps, outer_rate=hyper.meta_lr, **inner)
+
+
+def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
+    """Two by two, as they come; a last one without a partner is left out, the only one is its own."""
+    rest = iter(batches)
+    first, second = next(rest, None), next(rest, None)
+    if first is not None and second is None:
+        yield first, first
+    while first is not None and second is not None:
+        yield first, second
+        first, second = next(rest, None), next(rest, None)
 
 
 def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medflare.methods.iop_fl.formulas import all_classes, entropy_loss
-from medflare.methods.iop_fl.information import agreement, class_shares, entropy_of
+from medflare.methods.iop_fl.information import agreeing, class_shares, entropy_of
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground
 
@@ -47,7 +47,7 @@ class Gathering:
         self._count = 0
         self._sums = torch.zeros(2, dtype=torch.float64)  # loss and entropy, each times the images
         self._shares: Tensor | float = 0.0
-        self._masks: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._same, self._total = 0, 0  # see `agreeing`
 
     def add(self, loss: Tensor, p: Tensor, start: Tensor) -> None:
         """Take in a batch.
@@ -61,17 +61,16 @@ class Gathering:
         self._count += len(p)
         self._sums += len(p) * torch.stack([loss, entropy_loss(every)]).double().cpu()
         self._shares = self._shares + len(p) * class_shares(every).double().cpu()
-        for masks, one in zip(self._masks, (p, start), strict=True):
-            masks.append(_decided(one, self.task).cpu())
+        same, total = agreeing(*(_decided(one, self.task) for one in (p, start)))
+        self._same, self._total = self._same + same, self._total + total
 
     def look(self) -> Look:
         """What all batches say together; the sum of the classes' entropies is that of one yes-or-no question where there are several."""
         shares = torch.as_tensor(self._shares / self._count)
         loss, entropy = (self._sums / self._count).tolist()
-        chosen, start = (torch.cat(masks) for masks in self._masks)
         positive = shares[1:] if self.task.target == "multiclass" else shares[len(shares) // 2 :]
         covered = tuple(positive.tolist()) if self.task.kind == "segmentation" else ()
-        return Look(loss, float(entropy_of(shares)) - entropy, agreement(chosen, start), covered)
+        return Look(loss, float(entropy_of(shares)) - entropy, self._same / self._total if self._total else 1.0, covered)
 
 
 def _decided(p: Tensor, task: TaskConfig) -> Tensor:

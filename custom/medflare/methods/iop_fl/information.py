@@ -126,23 +126,20 @@ def information_total(consistency: Tensor, shape: Tensor, information: Tensor, l
     return consistency + beta * (shape - information) + anchor * leaving
 
 
-def agreement(chosen: Tensor, start: Tensor) -> float:
-    """Dice of two masks over all pixels together; of two lists of classes, the share that is the same.
+def agreeing(chosen: Tensor, start: Tensor) -> tuple[int, int]:
+    """Numerator and denominator of the agreement of two predictions: of masks their Dice over all pixels together, of lists of classes the
+    share that is the same. Both add up over batches; 0 of 0, two empty masks, is full agreement.
 
     Args:
         chosen: bool masks (N, C, ...), or classes (N,).
         start: of the same shape.
 
-    Returns:
-        1 for equal ones, two empty masks included.
-
     Examples:
-        >>> agreement(torch.tensor([True, True]), torch.tensor([True, False])), agreement(torch.tensor([2, 1]), torch.tensor([2, 0]))
-        (0.6666666666666666, 0.5)
-        >>> agreement(torch.tensor([False]), torch.tensor([False]))
-        1.0
+        >>> agreeing(torch.tensor([True, True]), torch.tensor([True, False])), agreeing(torch.tensor([2, 1]), torch.tensor([2, 0]))
+        ((2, 3), (1, 2))
+        >>> agreeing(torch.tensor([False]), torch.tensor([False]))
+        (0, 0)
     """
     if chosen.dtype != torch.bool:
-        return float((chosen == start).double().mean())
-    total = int(chosen.sum()) + int(start.sum())
-    return 2 * int((chosen & start).sum()) / total if total else 1.0
+        return int((chosen == start).sum()), chosen.numel()
+    return 2 * int((chosen & start).sum()), int(chosen.sum()) + int(start.sum())

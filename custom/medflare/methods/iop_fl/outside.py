@@ -7,7 +7,7 @@ nothing.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from medflare.core.hyper import build_hyper
 from medflare.core.manifest import Entry, Fact, listing, number
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
-from medflare.inference.deployed import MODEL, network_with
+from medflare.inference.deployed import MODEL, Repeated, network_with
 from medflare.inference.routing import RoutedNetwork
 from medflare.methods.iop_fl import formulas
 from medflare.methods.iop_fl.gate import Gate, Gathering, Look, Range
@@ -93,7 +93,7 @@ class RoutedModel(nn.Module):
         self.network.eval()
         return self.task.probabilities(functional_call(self.network, start, (images,)))
 
-    def adapt(self, batches: Sequence[Tensor]) -> None:
+    def adapt(self, batches: Sequence[Tensor] | Repeated[Tensor]) -> None:
         """Fit the coefficients to these images, cut as `forward` cuts them; whatever they were fitted to before is forgotten.
 
         Every epoch ends with one look at all images, without dropout and with the same noise each time, so that two epochs can be
@@ -103,15 +103,15 @@ class RoutedModel(nn.Module):
         Args:
             batches: unlabelled images (N, C, H, W).
         """
-        batches = [part for images in batches for part in self._cut(images)]
+        parts = Repeated(lambda: (part for images in batches for part in self._cut(images)))
         self.network.load_adapted_state(self._start)
         self.optimizer, self.online_steps = self._new_optimizer(), 0
-        looks, kept, chosen = [self.look(batches)], self.network.adapted_state(), 0
+        looks, kept, chosen = [self.look(parts)], self.network.adapted_state(), 0
         refused: dict[int, str] = {}
         for epoch in range(self.hyper.route_epochs):
-            for place, images in enumerate(batches):
+            for place, images in enumerate(parts):
                 self._step(images, "epoch", epoch, place)
-            looks.append(self.look(batches))
+            looks.append(self.look(parts))
             if reason := self.gate.refusal(looks[-1], looks[0]):
                 refused[epoch + 1] = reason
             elif self.hyper.choose == "last" or looks[-1].loss < looks[chosen].loss:
@@ -123,16 +123,16 @@ class RoutedModel(nn.Module):
             "agreement": [look.agreement for look in looks],
             "refused": [refused.get(place, "") for place in range(len(looks))],
             "chosen": chosen,
-            "coefficients": self._coefficients(batches),
+            "coefficients": self._coefficients(parts),
         }
 
-    def _coefficients(self, batches: Sequence[Tensor]) -> dict[str, list[float]]:
+    def _coefficients(self, batches: Iterable[Tensor]) -> dict[str, list[float]]:
         self.network.eval()
         found = [self.network.coefficients(images) for images in batches]
         return {layer: torch.cat([r[layer] for r in found]).mean(dim=0).tolist() for layer in found[0]}
 
     @torch.no_grad()
-    def look(self, batches: Sequence[Tensor]) -> Look:
+    def look(self, batches: Iterable[Tensor]) -> Look:
         """The state of the moment by all images of these batches, dropout off.
 
         Args:

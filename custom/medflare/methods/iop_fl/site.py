@@ -9,7 +9,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, batch_norm_entries, copy_state, difference
 from medflare.data.sites.site import Site
 from medflare.inference.adaptation import with_tent
-from medflare.inference.deployed import plain_message
+from medflare.inference.deployed import Repeated, plain_message
 from medflare.inference.routing import Statistics
 from medflare.methods.base import N_SAMPLES, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite
@@ -114,7 +114,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     def _routed(self, incoming: Message) -> Message:
         message = routed_message(incoming, self.hyper, self.site.seed)
         model = routed_model(self.site.task, message).to(self.site.device)
-        model.adapt([batch.images for batch in self.site.ordered("test", self.site.scoring_batch)])
+        model.adapt(Repeated(lambda: (batch.images for batch in self.site.ordered("test", self.site.scoring_batch))))
         message.states[ROUTER] = model.network.adapted_state()
         message.facts["adaptation"] = model.adaptation
         return message

@@ -1,0 +1,82 @@
+"""Slices of a DICOM series in the order in which they lie, and a clear refusal of slices that make no volume together."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from medflare.core.errors import DataError
+
+_UNEVEN: Final = 0.1  # of the distance of slices, by which it may vary, and by which a slice may lie beside the line through the others
+_CLOSE: Final = 1e-3  # between numbers of two slices that mean the same: devices round them
+_ONE: Final = {"PatientID": "patients", "SeriesInstanceUID": "series"}
+_SAME: Final = {"ImageOrientationPatient": "orientations", "PixelSpacing": "pixel spacings"}
+
+
+def refuse_mixed(slices: Sequence[Any], path: Path) -> None:
+    """Nothing where all slices come from one series of one patient and look the same way; MONAI would stack others all the same.
+
+    Args:
+        slices: of pydicom; what does not stand in one of them is not compared.
+        path: of their folder, for the message.
+
+    Raises:
+        DataError: slices of several patients or series, or of other orientations or pixel spacings.
+    """
+    for tag, several in _ONE.items():
+        if len(found := {str(one.get(tag)) for one in slices if one.get(tag) is not None}) > 1:
+            raise DataError(f"{path}: slices of {len(found)} {several} lie in one folder; give every series a folder of its own")
+    for tag, several in _SAME.items():
+        values = [np.array(one.get(tag), np.float64) for one in slices if one.get(tag) is not None]
+        if any(value.shape != values[0].shape or np.abs(value - values[0]).max() > _CLOSE for value in values[1:]):
+            raise DataError(f"{path}: the slices have different {several}; take those that do not belong there out of the folder")
+
+
+def number_by_place(slices: Sequence[Any]) -> None:
+    """Give slices the numbers of their places, in memory, where their own run otherwise: MONAI stacks them by number.
+
+    Args:
+        slices: of pydicom; changed in place where all of them say where they lie.
+    """
+    if not all("ImagePositionPatient" in one and "ImageOrientationPatient" in one for one in slices):
+        return
+    places = _places(slices) @ _normal(slices)
+    numbers = [one.get("InstanceNumber") for one in slices]
+    if None not in numbers:
+        gaps = np.diff(places[np.argsort(np.array(numbers, np.int64), kind="stable")])
+        if (gaps > 0).all() or (gaps < 0).all():
+            return
+    for number, row in enumerate(np.argsort(places, kind="stable")):
+        slices[row].InstanceNumber = number + 1
+
+
+def refuse_uneven(slices: Sequence[Any], path: Path) -> None:
+    """Nothing where the slices lie behind each other at even distances.
+
+    Args:
+        slices: of pydicom, with their positions.
+        path: of their folder, for the message.
+
+    Raises:
+        DataError: slices that are lost, lie twice at one place, or lie beside the line through the others.
+    """
+    corners = _places(slices)
+    places = corners @ _normal(slices)
+    corners, places = corners[np.argsort(places)], np.sort(places)
+    gaps = np.diff(places)
+    if len(gaps) and np.ptp(gaps) > _UNEVEN * np.median(gaps):
+        raise DataError(f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; restore what is missing, or resample the volume")
+    line = corners[0] + np.linspace(0, 1, len(corners))[:, None] * (corners[-1] - corners[0])
+    beside = np.linalg.norm(corners - line, axis=1).max()
+    if len(gaps) and beside > _UNEVEN * np.median(gaps):
+        raise DataError(f"{path}: a slice lies {beside:.3g} mm beside the line through the others; take it out, or resample the volume")
+
+
+def _places(slices: Sequence[Any]) -> np.ndarray:
+    return np.array([one.ImagePositionPatient for one in slices], np.float64)
+
+
+def _normal(slices: Sequence[Any]) -> np.ndarray:
+    right, down = np.split(np.array(slices[0].ImageOrientationPatient, np.float64), 2)
+    return np.cross(right, down)

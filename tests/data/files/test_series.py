@@ -1,0 +1,63 @@
+"""Slices that make no volume together are refused, and slices are stacked as they lie, whatever their numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+
+from medflare.core.errors import DataError
+from medflare.data.files.readers import read_image
+from medflare.data.files.volumes import read_volume
+from volumes import dicom_series
+
+
+def change(file: Path, **tags: Any) -> None:
+    dataset = pydicom.dcmread(file)
+    for tag, value in tags.items():
+        setattr(dataset, tag, value)
+    dataset.save_as(file)
+
+
+@pytest.mark.parametrize(
+    ("tags", "words"),
+    [
+        ({"PatientID": "q"}, "slices of 2 patients lie in one folder"),
+        ({"SeriesInstanceUID": "1.2.9"}, "slices of 2 series lie in one folder; give every series a folder of its own"),
+        ({"ImageOrientationPatient": [0, 1, 0, 0, 0, -1]}, "the slices have different orientations"),
+        ({"PixelSpacing": [5, 5]}, "the slices have different pixel spacings"),
+    ],
+)
+def test_slices_that_do_not_belong_together(tmp_path: Path, tags: dict[str, Any], words: str) -> None:
+    folder = dicom_series(tmp_path / "ct")
+    change(folder / "2.dcm", **tags)
+    with pytest.raises(DataError, match=f"ct: {words}"):
+        read_volume(folder)
+    with pytest.raises(DataError, match=f"ct: {words}"):
+        read_image(folder, 1)
+
+
+def test_a_slice_beside_the_others(tmp_path: Path) -> None:
+    folder = dicom_series(tmp_path / "ct")
+    change(folder / "2.dcm", ImagePositionPatient=[60, 20, 34])
+    with pytest.raises(DataError, match=r"ct: a slice lies 50 mm beside the line through the others"):
+        read_volume(folder)
+
+
+def test_a_tilted_gantry_is_a_volume(tmp_path: Path) -> None:
+    folder = dicom_series(tmp_path / "ct")
+    for number in range(4):
+        change(folder / f"{number}.dcm", ImagePositionPatient=[10, 20 + 0.5 * number, 30 + 2 * number])
+    assert read_volume(folder)[0].shape == (1, 5, 6, 4)
+
+
+@pytest.mark.parametrize("numbers", [(1, 3, 2, 4), (1, 1, 1, 1), (4, 3, 2, 1)])
+def test_slices_are_stacked_as_they_lie(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    """Whatever they are numbered: MONAI goes by numbers, and would exchange the second and the third."""
+    folder = dicom_series(tmp_path / "ct")
+    for place, number in enumerate(numbers):
+        change(folder / f"{place}.dcm", InstanceNumber=number)
+    array, grid = read_volume(folder)
+    heights = [(grid.affine @ [0, 0, k, 1])[2] for k in range(4)]
+    np.testing.assert_allclose(array[0, 0, 0], [100 * (height - 30) / 2 for height in heights], atol=1e-3)

@@ -1,0 +1,70 @@
+"""What a method keeps of a split is small: images, masks and predictions are gone before many more are asked for."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from medflare.data.sites.site import Site
+from medflare.methods.fedsm.personalization import adapt, train_per_fedavg
+from medflare.methods.fedsm.super_model import SuperModel
+from medflare.methods.fedsm.tuning import metric_by_gamma
+from medflare.methods.iop_fl.server import IOPServer
+from medflare.methods.iop_fl.site import IOPSite
+from medflare.networks.catalogue import initial_network
+from methods import squares
+from watched import watched
+
+MANY, FEW = 60, 40  # images of a split, and what may be alive at once of images, masks and predictions together
+TASK = squares.task(batch_size=4, network={"name": "unet", "channels": [2, 4], "norm": "batch"})
+
+
+def super_model(choose_by: str = "image") -> SuperModel:
+    networks: list[torch.nn.Module] = [initial_network(TASK, 1, name).eval() for name in ("global", "A", "B")]
+    selector = initial_network(TASK, 1, "selector", {"name": "compact_selector"}, 2).eval()
+    return SuperModel(TASK, networks, selector, ["global", "A", "B"], 0.5, choose_by).eval()
+
+
+@pytest.mark.parametrize("fit", ["resize", "patch"])
+def test_the_selectors_threshold(fit: str) -> None:
+    task = squares.task(batch_size=4, network=TASK.network, fit=fit)
+    with watched(squares.site("A", task, (4, MANY, 4)), "validation") as (site, split):
+        metrics, errors = metric_by_gamma(super_model(), site, (0.3, 0.9))
+    assert None not in metrics.values() and len(errors) == 2
+    assert 0 < split.most <= FEW
+
+
+def test_a_model_that_looks_at_whole_patients() -> None:
+    with watched(squares.site("A", TASK, (4, 4, MANY)), "test") as (site, split):
+        assert site.score(super_model("patient"), "test").values["dice"] is not None
+    assert 0 < split.most <= FEW
+
+
+@pytest.mark.parametrize(
+    "train", [lambda model, site: train_per_fedavg(model, site, 0, 0.01, 0.01), lambda model, site: adapt(model, site, 0, 0.01, steps=3)]
+)
+def test_per_fedavg(train: Callable[[torch.nn.Module, Site], None]) -> None:
+    with watched(squares.site("A", TASK, (MANY, 4, 4)), "train") as (site, split):
+        train(site.network(), site)
+    assert 0 < split.most <= FEW
+
+
+def test_adaptation_begins_again_where_the_batches_end() -> None:
+    """Three steps on two batches are those two and the first once more."""
+    site = squares.site("A", TASK, (8, 4, 4))
+    long, short, rest = (site.network() for _ in range(3))
+    adapt(long, site, 0, 0.01, steps=3)
+    adapt(short, site, 0, 0.01, steps=2)
+    rest.load_state_dict(short.state_dict())
+    adapt(rest, site, 0, 0.01, steps=1)
+    assert squares.equal(long.state_dict(), rest.state_dict())
+
+
+def test_routing_at_an_outside_site() -> None:
+    server = squares.server(IOPServer, TASK, rounds=1)
+    squares.play(server, squares.halves(IOPSite, TASK))
+    with watched(squares.site("O", TASK, (0, 0, MANY)), "test") as (site, split):
+        half = IOPSite(site, squares.plan_of(IOPSite, IOPServer, TASK, route_epochs=2))
+        deployed = half.deliver(server.configure_delivery("O"))["deployed"]
+    assert deployed.facts["kind"] == "routed" and len(deployed.facts["adaptation"]["losses"]) == 3
+    assert 0 < split.most <= FEW
