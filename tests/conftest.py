@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports of runs without their figures, which take longer to draw than a tiny network to train; tests/evaluation draws all of them."""
     if "evaluation" not in request.path.parts and request.node.get_closest_marker("figures") is None:
-        monkeypatch.setattr(figures, "_svg", lambda draw, *size, **layout: "<svg></svg>")
+        monkeypatch.setattr(figures, "as_svg", lambda draw, *size, **layout: "<svg></svg>")
 
 
 @pytest.fixture(scope="session")
