@@ -65,12 +65,14 @@ def learning_curves(groups: Groups, metric: str) -> str | None:
         return None
 
     def draw(figure: "Figure") -> None:
+        from matplotlib.ticker import MaxNLocator
+
         axis = figure.subplots()
         for place, (name, curve) in enumerate(curves.items()):
             axis.plot(list(curve), list(curve.values()), label=name, linewidth=1.6, markersize=0, **look_of(place))
         axis.set_xlabel("rounds of training")
         axis.set_ylabel(f"validation {metric_label(metric)}")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         quieten(axis)
         axis.legend(frameon=False, loc="lower right")
 
@@ -99,7 +101,7 @@ def patients_by_site(groups: Groups, metric: str) -> str | None:
     sites = sorted({site for found in boxes.values() for site in found})
 
     def draw(figure: "Figure") -> None:
-        axis, width = figure.subplots(), 0.8 / len(boxes)
+        axis, width, ink = figure.subplots(), 0.8 / len(boxes), {"color": INK}
         for place, (name, found) in enumerate(boxes.items()):
             colour = COLOURS[place % len(COLOURS)]
             here = [site for site in sites if site in found]
@@ -109,7 +111,9 @@ def patients_by_site(groups: Groups, metric: str) -> str | None:
                 widths=0.8 * width,
                 patch_artist=True,
                 boxprops={"facecolor": colour, "edgecolor": INK, "alpha": 0.7},
-                **{part: {"color": INK} for part in ("medianprops", "whiskerprops", "capprops")},
+                medianprops=ink,
+                whiskerprops=ink,
+                capprops=ink,
                 flierprops={"marker": ".", "markersize": 3, "markeredgecolor": INK, "alpha": 0.5},
             )
             axis.plot([], [], label=name, color=colour, linewidth=6, alpha=0.7)

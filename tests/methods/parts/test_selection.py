@@ -47,6 +47,14 @@ def test_a_liar_chooses_by_the_mean_and_not_by_the_median() -> None:
     assert election("mean", lie).round == 1
 
 
+@pytest.mark.parametrize(("rivals", "chosen"), [(False, 1), (True, 3)])
+def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(rivals: bool, chosen: int) -> None:
+    held = Election(Message(), "selector", "median", rivals=rivals)
+    for round, third in ((1, 0.0), (2, 1.0), (3, 1.0)):
+        held.hold(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
+    assert held.round == chosen
+
+
 def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
     record = election("median", {1: 1.0}).record
     assert [candidate["round"] for candidate in record] == [1, 2, 3, 4]
