@@ -75,14 +75,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-_DRAW = figures._svg
+_DRAW = figures.as_svg
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures of a whole module
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Reports of runs without their figures, which take longer to draw than a tiny network to train; tests/evaluation draws all of them."""
     drawn = "evaluation" in item.path.parts or item.get_closest_marker("figures")
-    figures._svg = _DRAW if drawn else lambda draw, *size, **layout: "<svg></svg>"
+    figures.as_svg = _DRAW if drawn else lambda draw, *size, **layout: "<svg></svg>"
 
 
 @pytest.fixture(scope="session")

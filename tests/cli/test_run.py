@@ -163,9 +163,21 @@ def test_a_study_gets_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     ((candidates, setting, seeds, out), named, root) = study.calls[0]
     assert [candidate.label for candidate in candidates] == ["fedavg", "single-site"]
     assert (setting.sites, setting.rounds, setting.task.batch_size, seeds, out) == (("site-1", "site-2"), 3, 4, [4, 5], tmp_path)
-    assert named == {"leave_one_out": True, "processes": 2, "say": print}
+    assert named == {"left_out": ["site-1", "site-2"], "processes": 2, "say": print}
     assert root == str(tmp_path) and ROOT not in os.environ
     assert "the table" in capsys.readouterr().out
+
+
+def test_a_study_leaves_out_the_sites_that_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Engine({})
+    monkeypatch.setattr("medflare.studies.grid.run_study", study)
+    (tmp_path / "table.md").write_text("the table")
+    named = ["study", "fedavg", "--sites", "3", "--out", str(tmp_path)]
+    assert main([*named, "--leave-out", "site-3,site-1"]) == main(named) == 0
+    assert [call[1]["left_out"] for call in study.calls] == [["site-3", "site-1"], []]
+    assert "'site-4': no site of this study" in refused(capsys, *named, "--leave-out", "site-4")
 
 
 def test_a_study_takes_references_and_a_rule_of_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_a_wrong_candidate_is_refused_in_one_line(text: str, reason: str) -> Non
 
 def test_leaving_out_the_only_site_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least two sites"):
-        run_study([Candidate.parse("fedavg")], Setting(TASK, ("site-1",), 1), [0], tmp_path, leave_one_out=True)
+        run_study([Candidate.parse("fedavg")], Setting(TASK, ("site-1",), 1), [0], tmp_path, left_out=["site-1"])
 
 
 def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_row_that_the_task_cannot_have_is_refused_before_anything_runs(tmp_pat
 
 
 def test_leaving_one_site_out_measures_it_as_outside(tmp_path: Path) -> None:
-    groups = run_study([Candidate.parse(row) for row in ("fedavg", "constant")], SETTING, [0], tmp_path, leave_one_out=True)
+    groups = run_study([Candidate.parse(row) for row in ("fedavg", "constant")], SETTING, [0], tmp_path, left_out=SETTING.sites)
     for runs in groups.values():
         roles = [{name: site["role"] for name, site in run["sites"].items()} for run in runs]
         assert roles == [{"site-1": "outside", "site-2": "inside"}, {"site-1": "inside", "site-2": "outside"}]

@@ -1,4 +1,4 @@
-"""Every table of docs/results.md that names a study's folder is what that folder's runs give."""
+"""Every table of docs/results.md and the pages below is what the runs in a committed folder give; figures are there and small."""
 
 import re
 from functools import cache
@@ -11,6 +11,8 @@ from medflare.studies.statistics.seeds import Run
 from medflare.studies.tables.report import study_tables
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "results.md", *sorted((DOCS / "results").glob("*.md"))]
+STUDIES = sorted(path.parent for path in (DOCS / "results").glob("*/study.json"))
 
 
 def published(page: str) -> list[tuple[str, str, str]]:
@@ -29,10 +31,24 @@ def wrong_tables(page: str, root: Path) -> list[str]:
     return [f"{folder}: {title}" for folder, title, table in published(page) if tables(root / folder).get(title) != table]
 
 
-def test_published_tables_are_those_of_the_committed_runs() -> None:
-    page = (DOCS / "results.md").read_text(encoding="utf-8")
-    assert page.count("\n<!-- table") == len(published(page)), "a line that names a table is misspelt"
-    assert wrong_tables(page, DOCS) == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_published_tables_are_those_of_the_committed_runs(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("\n<!-- table") == len(published(text)), "a line that names a table is misspelt"
+    assert wrong_tables(text, DOCS) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_no_other_table_holds_numbers(page: Path) -> None:
+    """What nobody could make again would stand there unchecked."""
+    text = re.sub(r"^<!-- table .+ -->\n\n?(\|.*\n)*", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [line for line in text.splitlines() if line.startswith("|") and re.search(r"\d\.\d", line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_figures_are_there_and_small(page: Path) -> None:
+    figures = [page.parent / target for target in re.findall(r"!\[.*?\]\((.+?)\)", page.read_text(encoding="utf-8"))]
+    assert [figure for figure in figures if not 0 < figure.stat().st_size < 60_000] == []
 
 
 def test_a_table_with_another_number_is_found(runs: list[Run], tmp_path: Path) -> None:
@@ -46,6 +62,7 @@ def test_a_table_with_another_number_is_found(runs: list[Run], tmp_path: Path) -
     assert wrong_tables(page.replace("dice -->", "mice -->"), tmp_path) == ["results/study: mice"]
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.rglob("results/*")), ids=lambda path: path.name)
-def test_committed_studies_are_small(page: Path) -> None:
-    assert sum(file.stat().st_size for file in page.rglob("*")) < 4_000_000
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_committed_studies_are_small_and_shown(study: Path) -> None:
+    assert sum(file.stat().st_size for file in study.rglob("*")) < 1_000_000
+    assert any(f"<!-- table results/{study.name}:" in page.read_text(encoding="utf-8") for page in PAGES)

@@ -4,8 +4,9 @@ import dataclasses
 
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.statistics.seeds import Run
+from medflare.studies.tables.choices import routing_table, selector_table
 from medflare.studies.tables.curves import curves_table, is_rising
-from medflare.studies.tables.differences import differences_table
+from medflare.studies.tables.differences import differences_table, own_differences_table
 from medflare.studies.tables.report import study_report
 from medflare.studies.tables.rows import with_oracle
 from medflare.studies.tables.sites import sites_table
@@ -144,3 +145,42 @@ def test_unequal_rows_are_called_unequal(record: RunRecord) -> None:
     assert "keeps its moments from round to round in kept, long, and starts every round afresh in fresh" in report
     assert "different numbers of rounds" in report
     assert "add `--reference constant,single-site`" in report
+
+
+# ---- what methods chose ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_row_deploys_is_held_against_its_own_models(record: RunRecord) -> None:
+    runs = [measured(record, seed, A={"global": 0.5, "deployed": 0.5 + gain}) for seed, gain in ((0, 0.1), (1, 0.3))]
+    same = [measured(record, 0, A={"global": 0.5, "deployed": 0.5})]
+    lines = own_differences_table({"fedsm": runs, "fedavg": same}, "dice").splitlines()
+    assert len(lines) == 3 and lines[2].startswith("| fedsm | global | inside | +0.200 | -1.071 to +1.471 |"), "t(1) is 12.706 at 0.975"
+    assert own_differences_table({"fedavg": same}, "dice") == ""
+
+
+def test_a_selector_is_measured_by_its_balanced_accuracy(record: RunRecord) -> None:
+    def run(seed: int, right: int) -> Run:
+        reports = {
+            "A": {"global": 4, "A": 0, "B": 0, "selector": {"A": 4, "B": 0}},
+            "B": {"global": 0, "A": 0, "B": 4, "selector": {"A": 4 - right, "B": right}},
+        }
+        sites = {name: SiteRecord("inside", metrics={}, reports={"deployed": report}) for name, report in reports.items()}
+        return build_results(dataclasses.replace(record, seed=seed, sites=sites))
+
+    lines = selector_table({"fedsm": [run(0, 0), run(1, 2)], "fedavg": [build_results(record)]}).splitlines()
+    assert lines[0] == "| method | balanced accuracy | A recognised | B recognised | answered by a personal model | runs |"
+    assert lines[2:] == ["| fedsm | 0.625 ± 0.177 | 1.000 ± 0.000 | 0.250 ± 0.354 | 0.500 ± 0.000 | 2 |"]
+    assert selector_table({"fedavg": [build_results(record)]}) == ""
+
+
+def test_routing_that_does_harm_is_counted_and_so_are_its_events(record: RunRecord) -> None:
+    def run(seed: int, end: float, events: int) -> Run:
+        metrics = {"mixture": {"dice": 0.5}, "deployed": {"dice": end}}
+        sites = {"A": SiteRecord("inside", metrics={}), "X": SiteRecord("outside", metrics=metrics)}
+        said = [{"kind": "reverted", "message": "deployed: routing kept the start", "site": "X", "round": None}] * events
+        return {**build_results(dataclasses.replace(record, seed=seed, sites=sites)), "events": said}
+
+    lines = routing_table({"iop_fl": [run(0, 0.6, 0), run(1, 0.45, 1), run(2, 0.4, 0), run(3, 0.49, 0)]}, "dice").splitlines()
+    assert lines[0] == "| method | outside | start | end | worst run | more than 0.02 below | of these with an event | runs |"
+    assert lines[2:] == [f"| iop_fl | {site} | 0.500 | 0.485 | -0.100 | 2 | 1 | 4 |" for site in ("X", "all")]
+    assert routing_table({"fedavg": [build_results(record)]}, "dice") == ""

@@ -51,7 +51,7 @@ def add_commands(commands: Commands) -> None:
             "medflare study fedavg moon:server_half=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
             "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
             "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
-            "medflare study --tables study",
+            "medflare study --tables study --figures study/figures",
         ),
     )
     parser.add_argument(
@@ -79,9 +79,11 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--sites", help="number of sites (site-1, ...) or comma-separated names")
     add_rounds(parser, first="the suite's, else ")
     parser.add_argument("--seeds", help=f"each also draws the split anew by patient (default: the suite's, else {_SEEDS})")
-    parser.add_argument(
+    outside = parser.add_mutually_exclusive_group()
+    outside.add_argument(
         "--leave-one-out", action="store_true", help="each site in turn is outside: never trains, receives the final models"
     )
+    outside.add_argument("--leave-out", default="", metavar="SITES", help="the same with these sites alone, each in its turn")
     parser.add_argument(
         "--selection",
         metavar="best|last|METRIC",
@@ -95,6 +97,9 @@ def add_commands(commands: Commands) -> None:
         "--out", type=Path, help="folder for table.md and every run's results.json and scores.json (scores of single patients)"
     )
     place.add_argument("--tables", type=Path, metavar="FOLDER", help="train nothing: print the tables of the runs in this folder")
+    parser.add_argument(
+        "--figures", type=Path, metavar="FOLDER", help="write figures into this folder as SVG files, those that the runs have numbers for"
+    )
 
 
 def _study(options: argparse.Namespace) -> int:
@@ -105,7 +110,9 @@ def _study(options: argparse.Namespace) -> int:
     if options.tables is not None:
         if options.candidates or options.reference or options.suite:
             raise ConfigError("--tables shows what was run; leave the methods, --reference and --suite out, or run them with --out")
-        print(study_report(read_study(options.tables)))
+        groups = read_study(options.tables)
+        print(study_report(groups))
+        _figures(options, groups)
         return 0
     if options.suite is not None:
         return _suite(options)
@@ -116,7 +123,17 @@ def _study(options: argparse.Namespace) -> int:
     rounds = DEFAULT_ROUNDS if options.rounds is None else options.rounds
     groups = _run(options, candidates, Setting(task, tuple(site_names(options.sites)), rounds), _seeds(options.seeds or _SEEDS))
     print((options.out / TABLE_FILE).read_text(encoding="utf-8"))
+    _figures(options, groups)
     return _status(groups)
+
+
+def _figures(options: argparse.Namespace, groups: "Groups") -> None:
+    from medflare.core.store import write_atomically
+    from medflare.studies.figures import study_figures
+
+    for name, svg in study_figures(groups).items() if options.figures is not None else ():
+        write_atomically(options.figures / f"{name}.svg", svg.encode(), public=True)
+        print(f"figure: {options.figures / name}.svg")
 
 
 def _run(options: argparse.Namespace, candidates: "list[Candidate]", setting: "Setting", seeds: list[int]) -> "Groups":
@@ -125,8 +142,20 @@ def _run(options: argparse.Namespace, candidates: "list[Candidate]", setting: "S
     with data_root(options.data_root):
         refuse_strangers(setting.sites, setting.task)
         return run_study(
-            candidates, setting, seeds, options.out, leave_one_out=options.leave_one_out, processes=options.processes, say=print
+            candidates, setting, seeds, options.out, left_out=_left_out(options, setting), processes=options.processes, say=print
         )
+
+
+def _left_out(options: argparse.Namespace, setting: "Setting") -> list[str]:
+    """The sites that are outside in turn.
+
+    Raises:
+        ConfigError: one of them is no site of the study.
+    """
+    named = names_in(options.leave_out)
+    if strangers := [site for site in named if site not in setting.sites]:
+        raise ConfigError(f"--leave-out {strangers[0]!r}: no site of this study; there are {', '.join(setting.sites)}")
+    return list(setting.sites) if options.leave_one_out else named
 
 
 def _status(groups: "Groups") -> int:
@@ -147,7 +176,7 @@ def _suite(options: argparse.Namespace) -> int:
     from medflare.studies.suites import load_suite
     from medflare.studies.tables.beside import BESIDE_FILE, beside_the_paper
 
-    for name in ("candidates", "reference", "leave_one_out", "selection"):
+    for name in ("candidates", "reference", "leave_one_out", "leave_out", "selection"):
         if getattr(options, name):
             raise ConfigError(f"--suite {options.suite} decides {name.replace('_', ' ')}; leave it out, or run a study without --suite")
     suite = load_suite(options.suite)
@@ -161,6 +190,7 @@ def _suite(options: argparse.Namespace) -> int:
     text = beside_the_paper(suite, groups)
     write_atomically(options.out / BESIDE_FILE, text.encode(), public=True)
     print(text)
+    _figures(options, groups)
     return _status(groups)
 
 

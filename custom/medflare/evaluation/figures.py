@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Distinguishable with any colour vision, and on white as on near-black (after Okabe and Ito, 2008, without yellow and black).
-_COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
+COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LOSS, _AGGREGATION = "loss", "Aggregation"  # panels beside those of the validated models
 _MANY: Final = 500  # marks that are drawn one by one
 _GOLDEN: Final = 0.6180339887  # its multiples are spread evenly
-_INK: Final = "#010203"  # stands for the page's text colour until the SVG is finished
+INK: Final = "#010203"  # stands for the page's text colour until the SVG is finished
 
 
 def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
@@ -50,17 +50,17 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
         for axis, (title, lines) in zip(axes, panels.items(), strict=False):
             for site, points in sorted(lines.items()):
                 rounds, values = zip(*points, strict=True)
-                style = _style(sites.index(site))
+                style = look_of(sites.index(site))
                 axis.plot(rounds, values, label=site, linewidth=1.6, markersize=3.5 if len(rounds) < 40 else 0, **style)
             if title in chosen:
-                axis.axvline(chosen[title], color=_INK, alpha=0.4, linewidth=1, linestyle=":")
+                axis.axvline(chosen[title], color=INK, alpha=0.4, linewidth=1, linestyle=":")
             axis.set_title(_heading(title, metric), fontsize=10, loc="left")
             axis.set_xlabel("round" if title == _LOSS or title.startswith(_AGGREGATION) else "rounds of training")
             axis.xaxis.get_major_locator().set_params(integer=True)
-            _quiet(axis)
+            quieten(axis)
         _legend(figure)
 
-    return _svg(draw, width=3.4 * max(2, columns), height=2.7 * rows + 0.4 + 0.2 * (len(sites) // 8))
+    return as_svg(draw, width=3.4 * max(2, columns), height=2.7 * rows + 0.4 + 0.2 * (len(sites) // 8))
 
 
 def _heading(panel: str, metric: str) -> str:
@@ -106,20 +106,20 @@ def models_by_site(results: Mapping[str, Any]) -> str | None:
         for row, site in enumerate(sites.values()):
             values = [value for model in columns.values() if (value := site["metrics"][model][metric]) is not None]
             if values:
-                axis.plot([min(values), max(values)], [row, row], color=_INK, alpha=0.25, linewidth=1.2, zorder=1)
+                axis.plot([min(values), max(values)], [row, row], color=INK, alpha=0.25, linewidth=1.2, zorder=1)
         for place, (heading, model) in enumerate(columns.items()):
             points = [(value, row) for row, site in enumerate(sites.values()) if (value := site["metrics"][model][metric]) is not None]
             if points:
                 size = max(4, 9 - 2 * place)  # smaller ones on top, so that equal numbers all stay visible
-                style = {"linestyle": "none", "markersize": size, "zorder": 2, **_style(place, line=False)}
+                style = {"linestyle": "none", "markersize": size, "zorder": 2, **look_of(place, line=False)}
                 axis.plot(*zip(*points, strict=True), label=heading, **style)
         axis.set_yticks(range(len(sites)), [f"{name} (outside)" if site["role"] == "outside" else name for name, site in sites.items()])
         axis.set_ylim(len(sites) - 0.5, -0.5)
         axis.set_xlabel(f"test {metric_label(metric)}" + (", lower is better" if lower_is_better(metric) else ""))
-        _quiet(axis, grid="x")
+        quieten(axis, grid="x")
         figure.legend(loc="outside upper left", ncols=len(columns), frameon=False)
 
-    return _svg(draw, width=10.2, height=1.1 + 0.34 * len(sites))
+    return as_svg(draw, width=10.2, height=1.1 + 0.34 * len(sites))
 
 
 def roc_curves(points: Mapping[str, Mapping[str, Sequence[float]]]) -> str | None:
@@ -140,17 +140,17 @@ def roc_curves(points: Mapping[str, Mapping[str, Sequence[float]]]) -> str | Non
         for axis in axes[len(points) :]:
             axis.set_visible(False)
         for axis, (curve, lines) in zip(axes, points.items(), strict=False):
-            axis.plot([0, 1], [0, 1], color=_INK, alpha=0.25, linewidth=1)
+            axis.plot([0, 1], [0, 1], color=INK, alpha=0.25, linewidth=1)
             for name, values in lines.items():
-                axis.plot(FALSE_ALARMS, values, label=name, linewidth=1.6, markersize=3, **_style(names.index(name)))
+                axis.plot(FALSE_ALARMS, values, label=name, linewidth=1.6, markersize=3, **look_of(names.index(name)))
             axis.set_title(curve, fontsize=10, loc="left")
             axis.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
-            _quiet(axis)
+            quieten(axis)
         margins = {"left": 0.55 / width, "right": 1 - 0.1 / width, "bottom": 0.85 / height, "top": 1 - 0.35 / height}
         figure.subplots_adjust(**margins, hspace=0.35, wspace=0.25)
         _legend(figure, "lower center")
 
-    return _svg(draw, width, height, layout=None)
+    return as_svg(draw, width, height, layout=None)
 
 
 def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str) -> str | None:
@@ -169,18 +169,18 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
         for row, (model, found) in enumerate(values.items()):
             points = [found[patient] for patient in sorted(found)]
             places = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]  # apart, and at the same place every time
-            style: dict[str, Any] = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": _COLOURS[row % len(_COLOURS)]}
+            style: dict[str, Any] = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": COLOURS[row % len(COLOURS)]}
             axis.plot(points, places, linestyle="none", rasterized=len(points) > _MANY, **style)
             mean, interval = sum(points) / len(points), intervals[model]
             if interval is not None:
-                axis.plot(interval, [row, row], color=_INK, linewidth=2)
-            axis.plot([mean], [row], marker="D", markersize=7, color=_INK)
+                axis.plot(interval, [row, row], color=INK, linewidth=2)
+            axis.plot([mean], [row], marker="D", markersize=7, color=INK)
         axis.set_yticks(range(len(values)), list(values))
         axis.set_ylim(len(values) - 0.5, -0.5)
         axis.set_xlabel(label)
-        _quiet(axis, grid="x")
+        quieten(axis, grid="x")
 
-    return _svg(draw, width=10.2, height=0.7 + 0.6 * len(values))
+    return as_svg(draw, width=10.2, height=0.7 + 0.6 * len(values))
 
 
 def _legend(figure: "Figure", place: str = "outside lower center") -> None:
@@ -189,10 +189,10 @@ def _legend(figure: "Figure", place: str = "outside lower center") -> None:
     figure.legend(handles.values(), handles.keys(), loc=place, ncols=min(8, len(handles)), frameon=False)
 
 
-def _style(place: int, line: bool = True) -> dict[str, Any]:
+def look_of(place: int, line: bool = True) -> dict[str, Any]:
     """Colour and marker differ together; after eight sites the line style does too."""
-    look: dict[str, Any] = {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
-    return {**look, "linestyle": ("-", "--", ":", "-.")[place // len(_COLOURS) % 4]} if line else look
+    look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
+    return {**look, "linestyle": ("-", "--", ":", "-.")[place // len(COLOURS) % 4]} if line else look
 
 
 def with_own_ids(page: str) -> str:
@@ -217,13 +217,13 @@ def with_own_ids(page: str) -> str:
     return re.sub(r"<svg\b.*?</svg>", renamed, page, flags=re.DOTALL)
 
 
-def _quiet(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
-    axis.grid(axis=grid, color=_INK, alpha=0.12, linewidth=0.8)
+def quieten(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
+    axis.grid(axis=grid, color=INK, alpha=0.12, linewidth=0.8)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(length=0)
 
 
-def _svg(draw: Callable[["Figure"], None], width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> str:
+def as_svg(draw: Callable[["Figure"], None], width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> str:
     """Run `draw` on a figure of `width` x `height` inches; the SVG element without a fixed size, the page scales it.
 
     Without a layout, `draw` places the panels itself: that takes less than half the time.
@@ -231,7 +231,7 @@ def _svg(draw: Callable[["Figure"], None], width: float, height: float, layout: 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
+    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
     settings = {**ink, "svg.fonttype": "none", "svg.hashsalt": "medflare", "font.size": 9, "axes.facecolor": "none", "path.simplify": True}
     with rc_context(settings):
         figure = Figure(figsize=(width, height), layout=layout)
@@ -239,5 +239,5 @@ def _svg(draw: Callable[["Figure"], None], width: float, height: float, layout: 
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)

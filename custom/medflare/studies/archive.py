@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 from medflare.core.errors import StateError
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation.results import RESULTS_FILE, load_results
-from medflare.studies.recorded import SCORES
+from medflare.studies.recorded import CURVES, SCORES
 
 STUDY_FILE: Final = "study.json"
 SCORES_FILE: Final = "scores.json"
@@ -44,11 +44,19 @@ def write_rows(out: Path, labels: Iterable[str]) -> None:
 
 
 def write_run(folder: Path, results: Mapping[str, Any]) -> None:
-    """Write a run: the scores of single patients first, apart from the results, which alone say that the run is there."""
-    scores = json.dumps(results.get(SCORES, {}), allow_nan=False, separators=(",", ":"), sort_keys=True)
-    write_atomically(folder / SCORES_FILE, scores.encode() + b"\n")
+    """Write a run: the scores of single patients first, apart from the results, which alone say that the run is there.
+
+    Of elections the rounds are kept: the votes are the points of the learning curves.
+    """
+    write_atomically(folder / SCORES_FILE, _compact(results.get(SCORES, {})))
     kept = {name: content for name, content in results.items() if name != SCORES}
-    write_json(folder / RESULTS_FILE, kept, public=True)
+    if "elections" in kept and CURVES in kept:
+        kept["elections"] = {model: {"round": election["round"]} for model, election in kept["elections"].items()}
+    write_atomically(folder / RESULTS_FILE, _compact(kept), public=True)
+
+
+def _compact(content: Any) -> bytes:
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def is_finished(folder: Path) -> bool:

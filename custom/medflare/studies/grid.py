@@ -44,7 +44,7 @@ def run_study(
     seeds: Iterable[int],
     out: Path,
     *,
-    leave_one_out: bool = False,
+    left_out: Sequence[str] = (),
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> Groups:
@@ -55,7 +55,7 @@ def run_study(
         setting: task, sites, data and rounds.
         seeds: every candidate runs with each.
         out: folder for every run (`archive`), and for table.md (`study_report`).
-        leave_one_out: each site in turn is outside (it never trains and receives the final models) instead of all inside.
+        left_out: each of these sites in turn is outside (it never trains and receives the final models); none: all are inside.
         processes: runs at the same time, one thread each.
         say: takes a line for every run that ended.
 
@@ -66,11 +66,11 @@ def run_study(
         ConfigError: the task or a site's name is wrong, a row cannot have the task, or there is nobody left to train.
         StateError: the results of an earlier run in `out` are damaged.
     """
-    if leave_one_out and len(setting.sites) < 2:
+    if left_out and len(setting.sites) < 2:
         raise ConfigError(f"leaving out {', '.join(setting.sites)} leaves nobody to train; name at least two sites")
     for candidate in candidates:
         candidate.check(setting.task)
-    splits: list[tuple[str, ...]] = [(site,) for site in setting.sites] if leave_one_out else [()]
+    splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
     jobs = [
         _Job(candidate, setting, seed, outside, run_folder(out, candidate.label, seed, outside))
         for seed in seeds

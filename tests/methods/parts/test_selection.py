@@ -66,6 +66,12 @@ def test_a_gain_needs_sites_that_measured_both() -> None:
         held.hold(replies(**votes), "global", round, {})
     assert held.round == 4 and held.value == pytest.approx(0.65)
     assert [candidate["value"] for candidate in held.record] == [0.5, None, pytest.approx(0.6), pytest.approx(0.65)]
+@pytest.mark.parametrize(("rivals", "chosen"), [(False, 1), (True, 3)])
+def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(rivals: bool, chosen: int) -> None:
+    held = Election(Message(), "selector", "median", rivals=rivals)
+    for round, third in ((1, 0.0), (2, 1.0), (3, 1.0)):
+        held.hold(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
+    assert held.round == chosen
 
 
 def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:

@@ -5,6 +5,7 @@ sites decides, so that one site that is wrong, or lies, cannot choose the round 
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from statistics import median
@@ -24,18 +25,20 @@ Selection = Annotated[Literal["median", "paired", "mean", "last"], BeforeValidat
 
 
 class Best:
-    """The best state seen so far by a validation metric (higher is better), kept in a half's memory; the earliest of equals wins.
+    """The best state seen so far by a validation metric (higher is better), kept in a half's memory; of equals the earliest wins.
 
     Until a metric was ever defined, the latest state stands in, so a federation without validation images still delivers.
 
     Args:
         memory: of the half that chooses.
         name: tells several choices of a half apart.
+        latest: of equals the latest wins.
     """
 
-    def __init__(self, memory: Message, name: str):
+    def __init__(self, memory: Message, name: str, *, latest: bool = False):
         self._memory = memory
         self._name = f"{name}/best"
+        self._beats = operator.ge if latest else operator.gt
 
     @property
     def state(self) -> StateDict | None:
@@ -66,7 +69,7 @@ class Best:
         """
         if round == 0:
             return
-        better = value is not None and (self.value is None or value > self.value)
+        better = value is not None and (self.value is None or self._beats(value, self.value))
         if better or (value is None and self.value is None):
             self._memory.facts[self._name] = {"value": value, "round": round}
             self._memory.states[self._name] = copy_state(state)
@@ -79,16 +82,18 @@ class Election(Best):
         memory: of the server half.
         name: of what is chosen.
         rule: see `agreed`.
-        rivals: whether a site gains where others lose, as with a network that tells sites apart: votes then contradict by nature.
+        rivals: whether a site gains where others lose, as with a network that tells sites apart: votes then contradict by nature, and
+            their mean decides whatever the rule says, since a network that never knows one site of three is perfect by the median. With
+            few validation images many rounds are equal, of which the first have hardly learnt: the latest wins.
     """
 
     def __init__(self, memory: Message, name: str, rule: str, rivals: bool = False):
-        super().__init__(memory, name)
+        super().__init__(memory, name, latest=rivals)
         self.rivals = rivals
-        self._rule, self._votes = rule, f"{name}/votes"
+        self._rule, self._votes = "mean" if rivals else rule, f"{name}/votes"
 
     def hold(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
-        """Count the sites' votes on a candidate and take it where it is better than what is kept.
+        """Count the sites' votes on a candidate and take it where it beats what is kept.
 
         Args:
             replies: site -> reply with the facts "validation" and "n_samples"; a site where the metric is undefined has no vote.

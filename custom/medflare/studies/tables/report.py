@@ -1,15 +1,13 @@
 """table.md: what a study found, as Markdown tables that say how their models were selected and what warns of them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from medflare.core.errors import StateError
 from medflare.studies.constant import CONSTANT
 from medflare.studies.references import SINGLE_SITE
-from medflare.studies.statistics.seeds import Run
+from medflare.studies.tables.choices import routing_table, selector_table
 from medflare.studies.tables.curves import curves_table
-from medflare.studies.tables.differences import differences_table
-from medflare.studies.tables.rows import Groups, with_oracle
+from medflare.studies.tables.differences import differences_table, own_differences_table
+from medflare.studies.tables.rows import Groups, task_of, with_oracle
 from medflare.studies.tables.sites import sites_table
 from medflare.studies.tables.summary import summary_table
 
@@ -18,7 +16,7 @@ TABLE_FILE: Final = "table.md"
 
 def study_tables(groups: Groups) -> dict[str, str]:
     """Title -> Markdown table: for each of the task's metrics, its main one first, what every site reached and what the mean hides; then
-    paired differences and learning curves in the main one.
+    paired differences, what selectors and routing chose, and learning curves in the main one.
 
     Args:
         groups: label -> results dicts that differ in their seed and in who is outside.
@@ -26,7 +24,7 @@ def study_tables(groups: Groups) -> dict[str, str]:
     Raises:
         StateError: no run got as far as its task.
     """
-    task = _task(groups)
+    task = task_of(groups)
     main = task["metric"]
     every = [run for runs in groups.values() for run in runs]
     found = dict.fromkeys(metric for run in every for site in run["sites"].values() for of in site["metrics"].values() for metric in of)
@@ -36,6 +34,9 @@ def study_tables(groups: Groups) -> dict[str, str]:
         tables[metric] = sites_table(groups, metric)
         tables[f"{metric}, what the mean hides"] = summary_table(groups, metric)
     tables[f"{main}, differences"] = differences_table(groups, main)
+    tables[f"{main}, differences within a row"] = own_differences_table(groups, main)
+    tables["selector"] = selector_table(groups)
+    tables[f"{main}, routing"] = routing_table(groups, main)
     tables[f"{main}, learning curves"] = curves_table(groups, main)
     return {title: table for title, table in tables.items() if table}
 
@@ -47,7 +48,7 @@ def study_report(groups: Groups) -> str:
         groups: as for `study_tables`.
     """
     rounds = sorted({run["rounds"] for runs in groups.values() for run in runs})
-    title = f"# {_task(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"
+    title = f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"
     cautions = "".join(f"- {line}\n" for line in _cautions(groups))
     return "\n".join(
         [title, *([cautions] if cautions else []), *(f"## {title}\n\n{table}" for title, table in study_tables(groups).items())]
@@ -78,12 +79,3 @@ def _cautions(groups: Groups) -> list[str]:
 
 def _has(groups: Groups, method: str) -> bool:
     return any(run["method"] == method for runs in groups.values() for run in runs)
-
-
-def _task(groups: Mapping[str, Sequence[Run]]) -> Mapping[str, Any]:
-    """The configuration of the task, which all runs share."""
-    found = (run["configuration"]["task"] for runs in groups.values() for run in runs if run["configuration"]["task"])
-    task = next(found, None)
-    if task is None:
-        raise StateError("no run of this study got as far as its task; see the reason in each results.json")
-    return task

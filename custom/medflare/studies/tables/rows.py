@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from medflare.core.errors import StateError
 from medflare.evaluation.presentation import UNDEFINED
 from medflare.evaluation.results import MODELS
 from medflare.studies.candidates import REFERENCES
@@ -88,6 +89,22 @@ def places_of(runs: Iterable[Run]) -> list[Place]:
     for role in dict.fromkeys(role for role, _ in sites):
         places += [*(place for place in sites if place[0] == role), (role, None)]
     return places
+
+
+def task_of(groups: Groups) -> Mapping[str, Any]:
+    """The configuration of the task, which all runs share.
+
+    Args:
+        groups: the runs.
+
+    Raises:
+        StateError: no run got as far as its task.
+    """
+    found = (run["configuration"]["task"] for runs in groups.values() for run in runs if run["configuration"]["task"])
+    task = next(found, None)
+    if task is None:
+        raise StateError("no run of this study got as far as its task; see the reason in each results.json")
+    return task
 
 
 def selection(row: Row) -> str:

@@ -1,0 +1,79 @@
+"""Figures of studies: each shows what the runs hold, and is left out where they hold nothing of it."""
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from medflare.cli import main
+from medflare.studies.archive import run_folder, write_run
+from medflare.studies.figures import learning_curves, patients_by_site, routing_coefficients, selector_confusion, study_figures
+from medflare.studies.statistics.seeds import Run
+
+
+def text(svg: str | None) -> str:
+    """The words in a figure, which must be whole XML."""
+    assert svg is not None
+    return "\n".join(part for part in ElementTree.fromstring(svg).itertext() if part.strip())
+
+
+def told(run: Run, **reports: dict[str, Any]) -> Run:
+    """The run with what deployed models report of themselves, site by site."""
+    sites = {name: {**site, "reports": {"deployed": reports.get(name, {})}} for name, site in run["sites"].items()}
+    return {**run, "sites": sites}
+
+
+@pytest.fixture
+def selecting(runs: list[Run]) -> Run:
+    """A's images are recognised, half of B's are."""
+    return told(runs[0], A={"global": 4, "selector": {"A": 4, "B": 0}}, B={"B": 4, "selector": {"A": 2, "B": 2}})
+
+
+@pytest.fixture
+def routing(runs: list[Run]) -> Run:
+    return told(runs[0], X={"coefficients": {"body": [0.2, 0.3, 0.5], "head": [0.4, 0.3, 0.3]}})
+
+
+def test_learning_curves_have_a_line_for_every_model(runs: list[Run]) -> None:
+    curves = {"global": {"A": [[0, 0.1], [1, 0.5]]}, "personal": {"A": [[0, 0.1], [1, 0.6]]}}
+    rising = {"fedsm": [{**runs[0], "curves": curves}], "fedavg": [{**runs[0], "curves": {"global": curves["global"]}}]}
+    shown = text(learning_curves({**rising, "constant": rising["fedavg"]}, "dice"))
+    assert "fedsm, global" in shown and "fedsm, personal" in shown and "\nfedavg\n" in f"\n{shown}\n"
+    assert "validation Dice" in shown and "constant" not in shown
+    assert learning_curves({"fedavg": runs}, "dice") is None
+
+
+def test_patients_have_a_box_at_every_site_where_somebody_kept_their_scores(runs: list[Run]) -> None:
+    def of(value: float) -> dict[str, Any]:
+        return {"patients": ["p", "q", "r"], "values": {"dice": [value, value + 0.1, None]}}
+
+    kept = {**runs[0], "scores": {"A": {"global": of(0.5), "deployed": of(0.6)}, "X": {"deployed": of(0.4)}}}
+    shown = text(
+        patients_by_site(
+            {"fedsm": [kept, kept], "fedavg": [{**kept, "scores": {"A": dict.fromkeys(("global", "deployed"), of(0.5))}}]}, "dice"
+        )
+    )
+    assert {"A", "X (outside)", "fedsm, global", "fedsm, deployed", "fedavg", "test Dice of a patient"} <= set(shown.splitlines())
+    assert patients_by_site({"fedavg": runs}, "dice") is None
+
+
+def test_a_selector_shows_what_it_takes_images_for(selecting: Run, runs: list[Run]) -> None:
+    shown = text(selector_confusion({"fedsm": [selecting, selecting], "fedavg": runs}))
+    assert "balanced accuracy 0.75" in shown and [shown.count(share) for share in ("1.00", "0.00", "0.50")] == [1, 1, 2]
+    assert selector_confusion({"fedavg": runs}) is None
+
+
+def test_routing_shows_its_coefficients_at_the_site_that_was_left_out(routing: Run, runs: list[Run]) -> None:
+    shown = text(routing_coefficients({"iop_fl": [routing]})).splitlines()
+    assert "X outside" in shown and shown.index("A") < shown.index("B") < shown.index("global")
+    assert routing_coefficients({"fedavg": runs}) is None
+
+
+def test_a_study_draws_what_it_can(selecting: Run, routing: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(study_figures({"fedsm": [selecting], "iop_fl": [routing]})) == {"selector", "routing"}
+    write_run(run_folder(tmp_path, "fedsm", 0), selecting)
+    assert main(["study", "--tables", str(tmp_path), "--figures", str(tmp_path / "drawn")]) == 0
+    assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["selector.svg"]
+    assert "currentColor" not in (tmp_path / "drawn" / "selector.svg").read_text()
+    assert "selector.svg" in capsys.readouterr().out
