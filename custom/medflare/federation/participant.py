@@ -172,7 +172,7 @@ class Participant:
             self._half.begin(role, sites, incoming.states.get(START), incoming.facts.get(STEPS))
             self.account.ledger.clear()
         counts = [] if (rare := rare_classes(site, self.minimum_patients)) else site.class_counts().tolist()
-        return Message({}, {"n": site.n, "class_counts": counts, "events": self._notes(site, rare)})
+        return Message({}, {"n": site.n, "class_counts": counts, "events": _notes(site, self.minimum_patients, rare)})
 
     def _agree(self, site: Site, role: str, theirs: Mapping[str, Any]) -> None:
         """ConfigError where site and server do not mean the same run, or the site's own rules forbid it."""
@@ -189,19 +189,6 @@ class Participant:
                     f"site {self.name} and the server differ in {what}: {here!r} here, {there!r} there; "
                     "submit one job folder to all, and do not edit the site's copy"
                 )
-
-    def _notes(self, site: Site, rare: bool) -> list[dict[str, Any]]:
-        log = EventLog()
-        for split in too_few(site, self.minimum_patients):
-            log.add("warning", f"no metric of its {split} patients leaves the site: they are fewer than {self.minimum_patients}")
-        if rare:
-            log.add("warning", f"no counts by class leave the site: a class is of fewer than {self.minimum_patients} training patients")
-        for kind, lines in (("warning", site.notes), ("left_out", site.data.left_out)):
-            for line in lines[:_MOST_EVENTS]:
-                log.add(kind, line[:_LONGEST_EVENT])
-            if len(lines) > _MOST_EVENTS:
-                log.add(kind, f"and {len(lines) - _MOST_EVENTS} more, which the site's own data check names")
-        return log.to_list()
 
     def _opened(self, role: str) -> Site:
         """The site with its data, read once in this process."""
@@ -230,6 +217,21 @@ class Participant:
         facts["events"] += _own_report(lambda: self.keeper.finish(half.site, role, models, facts["events"]))
         cost = half.privacy()
         return Message({}, facts if cost is None else {**facts, "privacy": cost})
+
+
+def _notes(site: Site, minimum_patients: int, rare: bool) -> list[dict[str, Any]]:
+    """What an enrolling site says of its data, as events: what does not leave it, and what its own check of the data noted."""
+    log = EventLog()
+    for split in too_few(site, minimum_patients):
+        log.add("warning", f"no metric of its {split} patients leaves the site: they are fewer than {minimum_patients}")
+    if rare:
+        log.add("warning", f"no counts by class leave the site: a class is of fewer than {minimum_patients} training patients")
+    for kind, lines in (("warning", site.notes), ("left_out", site.data.left_out)):
+        for line in lines[:_MOST_EVENTS]:
+            log.add(kind, line[:_LONGEST_EVENT])
+        if len(lines) > _MOST_EVENTS:
+            log.add(kind, f"and {len(lines) - _MOST_EVENTS} more, which the site's own data check names")
+    return log.to_list()
 
 
 def _own_report(written: Callable[[], None]) -> list[dict[str, Any]]:

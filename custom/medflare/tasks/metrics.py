@@ -210,8 +210,7 @@ def boundary_distance(predicted: Tensor, truth: Tensor, spacing: Spacing | None 
     """95th percentile Hausdorff distance of every image and class, float64 (N, C).
 
     The larger of the two directed 95th percentiles; NaN where truth and prediction do not both have pixels, since there is no
-    distance. Made of the parts of MONAI's `compute_hausdorff_distance`, whose own way of cropping takes most of its time with
-    pictures. MONAI needs SciPy for it.
+    distance. The parts of MONAI's `compute_hausdorff_distance`, which needs SciPy, without its slow way of cropping.
 
     Args:
         predicted: bool (N, C, ...).

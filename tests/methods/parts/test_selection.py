@@ -66,6 +66,8 @@ def test_a_gain_needs_sites_that_measured_both() -> None:
         held.hold(replies(**votes), "global", round, {})
     assert held.round == 4 and held.value == pytest.approx(0.65)
     assert [candidate["value"] for candidate in held.record] == [0.5, None, pytest.approx(0.6), pytest.approx(0.65)]
+
+
 @pytest.mark.parametrize(("rivals", "chosen"), [(False, 1), (True, 3)])
 def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(rivals: bool, chosen: int) -> None:
     held = Election(Message(), "selector", "median", rivals=rivals)
