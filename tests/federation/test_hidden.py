@@ -16,6 +16,7 @@ from medflare.core.message import Message
 from medflare.evaluation.contract import validate_results
 from medflare.federation.exchange import DELIVER, ENROL, Reply
 
+KINDS: Final = ("rejected", "suspicious", "undefined", "warning")
 METHODS: Final = ("fedavg", "fedsm", "fedsm ridge", "prr", "grace", "iop_fl", "feddag")
 Lie = Callable[[Recorded, Place], Message]
 
@@ -162,7 +163,7 @@ def test_a_site_that_lies_from_enrolment_on_is_named(lie: str) -> None:
 
 
 def named(results: Mapping[str, Any]) -> bool:
-    return any(event["site"] == LIAR and event["kind"] in ("rejected", "suspicious", "undefined") for event in results["events"])
+    return any(event["site"] == LIAR and event["kind"] in KINDS for event in results["events"])
 
 
 @pytest.mark.parametrize("lie", PLAUSIBLE)

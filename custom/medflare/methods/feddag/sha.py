@@ -164,11 +164,11 @@ class SHAServer(FedAvgServer[K]):
         return Message({CANDIDATE.of(other): candidates[other].get(PERTURBED, candidates[other][MODEL]) for other in asked})
 
     def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
-        """Scores of models that the site was not asked for: its own, or one that others were drawn for."""
+        """Scores of models that others score: the site's own, or one that it was not drawn for. Those of no candidate are not read."""
         if step.phase != "score":
             return None
-        asked = {other for other, evaluators in self._evaluators(step.round).items() if site in evaluators}
-        extra = sorted(reply.facts.get(SCORES, {}).keys() - asked)
+        others = {other for other, evaluators in self._evaluators(step.round).items() if site not in evaluators}
+        extra = sorted(reply.facts.get(SCORES, {}).keys() & others)
         return f"{SCORES!r} names {extra[0]!r:.60}, whose model the site was not sent" if extra else None
 
     def _evaluators(self, round: int) -> dict[str, list[str]]:
