@@ -70,7 +70,9 @@ def test_files_and_memory_end_in_the_same_bits(method: str, tmp_path: Path, seen
 def test_a_run_in_files_is_taken_up(tmp_path: Path) -> None:
     run("fedavg", tmp_path / "whole")
     folder = tmp_path / "pieced"
-    in_pieces(lambda say: run("fedavg", folder, models_gb=0.0, say=say), lambda say: resume_local(folder, workers=1, models_gb=0.0, say=say))
+    in_pieces(
+        lambda say: run("fedavg", folder, models_gb=0.0, say=say), lambda say: resume_local(folder, workers=1, models_gb=0.0, say=say)
+    )
     assert same(tmp_path / "whole", folder)
 
 
