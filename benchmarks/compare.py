@@ -1,15 +1,17 @@
 """What an engine costs beside a plain PyTorch loop of the same network on the same images, all measured in one run.
 
     python benchmarks/compare.py [--sites 4] [--rounds 5] [--repeats 1] [--only floor,loop]
+    pip install 'flwr[simulation]' pfl blazefl       # in an environment of its own; those that are there are measured too
 
 `floor` trains the network on every site's images in turn and averages, with nothing around it: no message, no metric, no file. All
-others run the whole federation: enrolment, validation in every round, selection, delivery, results. Each is a process of its own on
-one thread a site; they take turns, so that a busy machine slows all of them alike, and what counts is the ratio to the floor.
-Seconds, processor seconds and memory are of the process and everything that it started. A test (tests/test_speed.py) calls `spent` on
-small runs.
+of ours run the whole federation: enrolment, validation in every round, selection, delivery, results. Other frameworks (`rivals/`) train
+and average as the floor does, in their own simulation. Each is a process of its own on one thread a site; they take turns, so that a
+busy machine slows all of them alike, and what counts is the ratio to the floor. Seconds, processor seconds and memory are of the
+process and everything that it started. A test (tests/test_speed.py) calls `spent` on small runs.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import resource
@@ -18,7 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -26,10 +33,16 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from medflare.data.sites.site import Site
-    from medflare.tasks.config import TaskConfig
+    from medflare.networks.features import FeatureNetwork
 
 HERE = Path(__file__).resolve().parent
+RIVALS = {"Flower": "flwr", "pfl": "pfl", "BlazeFL": "blazefl"}  # name -> package, and module of `rivals/`
+PIP = {"flwr": "'flwr[simulation]'"}
+_ADOPT = 36  # Linux, prctl(2), PR_SET_CHILD_SUBREAPER: processes whose parent ends become children of this one
+_LAST = 10.0  # seconds for what was started to notice that its time is over
 TASK: dict[str, Any] = {"network": {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}}
 
 
@@ -39,36 +52,50 @@ def task_settings() -> dict[str, Any]:
     return {**load_task("phantom").to_dict(), **TASK}
 
 
-def floor(task: "TaskConfig", hospitals: "Sequence[Site]", rounds: int) -> None:
+def floor(hospitals: "Sequence[Site]", rounds: int) -> None:
     """FedAvg by hand."""
     import torch
 
-    model = hospitals[0].network()
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = hospitals[0].network().state_dict()
+    shares = torch.tensor([float(site.n["train"]) for site in hospitals])
+    shares /= shares.sum()
     for round in range(rounds):
-        states = []
-        for site in hospitals:
-            model.load_state_dict(weights)
-            model.train()
-            optimizer = site.optimizer(model.parameters())
-            for epoch in range(task.local_epochs):
-                for images, targets, _ in site.batches("train", round, epoch):
-                    optimizer.zero_grad(set_to_none=True)
-                    site.loss(model(images), targets).backward()
-                    optimizer.step()
-            states.append({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
-        shares = torch.tensor([float(site.n["train"]) for site in hospitals])
-        shares /= shares.sum()
+        states = [trained(site, weights, round) for site in hospitals]
         weights = {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in weights}
 
 
-def opened(sites: int) -> "tuple[TaskConfig, list[Site]]":
-    """The task, and sites with their images."""
+def trained(site: "Site", weights: "Mapping[str, Tensor]", round: int) -> "dict[str, Tensor]":
+    """Local epochs by hand: what all engines but our own call a site's part of a round."""
+    model = network_of(site)
+    model.load_state_dict(weights)
+    model.train()
+    optimizer = site.optimizer(model.parameters())
+    for epoch in range(site.task.local_epochs):
+        for images, targets, _ in site.batches("train", round, epoch):
+            optimizer.zero_grad(set_to_none=True)
+            site.loss(model(images), targets).backward()
+            optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@cache
+def network_of(site: "Site") -> "FeatureNetwork":
+    """A site's network, built once in a process."""
+    return site.network()
+
+
+def sites_model(sites: int) -> "FeatureNetwork":
+    """The network with which all of them begin."""
+    return network_of(hospital(sites - 1))
+
+
+@cache
+def hospital(number: int) -> "Site":
+    """A site with its images, read once in a process."""
     from medflare.data.sites.opening import open_site
     from medflare.tasks.config import load_task
 
-    task = load_task(task_settings())
-    return task, [open_site(f"site-{number + 1}", task) for number in range(sites)]
+    return open_site(f"site-{number + 1}", load_task(task_settings()))
 
 
 def loop(sites: int, rounds: int, workers: int) -> None:
@@ -95,30 +122,52 @@ def simulator(sites: int, rounds: int, threads: int) -> None:
 def engines(sites: int, rounds: int) -> dict[str, Callable[[], None]]:
     """name -> what runs it in this process."""
     return {
-        "floor": lambda: floor(*opened(sites), rounds),
+        "floor": lambda: floor([hospital(number) for number in range(sites)], rounds),
         "loop": lambda: loop(sites, rounds, 1),
         "loop, 2 workers": lambda: loop(sites, rounds, 2),
         f"simulator -t {sites}": lambda: simulator(sites, rounds, sites),
         "simulator -t 2": lambda: simulator(sites, rounds, 2),
         "simulator -t 1": lambda: simulator(sites, rounds, 1),
+        **{f"{name} {version(package)}": partial(rival, package, sites, rounds) for name, package in RIVALS.items() if find_spec(package)},
     }
 
 
+def rival(package: str, sites: int, rounds: int) -> None:
+    """The same network, images, local epochs, optimiser and weights of the mean in another framework's simulation."""
+    import_module(f"rivals.{package}").run(sites, rounds)
+
+
 def spent(work: Callable[[], None]) -> float:
-    """Processor seconds of a piece of work: of this process and of those that it started and waited for."""
+    """Processor seconds of a piece of work: of this process and of all that it started, those among them that outlive their parents."""
 
     def so_far() -> float:
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
-    before = so_far()
+    ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0)
+    before, known = so_far(), _orphans()
     work()
+    deadline = time.monotonic() + _LAST
+    while (left := _orphans() - known) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
+        time.sleep(0.05)
     return so_far() - before
+
+
+def _orphans() -> set[int]:
+    """Children of this process with a session of their own, as the simulator's host has."""
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(ProcessLookupError):
+            found |= {child.pid} if os.getsid(child.pid) != os.getsid(0) else set()
+    return found
 
 
 def environment() -> dict[str, str]:
     """Of a process with this package and one thread."""
-    paths = [str(HERE.parent / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE.parent / "custom"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -162,7 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     known = engines(options.sites, options.rounds)
     if options.one:
-        known[options.one]()
+        spent(known[options.one])
         return
     wanted = tuple((options.only or "").split(","))
     chosen = [name for name in known if name == "floor" or name.startswith(wanted)]
@@ -172,6 +221,9 @@ def main() -> None:
             found[name].append(measured(name, options.sites, options.rounds))
     middle = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in found.items()}
     print("| engine | seconds | beside the floor | processor seconds | peak memory, MB |\n|---|---|---|---|---|")
+    for name, package in RIVALS.items():
+        if not find_spec(package):
+            print(f"{name} is not installed: pip install {PIP.get(package, package)}", file=sys.stderr)
     for name, values in middle.items():
         ratio = values["seconds"] / middle["floor"]["seconds"]
         print(f"| {name} | {values['seconds']:.1f} | {ratio:.2f} | {values['processor']:.1f} | {values['megabytes']:.0f} |")

@@ -132,10 +132,9 @@ def bare(scratch: Path, width: int) -> Callable[[], float]:
     from medflare.data.sites.opening import open_site
     from medflare.tasks.config import load_task
 
-    task = load_task(task_settings(width))
-    sites = [open_site("site-1", task, data_root=scratch / "data")] * BESIDE
-    floor(task, sites, 1)
-    return lambda: spent(lambda: floor(task, sites, 1)) / BESIDE
+    sites = [open_site("site-1", load_task(task_settings(width)), data_root=scratch / "data")] * BESIDE
+    floor(sites, 1)
+    return lambda: spent(lambda: floor(sites, 1)) / BESIDE
 
 
 ENGINES = {"loop": loop, "simulator": simulator}

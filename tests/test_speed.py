@@ -24,9 +24,9 @@ def compare() -> ModuleType:
 @pytest.fixture(scope="module")
 def floor(compare: ModuleType) -> float:
     """Processor seconds of the bare loop, after everything has been imported and the images are made."""
-    task, hospitals = compare.opened(SITES)
-    compare.floor(task, hospitals, 1)
-    return float(compare.spent(lambda: compare.floor(task, hospitals, ROUNDS)))
+    hospitals = [compare.hospital(number) for number in range(SITES)]
+    compare.floor(hospitals, 1)
+    return float(compare.spent(lambda: compare.floor(hospitals, ROUNDS)))
 
 
 def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor: float) -> None:

@@ -1,6 +1,7 @@
 """The server half on disk after a step: taken up by the same run only, and copied to a run that goes on with it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
+from medflare.core.store import StateStore
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, stored_plan, take_up
 from medflare.federation.exchange import Reply
 from medflare.federation.schedule import Federation
@@ -71,7 +73,71 @@ def test_the_last_one_counts_and_nothing_else_is_left(tmp_path: Path) -> None:
     for finished in (1, 2):
         Checkpoint(tmp_path, PLAN).save(finished, under_way())
     assert Checkpoint(tmp_path, PLAN).restore(federation()) == 2
-    assert [path.name for path in tmp_path.iterdir()] == [f"{CHECKPOINT}.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{CHECKPOINT}.jsonl", f"{CHECKPOINT}.safetensors"]
+
+
+def test_a_step_late_in_a_run_writes_no_more_than_an_early_one(tmp_path: Path) -> None:
+    checkpoint, run = Checkpoint(tmp_path, PLAN), under_way()
+    sizes: dict[str, list[int]] = {"jsonl": [], "safetensors": []}
+    for step in range(10, 60):
+        run.outcome.history.append({"step": step, "sites": {"A": {"loss": 0.5}}})
+        run.events.add("warning", f"in {step}", round=step)
+        run.past.remember(Taken({"train/model": 0.5}, {"train/model": 1.5}, {"train/model": {f"{step:04x}": "B"}}), step)
+        checkpoint.save(step, run)
+        for kind, size in sizes.items():
+            size.append((tmp_path / f"{CHECKPOINT}.{kind}").stat().st_size)
+    lines = [later - earlier for earlier, later in pairwise(sizes["jsonl"])]
+    assert len(set(lines)) == 1 and len(set(sizes["safetensors"][10:])) == 1, "the first ten lengths are remembered"
+    after = federation()
+    Checkpoint(tmp_path, PLAN).restore(after)
+    assert after.outcome.history == run.outcome.history and after.past == run.past
+    assert [event["message"] for event in after.events][:-1] == [event["message"] for event in run.events]
+
+
+def test_what_a_crash_wrote_beside_the_checkpoint_does_not_count(tmp_path: Path) -> None:
+    """The journal is written first: killed between the two, a run has a line that its checkpoint does not know."""
+    journal = tmp_path / f"{CHECKPOINT}.jsonl"
+    Checkpoint(tmp_path, PLAN).save(1, under_way())
+    journal.write_bytes(journal.read_bytes() + b'{"history": [{"step": 1}], "eve')
+    again, after = Checkpoint(tmp_path, PLAN), federation()
+    again.restore(after)
+    assert after.outcome.history == [{"step": 0}]
+    after.outcome.history.append({"step": 1})
+    again.save(2, after)
+    third = federation()
+    Checkpoint(tmp_path, PLAN).restore(third)
+    assert third.outcome.history == [{"step": 0}, {"step": 1}] and third.past == under_way().past
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))])
+def test_a_damaged_journal_is_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    Checkpoint(tmp_path, PLAN).save(1, under_way())
+    damage(tmp_path / f"{CHECKPOINT}.jsonl")
+    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: take_up(tmp_path, tmp_path / "own")):
+        with pytest.raises(StateError, match=r"checkpoint\.jsonl: content does not match its checksum"):
+            load()
+
+
+def test_a_checkpoint_of_0_2_0_is_taken_up(tmp_path: Path) -> None:
+    """It had no journal: everything stood in the checkpoint, written anew with every step."""
+    before, after, store = under_way(), federation(), StateStore(tmp_path)
+    Checkpoint(tmp_path, PLAN).save(1, before)
+    message = store.load(CHECKPOINT)
+    assert message is not None
+    run = message.facts["run"]
+    run |= {"history": before.outcome.history, "events": before.events.to_list()}
+    run["past"]["seen"] = before.past.seen
+    del run["journal"]
+    store.save(CHECKPOINT, message)
+    (tmp_path / f"{CHECKPOINT}.jsonl").unlink()
+    checkpoint = Checkpoint(tmp_path, PLAN)
+    checkpoint.restore(after)
+    checkpoint.save(2, after)
+    for found in (after, federation()):
+        if found is not after:
+            Checkpoint(tmp_path, PLAN).restore(found)
+        assert found.outcome.history == before.outcome.history and found.past == before.past
+        assert next(iter(found.events))["message"] == "before"
 
 
 def test_a_plan_is_the_same_with_lists_for_tuples(tmp_path: Path) -> None:

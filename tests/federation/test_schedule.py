@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -272,7 +273,7 @@ class TestOddUpdates:
 
     def test_what_it_remembers_can_be_written_down(self, run: Any) -> None:
         federation = run(Sites(), rounds=4)
-        stored = json.loads(json.dumps(federation.past.to_dict()))
+        stored = json.loads(json.dumps(asdict(federation.past)))
         assert Past(**stored) == federation.past and len(stored["seen"]["train/model"]) == 12
         assert 10.0 <= federation.past.limit("train/model", 100.0) < 100.0
 

@@ -1,7 +1,7 @@
 """What the screening of updates remembers of earlier steps: lengths and hashes, never a state. It goes into the checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
@@ -73,7 +73,3 @@ class Past:
         for key, digests in taken.digests.items():
             for found, site in digests.items():
                 self.seen.setdefault(key, {}).setdefault(found, [site, round])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `Past(**...)` takes it up."""
-        return asdict(self)
