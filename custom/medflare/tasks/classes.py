@@ -173,5 +173,3 @@ def row_shares(matrix: Sequence[Sequence[int]]) -> list[list[float | None]]:
         [[0.75, 0.25], [None, None]]
     """
     return [[count / sum(row) if sum(row) else None for count in row] for row in matrix]
-
-

@@ -12,7 +12,7 @@ from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 
 from medflare.flare.exchange import signs
-from medflare.flare.exchange.signs import expect_answers, wait_for_work
+from medflare.flare.exchange.signs import LATER, PATIENCE, expect_answers, wait_for_work
 
 
 class Line:
@@ -21,12 +21,13 @@ class Line:
     def __init__(self, *codes: str | None):
         self.codes = list(codes)
         self.asked = 0
+        self.later = False
         self.client = SimpleNamespace(communicator=SimpleNamespace(timeout=300.0))
 
     def send_aux_request(self, topic: str, **request: Any) -> dict[str, Any]:
         code = self.codes[min(self.asked, len(self.codes) - 1)]
         self.asked += 1
-        return {} if code is None else {"server": make_reply(code)}
+        return {} if code is None else {"server": make_reply(code, {LATER: self.later})}
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,17 @@ def test_a_server_that_answers_is_asked_once(answer: str) -> None:
     line = Line(answer)
     wait_for_work(context(line))
     assert line.asked == 1
+
+
+def test_a_site_that_is_to_wait_itself_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(signs.time, "sleep", slept.append)
+    line = Line(ReturnCode.OK)
+    wait_for_work(context(line))
+    assert not slept
+    line.later = True
+    wait_for_work(context(line))
+    assert slept == [PATIENCE] and line.asked == 2
 
 
 def test_no_poll_is_sent_into_a_cut_network() -> None:

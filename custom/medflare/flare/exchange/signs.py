@@ -16,6 +16,7 @@ from nvflare.fuel.f3.cellnet.fqcn import FQCN
 
 ALIVE = "medflare.alive"  # site to server, while a task runs
 WORK = "medflare.work"  # site to server, before a poll; the answer comes when there is work, at the latest after PATIENCE
+LATER = "medflare.later"  # header of that answer: there is no work, and the site shall itself wait for PATIENCE
 PATIENCE = 0.5  # seconds
 _EVERY = 2.0  # seconds between two signs of life
 _TRANSPORT = 5.0  # seconds that request and answer may take on their way
@@ -55,10 +56,12 @@ def wait_for_work(fl_ctx: FLContext) -> None:
     """
     expect_answers(fl_ctx)
     deadline = time.monotonic() + _UNREACHABLE
-    while not _tell_server(WORK, fl_ctx, timeout=PATIENCE + _TRANSPORT):
+    while (answer := _tell_server(WORK, fl_ctx, timeout=PATIENCE + _TRANSPORT)) is None:
         if fl_ctx.get_run_abort_signal().triggered or time.monotonic() > deadline:
             return
         time.sleep(_PAUSE)
+    if answer.get_header(LATER):
+        time.sleep(PATIENCE)
 
 
 def expect_answers(fl_ctx: FLContext, result_bytes: int = 0) -> None:
@@ -72,9 +75,9 @@ def expect_answers(fl_ctx: FLContext, result_bytes: int = 0) -> None:
     communicator.timeout = _STALLED if result_bytes < _FETCHED_SIZE else _FETCHED
 
 
-def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> bool:
-    """Whether the server has answered; not known, and False, where `timeout` is 0 and nobody waits."""
+def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> Shareable | None:
+    """The server's answer; None where there is none, or where `timeout` is 0 and nobody waits."""
     replies = fl_ctx.get_engine().send_aux_request(
         targets=[FQCN.ROOT_SERVER], topic=topic, request=Shareable(), timeout=timeout, fl_ctx=fl_ctx, optional=True
     )
-    return any(reply.get_return_code() not in _UNANSWERED for reply in replies.values())
+    return next((reply for reply in replies.values() if reply.get_return_code() not in _UNANSWERED), None)

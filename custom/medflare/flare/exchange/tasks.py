@@ -108,11 +108,11 @@ class TaskExchange:
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
         return {site: problems.get(site) or replace(_reply(one.answer), seconds=one.seconds) for site, one in asked.items()}
 
-    def wait_for_task(self, site: str, seconds: float) -> None:
-        """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`."""
+    def wait_for_task(self, site: str, seconds: float) -> bool:
+        """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`, and whether."""
         with self._changed:
             self.watch.question(site, self._ready(site))
-            self._changed.wait_for(lambda: self._closed or self._ready(site), seconds)
+            return self._changed.wait_for(lambda: self._closed or self._ready(site), seconds)
 
     def _ready(self, site: str) -> bool:
         return site in self._asked and not self._asked[site].fetched
