@@ -153,7 +153,9 @@ def roc_curves(points: Mapping[str, Mapping[str, Sequence[float]]]) -> str | Non
     return _svg(draw, width, height, layout=None)
 
 
-def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str) -> str | None:
+def patients_plot(
+    values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str
+) -> str | None:
     """A mark for every patient, a row for every model, with the mean and its interval, as SVG; None where there is no value.
 
     Args:

@@ -175,3 +175,5 @@ def _as_results(report: SiteReport) -> dict[str, Any]:
     classes = {model: found for model, cases in report.cases.items() if (found := class_report(cases, task.target, task.labels))}
     site = {"role": report.role, "n": report.n, "metrics": json_ready(report.metrics), "classes": classes}
     return {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}}
+
+

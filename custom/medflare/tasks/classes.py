@@ -173,3 +173,5 @@ def row_shares(matrix: Sequence[Sequence[int]]) -> list[list[float | None]]:
         [[0.75, 0.25], [None, None]]
     """
     return [[count / sum(row) if sum(row) else None for count in row] for row in matrix]
+
+
