@@ -28,7 +28,7 @@ from medflare.methods.fedavg import FedAvgSite
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.losses import build_loss
 
-UNET: dict[str, Any] = {"name": "unet", "channels": [16, 32, 64, 128]}  # 0.5 M parameters
+UNET: dict[str, Any] = {"name": "unet", "channels": [16, 32, 64, 128]}  # 0.17 M parameters
 PLAIN = "plain loop"
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what the task says, what the site says
     "site": ({}, {}),
