@@ -30,7 +30,9 @@ def run(sites: int, rounds: int) -> None:
         def __len__(self) -> int:
             return self.site.n["train"]
 
-        def iter(self, batch_size: int | None) -> Iterable[tuple[Tensor, Tensor]]:
+        def iter(self, batch_size: int | None) -> Iterable[tuple[Tensor, ...]]:
+            if batch_size is not None:  # pfl evaluates before the first round, for which there is nothing to do here
+                return [()]
             self.round += 1
             return ((images, targets) for images, targets, _ in self.site.batches("train", self.round - 1, 0))
 
