@@ -57,7 +57,7 @@ class Trainer(ProcessPoolClientTrainer[Up, Down, int]):
         """A site's part of a round; its weights go into the buffer."""
         site = hospital(config)
         model = network_of(site)
-        vector_to_parameters(payload.weights, model.parameters())
+        vector_to_parameters(payload.weights.clone(), model.parameters())  # all sites see the same memory
         state = trained(site, model.state_dict(), payload.round)
         shm_buffer.weights.copy_(torch.cat([state[name].reshape(-1) for name, _ in model.named_parameters()]))
         return Up(SHMHandle(), site.n["train"])
