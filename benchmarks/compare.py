@@ -220,13 +220,13 @@ def main() -> None:
         for name in chosen:
             found[name].append(measured(name, options.sites, options.rounds))
     middle = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in found.items()}
-    print("| engine | seconds | beside the floor | processor seconds | peak memory, MB |\n|---|---|---|---|---|")
     for name, package in RIVALS.items():
         if not find_spec(package):
             print(f"{name} is not installed: pip install {PIP.get(package, package)}", file=sys.stderr)
+    print("| engine | seconds | beside the floor | processor seconds | beside the floor | peak memory, MB |\n|---|---|---|---|---|---|")
     for name, values in middle.items():
-        ratio = values["seconds"] / middle["floor"]["seconds"]
-        print(f"| {name} | {values['seconds']:.1f} | {ratio:.2f} | {values['processor']:.1f} | {values['megabytes']:.0f} |")
+        both = (f"{values[what]:.1f} | {values[what] / middle['floor'][what]:.2f}" for what in ("seconds", "processor"))
+        print(f"| {name} | {' | '.join(both)} | {values['megabytes']:.0f} |")
 
 
 if __name__ == "__main__":
