@@ -219,6 +219,7 @@ def main() -> None:
     for _ in range(options.repeats):
         for name in chosen:
             found[name].append(measured(name, options.sites, options.rounds))
+            print(name, found[name][-1], file=sys.stderr, flush=True)  # where a later one fails
     middle = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in found.items()}
     for name, package in RIVALS.items():
         if not find_spec(package):
