@@ -19,22 +19,21 @@ def growth(monkeypatch: pytest.MonkeyPatch) -> Any:
     return growth
 
 
-def test_a_late_round_writes_no_more_than_an_early_one(growth: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_round_writes_hardly_more_than_an_early_one(growth: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a busy disk takes its time
     monkeypatch.setattr("medflare.evaluation.results._PAUSE", 1e9)  # the report of a run that goes on comes by the clock
     growth.make_sites(tmp_path / "data", 2)
     steps = growth.loop(tmp_path, sites=2, rounds=14, width=1)
     written, threads = growth.of_rounds(steps, 2, "written"), {step["threads"] for step in steps}
     assert len(written) == 13 and len(threads) == 1
-    assert mean(written[-3:]) < 1.05 * mean(written[1:4]), "1.2 with the history in every checkpoint"
+    more = (mean(written[-3:]) - mean(written[1:4])) / 9  # bytes a site, from one round to the next
+    assert more < 80, "its votes, some 50; about 200 more with the history in every checkpoint"
 
 
 def test_a_table_says_what_a_site_adds(growth: Any) -> None:
     def steps(sites: int) -> list[dict[str, Any]]:
-        used = [
-            {"processor": 1.0 + sites * 0.5 * round, "bare": 0.25, "megabytes": 100.0 + 2 * sites, "threads": 3, "processes": 1}
-            for round in range(3)
-        ]
+        fixed = {"bare": 0.25, "megabytes": 100.0 + 2 * sites, "threads": 3, "processes": 1}
+        used = [{"processor": 1.0 + sites * 0.5 * round, **fixed} for round in range(3)]
         return [{"phase": "train", **use} for use in used] + [{**used[-1], "phase": "validate"}]
 
     few, many = growth.by_sites("loop", {4: steps(4), 8: steps(8)})

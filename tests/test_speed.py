@@ -36,4 +36,5 @@ def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor:
 
 def test_the_simulator_imports_torch_once(compare: ModuleType, floor: float) -> None:
     """Beside the training there are FLARE's processes and one import of torch and MONAI for all sites, each as long as some rounds."""
-    assert compare.spent(lambda: compare.simulator(SITES, ROUNDS, SITES)) < 9 * floor  # 4.7 when this was written
+    # 4.7 when the host in which sites train was not counted; what it adds is the training and one import, about 2.5.
+    assert compare.spent(lambda: compare.simulator(SITES, ROUNDS, SITES)) < 14 * floor
