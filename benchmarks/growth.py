@@ -97,8 +97,8 @@ def loop(scratch: Path, sites: int, rounds: int, width: int) -> Steps:
         steps[-1]["bare"] = beside()
         aside += BESIDE * steps[-1]["bare"]
 
-    place = {"data_root": scratch / "data", "out": scratch / "run"}
-    results = run_local("fedavg", task_settings(width), names_of(sites), rounds=rounds, seed=0, observe=note, **place)
+    task, names, data = task_settings(width), names_of(sites), scratch / "data"
+    results = run_local("fedavg", task, names, rounds=rounds, seed=0, data_root=data, out=scratch / "run", observe=note)
     assert results["status"] == "COMPLETED", results["reason"]
     return steps
 

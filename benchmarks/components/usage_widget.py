@@ -6,7 +6,7 @@ from pathlib import Path
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.app_event_type import AppEventType
-from usage import usage
+from usage import usage  # type: ignore[import-not-found]  # lies beside this file in app/custom/ alone
 
 USAGE = "usage.jsonl"  # in the server's folder of the job
 

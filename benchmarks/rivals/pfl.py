@@ -20,7 +20,7 @@ def run(sites: int, rounds: int) -> None:
     from pfl.hyperparam.base import NNTrainHyperParams
     from pfl.model.pytorch import PyTorchModel
 
-    class Images(Dataset):  # type: ignore[misc]  # pfl is untyped
+    class Images(Dataset):
         """A site's training images, in the batches that the other engines have."""
 
         def __init__(self, number: int):
