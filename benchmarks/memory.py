@@ -145,8 +145,8 @@ def main() -> None:
         process = started("--one", "limited", name, "--limit", str(options.limit))
         alone = json.loads(answer(process))
         process.communicate()
-        found = f"{alone['seconds']:.0f} s, {alone['gb']:.2f} GB above the imports at most"
-        print(f"{count} images, {options.gb:g} GB: a round in {found}", flush=True)
+        cost = f"{alone['seconds']:.0f} s, {alone['gb']:.2f} GB above the imports at most"
+        print(f"{count} images, {options.gb:g} GB: a round in {cost}", flush=True)
         kinds = {kind: started("--one", kind, str(scratch / "large")) for kind in ("memory", "disk")}
         for process in kinds.values():
             answer(process)
