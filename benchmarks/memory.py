@@ -5,7 +5,8 @@
 Writes synthetic pictures with masks that take so many gigabytes when decoded, and runs one round of FedAvg on them (enrolment, training,
 validation, delivery) in a process whose address space is limited to `--limit` gigabytes above what it has after its imports. Then two
 processes, one with all images in memory and one with all of them on disk, read and train in turns; what counts is the ratio of their
-images/s. Everything is made in a temporary folder (TMPDIR), which takes about 1.2 times `--gb`, and removed.
+images/s, the median over the turns, and beside it that of images per second of processor time, which others on the machine disturb less.
+Everything is made in a temporary folder (TMPDIR), which takes about 1.2 times `--gb`, and removed.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from PIL import Image
 HERE = Path(__file__).resolve().parent
 SIDE, GB, SITE = 128, 10**9, "site-1"
 BYTES = SIDE * SIDE * (3 * 4 + 8)  # of an image and its mask in memory
-BATCHES = 20  # of 16 images, in every measurement
+BATCHES = 5  # of 16 images, in every measurement: short ones, so that two that follow each other meet the same machine
 TASK: dict[str, Any] = {
     "name": "memory",
     "kind": "segmentation",
@@ -94,7 +95,7 @@ def measured(folder: Path, memory_gb: float) -> None:
     optimizer = site.optimizer(model.parameters())
     print("ready", flush=True)
     for epoch, what in enumerate(sys.stdin):
-        started, images = time.monotonic(), 0
+        started, used, images = time.monotonic(), time.process_time(), 0
         for number, batch in enumerate(site.batches("train", 0, "model", epoch, augment=False)):
             if number == BATCHES:
                 break
@@ -103,7 +104,7 @@ def measured(folder: Path, memory_gb: float) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 site.loss(model(batch.images), batch.targets).backward()
                 optimizer.step()
-        print(json.dumps(images / (time.monotonic() - started)), flush=True)
+        print(json.dumps([images / (time.monotonic() - started), images / (time.process_time() - used)]), flush=True)
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
@@ -127,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1, help="decoded images, gigabytes")
     parser.add_argument("--limit", type=float, default=0.5, help="gigabytes above the imports")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15, help="turns of each process")
     parser.add_argument("--one", nargs=2, metavar=("WHAT", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -144,19 +145,21 @@ def main() -> None:
         process = started("--one", "limited", name, "--limit", str(options.limit))
         alone = json.loads(answer(process))
         process.communicate()
-        found = f"{alone['seconds']:.0f} s, {alone['gb']:.2f} GB above the imports at most"
-        print(f"{count} images, {options.gb:g} GB: a round in {found}", flush=True)
+        cost = f"{alone['seconds']:.0f} s, {alone['gb']:.2f} GB above the imports at most"
+        print(f"{count} images, {options.gb:g} GB: a round in {cost}", flush=True)
         kinds = {kind: started("--one", kind, str(scratch / "large")) for kind in ("memory", "disk")}
         for process in kinds.values():
             answer(process)
-        print("| | images/s in memory | images/s on disk | ratio |\n|---|---|---|---|")
+        print("| | images/s in memory | images/s on disk | ratio | by processor time |\n|---|---|---|---|---|")
         for what in ("read", "train"):
-            found: dict[str, list[float]] = {kind: [] for kind in kinds}
+            found: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
             for _ in range(options.repeats + 1):
                 for kind, process in kinds.items():
                     found[kind].append(json.loads(answer(process, what)))
-            memory, disk = (median(found[kind][1:]) for kind in ("memory", "disk"))  # the first warms up
-            print(f"| {what} | {memory:.0f} | {disk:.0f} | {disk / memory:.2f} |", flush=True)
+            turns = list(zip(found["memory"], found["disk"], strict=True))[1:]  # the first warms up
+            memory, disk = (median(turn[place][0] for turn in turns) for place in (0, 1))
+            wall, processor = (median(turn[1][clock] / turn[0][clock] for turn in turns) for clock in (0, 1))
+            print(f"| {what} | {memory:.0f} | {disk:.0f} | {wall:.2f} | {processor:.2f} |", flush=True)
         for process in kinds.values():
             process.communicate()
 

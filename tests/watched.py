@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import Tensor
 
 from medflare.data.sites.site import Site
-from medflare.data.splits import Samples, SiteData
 
 SIDE = 16  # from which the last two sides tell a tensor of pixels from weights
 
@@ -51,7 +50,8 @@ class Watched:
 def watched(site: Site, split: str) -> Iterator[tuple[Site, Watched]]:
     """The site with one of its splits watched; what there is already does not count."""
     found = Watched(site.data.split(split))
-    data: SiteData = replace(site.data, **{split: cast(Samples, found)})
+    watched_split: dict[str, Any] = {split: found}
+    data = replace(site.data, **watched_split)
     gc.collect()
     gc.freeze()
     try:

@@ -100,7 +100,8 @@ def test_images_that_a_model_is_fitted_to_are_read_again_and_not_kept(
     tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of them at a time, whatever their number; one that cannot be read is told once."""
-    stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+    routed = trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed"
+    stored = load_model(routed if tta == "auto" else trained("fedavg") / "sites/A/global")
     seen: list[weakref.ref[Tensor]] = []
     most = 0
 

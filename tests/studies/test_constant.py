@@ -83,7 +83,8 @@ def test_answers_of_segmentation() -> None:
 def test_masks_that_are_read_one_by_one_give_the_same_answers() -> None:
     """A mean mask does not depend on whether masks are in memory."""
     masks = torch.rand(7, 16, 16, generator=torch.Generator().manual_seed(0)).gt(0.6).long()
-    for changes in ({}, {"target": "multiclass", "labels": ["background", "square"]}):
+    several: dict[str, Any] = {"target": "multiclass", "labels": ["background", "square"]}
+    for changes in ({}, several):
         at_once, one_by_one = (list(answers_of(small_task(**changes), targets)) for targets in (masks, Targets(7, masks.__getitem__)))
         assert len(at_once) == len(one_by_one) > 2 and all(map(torch.equal, at_once, one_by_one))
     binary = list(answers_of(small_task(), masks))
