@@ -148,6 +148,13 @@ def test_a_plan_is_the_same_with_lists_for_tuples(tmp_path: Path) -> None:
     assert stored_plan(tmp_path) == {**PLAN, "sites": ["A", "B"], "hyper": {"site": {"clamp": [0, 1]}, "server": {}}}
 
 
+def test_a_setting_that_the_version_before_did_not_have_is_what_it_ran_with(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, PLAN).save(1, federation())
+    Checkpoint(tmp_path, {**PLAN, "wire": "fp32"}).restore(federation())
+    with pytest.raises(StateError, match="has wire = 'fp32', this run 'bf16'"):
+        Checkpoint(tmp_path, {**PLAN, "wire": "bf16"}).restore(federation())
+
+
 def test_a_checkpoint_of_an_older_version_is_named(tmp_path: Path) -> None:
     Checkpoint(tmp_path, {name: value for name, value in PLAN.items() if name != "halves"}).save(1, federation())
     with pytest.raises(StateError, match=r"was written by medflare 0\.1; finish the run with that version"):

@@ -21,6 +21,7 @@ from medflare.federation.schedule import Federation
 from medflare.federation.screening.past import Past
 
 CHECKPOINT: Final = "checkpoint"
+_UNSAID: Final = {"wire": "fp32"}  # settings that 0.2.0 did not have, as it ran
 T = TypeVar("T")
 _RUN = "run"  # the fact that holds what belongs to the run and not to the half
 _TAKEN_UP = "taken_up"  # in it: the run whose checkpoint this still is; gone with the first step of its own
@@ -120,10 +121,11 @@ class Checkpoint:
         """
         message = _stored(self.folder, "the run did not finish its first step; start it afresh")
         run = message.facts.pop(_RUN)
+        begun_with = {**_UNSAID, **run["plan"]}
         for name, value in json.loads(json.dumps(dict(self.plan))).items():
-            if run["plan"].get(name) != value:
+            if begun_with.get(name) != value:
                 raise StateError(
-                    f"the checkpoint in {self.folder} has {name} = {run['plan'].get(name)!r}, this run {value!r}; "
+                    f"the checkpoint in {self.folder} has {name} = {begun_with.get(name)!r}, this run {value!r}; "
                     "resume with what it began with"
                 )
         lines = self._journal.read(run["journal"]) if "journal" in run else [_of_0_2(run)]

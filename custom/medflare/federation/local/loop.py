@@ -183,7 +183,7 @@ def resume_local(
     plan = stored_plan(Path(folder))
     site_half, server_half = plan["halves"]
     names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects", "patience", "wire")
-    steering = {name: plan[name] for name in names}
+    steering = {name: plan[name] for name in names if name in plan}  # an older version had fewer
     return run_local(
         site_half,
         plan["task"],
