@@ -153,7 +153,8 @@ def below_zero(entry: str, ending: str) -> Callable[[Message], None]:
 
 
 def features_of_more(message: Message) -> None:
-    message.states["selector_statistics"]["products"].diagonal().add_(1e-3)
+    statistics = message.states["selector_statistics"]
+    statistics["products"] = statistics["products"] + 1e-3 * torch.eye(len(statistics["products"]))
 
 
 def every(entry: str, tensor: str, factor: float, shift: float = 0.0) -> Callable[[Message], None]:

@@ -215,3 +215,17 @@ def state_bytes(state: Mapping[str, Tensor]) -> int:
         20
     """
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's bytes in order, uint8 (n,), without a copy where it lies on the CPU in one piece.
+
+    Args:
+        tensor: of any shape and dtype.
+
+    Examples:
+        >>> bytes_of(torch.tensor(1.0).expand(1)).tolist()  # its stride is 0, which `Tensor.view` does not take
+        [0, 0, 128, 63]
+    """
+    whole = tensor.detach().cpu().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)

@@ -16,13 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.states import StateDict, copy_state
+from medflare.core.states import StateDict, bytes_of, copy_state
 
 _SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
@@ -189,7 +188,7 @@ def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+        digest.update(bytes_of(tensor).numpy().data if tensor.numel() else b"")
     return digest.hexdigest()
 
 

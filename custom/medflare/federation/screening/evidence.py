@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.message import Message
-from medflare.core.states import StateDict, stretches
+from medflare.core.states import StateDict, bytes_of, stretches
 
 _DIGEST: Final = 8  # bytes
 _STRETCH: Final = 2**12  # numbers of 8 bytes
@@ -132,7 +132,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
     found = hashlib.blake2b(digest_size=_DIGEST)
     for name in sorted(state):
         found.update(name.encode())
-        numbers = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        numbers = bytes_of(state[name]).numpy()
         rest = numbers.size % (8 * _STRETCH)
         rows = numbers[: numbers.size - rest].view(np.uint64).reshape(-1, _STRETCH)
         for part in (np.add.reduce(rows, axis=1), np.bitwise_xor.reduce(rows, axis=1), numbers[numbers.size - rest :]):

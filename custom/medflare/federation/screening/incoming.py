@@ -80,6 +80,7 @@ def misplaced(asked: tuple[int, str, int], latest: tuple[int, str, int] | None, 
         'its step is 6, the run that the site enrolled in has 5 and a delivery'
         >>> misplaced((4, "train", 0), (3, "train", 3), steps=5)
         "its step 4 is 'train' of round 0, after step 3, 'train' of round 3"
+        >>> misplaced((5, "deliver", 2), (4, "train_selector", 3), steps=5)
     """
     step, phase, round = asked
     if steps is not None and step > steps:
@@ -87,7 +88,8 @@ def misplaced(asked: tuple[int, str, int], latest: tuple[int, str, int] | None, 
     if latest is None or step < latest[0]:
         return None
     before, earlier, begun = latest
-    if round < begun or (step == before and (phase, round) != (earlier, begun)):
+    goes_back = round < begun and phase != _DELIVER  # a delivery is of the federation's last round, whatever came after it
+    if goes_back or (step == before and (phase, round) != (earlier, begun)):
         return f"its step {step} is '{phase}' of round {round}, after step {before}, '{earlier}' of round {begun}"
     return None
 
