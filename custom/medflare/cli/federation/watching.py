@@ -1,6 +1,7 @@
-"""`medflare job watch` and `medflare job list`: the lead's look at the jobs of a federation."""
+"""`medflare job watch`, `fetch` and `list`: the lead's look at the jobs of a federation."""
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from medflare.cli.options import Commands, add_command
 
 
 def add_commands(commands: Commands) -> None:
-    """Declare both."""
+    """Declare them."""
     watch = add_command(
         commands,
         "job watch",
@@ -26,6 +27,18 @@ def add_commands(commands: Commands) -> None:
     watch.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS", help="watch no longer than that (default: to its end)")
     text = "wait so long for a server that goes away meanwhile (default: %(default)g)"
     watch.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help=text)
+    fetch = add_command(
+        commands,
+        "job fetch",
+        _fetch,
+        help="download a job's results and show them; exits non-zero if the federation failed",
+        description="Download what the server has of a job that has ended, for this account alone, and show its results. Exits non-zero "
+        "if the federation failed.",
+        examples=("medflare job fetch fedsm-brain_lgg --kit lead@coordination.org --out results",),
+    )
+    fetch.add_argument("job", metavar="JOB", help="name (where several have it, the id), id, or the beginning of an id")
+    _add_kit(fetch)
+    fetch.add_argument("--out", type=Path, metavar="FOLDER", help="where the results go (default: a folder named like the job's id)")
     several = add_command(
         commands,
         "job list",
@@ -45,6 +58,21 @@ def _watch(options: argparse.Namespace) -> int:
 
     say, waits = partial(print, flush=True), {"timeout": options.timeout, "patience": options.patience}
     return 0 if watch_job(options.kit, options.job, say, **waits) else 1
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from medflare.evaluation.console import show_results
+    from medflare.flare.jobs.sessions import found_job, id_of, jobs_of, session
+
+    before = os.umask(0o077)  # what was learnt from patients is for this account
+    try:
+        with session(options.kit) as opened:
+            job = id_of(found_job(jobs_of(opened), options.job))
+            folder: Path = options.out or Path(job)
+            opened.download_job_result(job, str(folder))
+    finally:
+        os.umask(before)
+    return 0 if show_results(folder) else 1
 
 
 def _list(options: argparse.Namespace) -> int:
