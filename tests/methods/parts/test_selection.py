@@ -76,6 +76,13 @@ def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equ
     assert held.round == chosen
 
 
+def test_a_selectors_largest_site_counts_once() -> None:
+    held = Election(Message(), "selector", "mean", rivals=True)
+    for round, (small, large) in {1: (0.9, 0.5), 2: (0.5, 1.0)}.items():
+        held.hold(replies(A=small, B=small, L=large), "global", round, {})
+    assert held.round == 1
+
+
 def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
     record = election("median", {1: 1.0}).record
     assert [candidate["round"] for candidate in record] == [1, 2, 3, 4]

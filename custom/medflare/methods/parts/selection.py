@@ -83,8 +83,8 @@ class Election(Best):
         name: of what is chosen.
         rule: see `agreed`.
         rivals: whether a site gains where others lose, as with a network that tells sites apart: votes then contradict by nature, and
-            their mean decides whatever the rule says, since a network that never knows one site of three is perfect by the median. With
-            few validation images many rounds are equal, of which the first have hardly learnt: the latest wins.
+            their mean, every site counting once, decides whatever the rule says, since a network that never knows one site of three is
+            perfect by the median. With few validation images many rounds are equal, of which the first have hardly learnt: the latest wins.
     """
 
     def __init__(self, memory: Message, name: str, rule: str, rivals: bool = False):
@@ -103,7 +103,8 @@ class Election(Best):
         """
         given = {site: (reply.facts.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
         votes = {site: value for site, value in given.items() if value is not None}
-        value = agreed(votes, {site: float(replies[site].facts.get("n_samples", 1)) for site in votes}, self._rule)
+        shares = {site: 1.0 if self.rivals else float(replies[site].facts.get("n_samples", 1)) for site in votes}
+        value = agreed(votes, shares, self._rule)
         if self._rule == "paired" and self.value is not None:
             kept = [found["votes"] for found in self.record if found["round"] == self.round]
             value = paired(votes, kept[0], self.value) if kept else value
