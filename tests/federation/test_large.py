@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from delivered import weights
 from interrupted import in_pieces
 from medflare.core.backing import Backing, backed
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, laid_aside
 from medflare.federation.local.loop import resume_local, run_local
-from medflare.inference.deployed import load_model
 from medflare.methods.base import ServerHalf
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
@@ -25,16 +25,8 @@ ROOT = Path(__file__).parents[2]
 TASK = tiny_phantom(network={"name": "unet", "channels": [32, 64], "norm": "batch"}, size=[16, 16], batch_size=32)
 
 
-def models(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for card in sorted(folder.rglob("card.json")):
-        for entry, state in load_model(card.parent).message.states.items():
-            found |= {f"{card.parent.relative_to(folder)}/{entry}/{name}": tensor for name, tensor in state.items()}
-    return found
-
-
 def same(one: Path, other: Path) -> bool:
-    first, second = models(one), models(other)
+    first, second = weights(one), weights(other)
     return len(first) > 0 and first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import medflare
+from delivered import weights
 from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
@@ -24,15 +25,6 @@ TINY = tiny_phantom()
 
 def run(method: str = "fedsm", sites: Any = 3, **options: Any) -> dict[str, Any]:
     return medflare.run_local(method, TINY, sites, **{"rounds": 2, "seed": 3, **options})
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every model that a run left."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.rglob("model.safetensors")):
-        for entry, state in load_model(file.parent).message.states.items():
-            found |= {f"{file.parent.relative_to(folder)}:{entry}:{name}": tensor for name, tensor in state.items()}
-    return found
 
 
 class TestResults:
