@@ -4,13 +4,18 @@ import json
 import math
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save as to_safetensors
 from torch import nn
 
+from medflare.core import store
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import StateStore, csv_text, read_message, write_json, write_message
@@ -117,6 +122,25 @@ def test_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     path.write_bytes(to_safetensors({"w": torch.zeros(2)}))
     with pytest.raises(StateError, match="not a readable state file"):
         read_message(path)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors reads the header when it opens a file, and opens it again for the tensors."""
+    path, new = tmp_path / "state", Message({"model": {"w": torch.ones(2)}}, {"round": 2})
+    write_message(path, Message({"model": {"w": torch.zeros(2)}}, {"round": 1}))
+    opened = store.safe_open
+
+    @contextmanager
+    def torn(file: Path, framework: str) -> Iterator[Any]:
+        with opened(file, framework=framework) as before:
+            header = before.metadata()
+        monkeypatch.setattr(store, "safe_open", opened)
+        write_message(path, new)
+        with opened(file, framework=framework) as after:
+            yield SimpleNamespace(metadata=lambda: header, keys=after.keys, get_tensor=after.get_tensor)
+
+    monkeypatch.setattr(store, "safe_open", torn)
+    assert_same(read_message(path), new)
 
 
 def test_a_failed_write_leaves_the_old_content_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

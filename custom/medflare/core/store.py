@@ -161,11 +161,30 @@ def _named(message: Message) -> StateDict:
 
 
 def read_message(path: Path) -> Message:
-    """The message stored in `path`.
+    """The message stored in `path`; where another one takes its place meanwhile, that one.
 
     Raises:
         StateError: the file is truncated, damaged or was not written by medflare.
     """
+    while True:
+        version = _version(path)
+        try:
+            return _read_once(path)
+        except StateError:  # safetensors opens a file twice, and a writer may replace it in between
+            if _version(path) == version:
+                raise
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Tells a file from one that has taken its place; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _read_once(path: Path) -> Message:
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})[_HEADER])
