@@ -154,8 +154,9 @@ def test_sites_count_alike_for_the_selector_and_by_samples_for_the_global_model(
     assert equal(*models)
 
 
-@pytest.mark.parametrize(("weighting", "best"), [("balanced", 1), ("samples", 2)])
-def test_the_selectors_round_is_chosen_by_sites_alike(weighting: str, best: int) -> None:
+@pytest.mark.parametrize("weighting", ["balanced", "samples"])
+def test_the_selectors_round_is_chosen_by_sites_alike(weighting: str) -> None:
+    """Whatever weights its gradient: site C has most images and would choose the second round by them."""
     played = uneven(selector_weighting=weighting, selection="mean")
     played.server.memory.facts.pop("selector/best")  # of the federation's own round
     for round, accuracies in ((1, (1.0, 1.0, 0.0)), (2, (0.0, 0.0, 1.0))):
@@ -164,7 +165,7 @@ def test_the_selectors_round_is_chosen_by_sites_alike(weighting: str, best: int)
             for (name, reply), accuracy in zip(played.log[0].replies.items(), accuracies, strict=True)
         }
         played.server.aggregate(Step("validate", round), replies)
-    assert played.server.best_selector.round == best
+    assert played.server.best_selector.round == 1
 
 
 def test_ridge_tells_sites_apart_after_one_exchange() -> None:

@@ -57,7 +57,7 @@ class SuperServerHyper(FedAvgServerHyper):
         0.7, "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone", symbol="λ", source="Eq. 11", low=0, high=1
     )
     selector_weighting: Literal["balanced", "samples"] = param(
-        "balanced", "sites count alike for the selector and the choice of its round, or as for the global model", source="Sec. 3.2"
+        "balanced", "sites count alike in the selector's gradient, or as for the global model", source="Sec. 3.2"
     )
     pfedme_beta: float = param(1.0, "pFedMe's server mixing", symbol="β", source="Table 6", low=0, high=1)
 

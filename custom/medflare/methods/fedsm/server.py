@@ -102,12 +102,8 @@ class PersonalServer(FedAvgServer[W]):
             replies: site -> reply with its selector, or with its gradient.
         """
         samples = {site: SiteModel({}, float(reply.facts["n_samples"])) for site, reply in replies.items()}
-        self.selector.aggregate(replies, dict.fromkeys(replies, 1.0) if self.balanced else self.aggregation.shares(samples))
-
-    @property
-    def balanced(self) -> bool:
-        """Whether all sites count alike for the selector."""
-        return self.hyper.selector_weighting == "balanced"
+        alike = self.hyper.selector_weighting == "balanced"
+        self.selector.aggregate(replies, dict.fromkeys(replies, 1.0) if alike else self.aggregation.shares(samples))
 
     def configure_delivery(self, site: str) -> Message:
         """The whole super model: every site may meet images that another site's model knows better."""
@@ -202,8 +198,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         """The base's part of a round or of the last look, and the selector beside it."""
         ridge = is_ridge(self.context.plan)
         if not ridge:
-            counted = {site: Message({}, {**reply.facts, "n_samples": 1}) for site, reply in replies.items()} if self.balanced else replies
-            self.best_selector.hold(counted, "selector", step.round, self.selector.state)
+            self.best_selector.hold(replies, "selector", step.round, self.selector.state)
         super().aggregate(step, replies)
         if step.phase != "validate" and not ridge:
             self.aggregate_selector(replies)
