@@ -25,7 +25,6 @@ LONG = (
     "test_embedded",
     "test_memory",
     "test_ten_faults",
-    "test_many_rounds",
     "test_stock_workflow",
     "test_speed",
     "test_resume",

@@ -28,6 +28,15 @@ def test_a_study_comes_back_as_it_was(runs: list[Run], tmp_path: Path) -> None:
     assert study_report(found) == study_report(groups)
 
 
+def test_models_that_score_alike_share_their_scores(runs: list[Run], tmp_path: Path) -> None:
+    one, other = ({"patients": ["p"], "values": {"dice": [value]}} for value in (0.25, 0.5))
+    scores = {"A": {"global": one, "personal": other, "deployed": dict(other)}, "B": {"global": other, "deployed": dict(other)}}
+    (run,) = kept(tmp_path, "fedavg", [{**runs[0], "scores": scores}])
+    written = json.loads((run_folder(tmp_path, "fedavg", run["seed"]) / SCORES_FILE).read_text())
+    assert written == {"A": {"global": one, "personal": other, "deployed": "personal"}, "B": {"global": other, "deployed": "global"}}
+    assert read_study(tmp_path)["fedavg"][0]["scores"] == scores
+
+
 def test_what_single_patients_scored_lies_apart(runs: list[Run], tmp_path: Path) -> None:
     (run,) = kept(tmp_path, "fedavg", [{**runs[0], "scores": {"A": {"global": {"patients": ["Jane Doe"], "values": {}}}}}])
     folder = run_folder(tmp_path, "fedavg", run["seed"])
@@ -59,7 +68,7 @@ def test_what_cannot_be_read_is_one_line(runs: list[Run], tmp_path: Path) -> Non
     with pytest.raises(StateError, match="no run of a study here"):
         read_study(tmp_path)
     kept(tmp_path, "a", runs[:1])
-    for file, text in ((STUDY_FILE, "[]"), (f"a/seed0/{SCORES_FILE}", "{")):
+    for file, text in ((STUDY_FILE, "[]"), (f"a/seed0/{SCORES_FILE}", "{"), (f"a/seed0/{SCORES_FILE}", '{"A": {"global": "personal"}}')):
         (tmp_path / file).write_text(text)
         with pytest.raises(StateError, match=file.rpartition("/")[2]) as refused:
             read_study(tmp_path)

@@ -5,7 +5,8 @@
     OUT/table.md
 
 scores.json holds what single patients scored, under their names. It is read where it is there; without it the tables lack what needs
-it. A study whose patients nobody may name is handed on without.
+it. A study whose patients nobody may name is handed on without. Of a site's models that score alike one has its scores, and the others name
+it.
 """
 
 import json
@@ -48,7 +49,7 @@ def write_run(folder: Path, results: Mapping[str, Any]) -> None:
 
     Of elections the rounds are kept: the votes are the points of the learning curves.
     """
-    write_atomically(folder / SCORES_FILE, _compact(results.get(SCORES, {})))
+    write_atomically(folder / SCORES_FILE, _compact({site: _once(models) for site, models in results.get(SCORES, {}).items()}))
     kept = {name: content for name, content in results.items() if name != SCORES}
     if "elections" in kept and CURVES in kept:
         kept["elections"] = {model: {"round": election["round"]} for model, election in kept["elections"].items()}
@@ -57,6 +58,19 @@ def write_run(folder: Path, results: Mapping[str, Any]) -> None:
 
 def _compact(content: Any) -> bytes:
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _once(models: Mapping[str, Any]) -> dict[str, Any]:
+    """A site's scores, model -> scores, or the name of an earlier model with the same."""
+    kept: dict[str, Any] = {}
+    for model, scores in models.items():
+        kept[model] = next((earlier for earlier, found in kept.items() if found == scores), scores)
+    return kept
+
+
+def _everywhere(models: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_once` was given."""
+    return {model: models[scores] if isinstance(scores, str) else scores for model, scores in models.items()}
 
 
 def is_finished(folder: Path) -> bool:
@@ -74,9 +88,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return results
     try:
-        return results | {SCORES: json.loads(file.read_bytes())}
-    except ValueError as error:
-        raise StateError(f"{file}: {error}; delete it to do without, or the run's folder to run it again") from error
+        return results | {SCORES: {site: _everywhere(models) for site, models in json.loads(file.read_bytes()).items()}}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise StateError(f"{file}: {error!r}; delete it to do without, or the run's folder to run it again") from error
 
 
 def read_study(out: Path) -> Groups:
