@@ -40,6 +40,6 @@ def test_nothing_grows(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: 
         if first and last:  # a process that lived through the rounds
             watched += 1
             (before, threads), (after, more) = (map(statistics.mean, zip(*samples, strict=True)) for samples in (first, last))
-            assert after - before < max(0.05 * before, SMALL), f"{before / 2**20:.1f} MB in the first third, {after / 2**20:.1f} in the last"
+            assert after - before < max(0.05 * before, SMALL), f"{before / 2**20:.1f} MB in the first third, {after / 2**20:.1f} last"
             assert more <= threads + 2, f"{threads:.1f} threads in the first third, {more:.1f} in the last"
     assert watched >= 3, "the server and two sites"
