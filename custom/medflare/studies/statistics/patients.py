@@ -101,10 +101,7 @@ def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Inter
 
     def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:
         """Drawn places of patients (..., patients), one array a site."""
-        counts = [
-            np.stack([(places == place).sum(axis=axis) for place in range(site.patients)], axis=-1)
-            for site, places in zip(sites, drawn, strict=True)
-        ]
+        counts = [_counts(np.moveaxis(places, axis, -1), site.patients) for site, places in zip(sites, drawn, strict=True)]
         found = [site.difference(metric, count.astype(float)) for site, count in zip(sites, counts, strict=True)]
         return _nanmean(np.stack(np.broadcast_arrays(*found)), axis=0)
 
@@ -124,6 +121,13 @@ def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Inter
         if np.isfinite(found).all():
             return float(found.low), float(found.high)
     return None
+
+
+def _counts(drawn: NDArray[np.int64], patients: int) -> NDArray[np.int64]:
+    """How often each of `patients` is among the drawn places (..., draws), as (..., patients)."""
+    rows = drawn.reshape(-1, drawn.shape[-1])
+    numbered = rows + patients * np.arange(len(rows))[:, None]  # a patient of each resample has a number of its own
+    return np.bincount(numbered.ravel(), minlength=patients * len(rows)).reshape(*drawn.shape[:-1], patients)
 
 
 def _tested(sites: Sequence[_SitePairs], metric: str) -> tuple[float | None, str]:
