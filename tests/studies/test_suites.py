@@ -9,7 +9,7 @@ import pytest
 
 from medflare.cli import main
 from medflare.core.errors import ConfigError
-from medflare.starting.papers.catalogue import PREPARATIONS
+from medflare.data.starting.papers.catalogue import PREPARATIONS
 from medflare.studies.candidates import Candidate
 from medflare.studies.suites import MEAN, load_suite, suites
 from medflare.tasks.config import load_task
