@@ -126,6 +126,10 @@ class TestGeometricMedian:
         assert geometric_weights(far, [3.0, 1.0]) == pytest.approx([1.0, 0.0], abs=1e-4)
         assert geometric_weights(far, [1.0, 1.0]) == pytest.approx([0.5, 0.5])
 
+    def test_nearly_equal_shares_count_too(self) -> None:
+        far = squared_distances(states([0.0], [1.0]))
+        assert geometric_weights(far, [1.02, 1.0]) == pytest.approx([1.0, 0.0], abs=1e-4)
+
     def test_equal_models(self) -> None:
         assert by("geometric", states([2.0], [2.0], [2.0])) == [2.0]
 
