@@ -17,7 +17,7 @@ from medflare.data.loading import load_site_data
 from medflare.data.sites.opening import open_site
 from medflare.networks import dry_run
 from medflare.tasks.config import load_task
-from volumes import PATCHES, SHAPE, TASK, affine, cube_task, make_volumes, write
+from volumes import NAMES, PATCHES, SHAPE, TASK, affine, cube_task, make_volumes, write
 
 Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
 
@@ -81,11 +81,25 @@ def test_a_task_of_pictures_with_a_file_for_each_channel(tmp_path: Path, make_si
     def twice(listed: dict[str, Any]) -> None:
         for entries in listed.values():
             for entry in entries:
-                entry["image"] = [entry["image"], "images/0.png"]
+                entry["image"] = [entry["image"], "images/1.png" if entry["image"] == "images/0.png" else "images/0.png"]
 
     edit(folder, twice)
     data = load_site_data("A", load_task({**TASK, "spatial_dims": 2, "size": [16, 16]}), folder)
     assert data.train.image(1).shape == (2, 16, 16) and torch.equal(data.train.image(1)[1], data.train.image(0)[0])
+
+
+def test_empty_exports_are_found_before_training(tmp_path: Path) -> None:
+    """A volume of one value in all channels cannot be used, in training as in the check."""
+    folder = make_volumes(tmp_path / "A", patients={"training": 6, "validation": 2, "test": 2})
+    for name in NAMES:
+        write(folder / f"p2_{name}.nii.gz", np.full(SHAPE, 3.5, np.float32))
+    with pytest.raises(DataError, match=r"p2_pre.nii.gz: empty, every voxel is 3.5; export the image again or leave it out$"):
+        load_site_data("A", cube_task(), folder)
+    report = check_site(folder, cube_task())
+    assert [problem for problem in report.sites["A"].problems if "p2_pre.nii.gz: empty" in problem] and not report.ok
+    allowed = cube_task(unreadable="skip", unreadable_limit={"share": 0.1})
+    assert len(load_site_data("A", allowed, folder).train) == 5
+    assert "left out: " in check_site(folder, allowed).render()
 
 
 def test_unreadable_images_are_left_out_up_to_a_limit_and_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from medflare.core.errors import DataError
 from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_splits, read_datalist
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
-from medflare.data.files.channels import files_of, read_picture
+from medflare.data.files.channels import files_of, read_picture, refuse_empty
 from medflare.data.files.readers import read_mask, whole_numbers
 from medflare.data.files.segmentations import is_segmentation, read_segmentation
 from medflare.data.files.volumes import Grid, read_channels, read_volume, turned
@@ -70,17 +70,20 @@ class FileSource:
         """The entry's image, see `channels.read_picture` and `volumes.turned`.
 
         Raises:
-            DataError: it cannot be read, is larger than this site allows, or its channels are not those of the task.
+            DataError: it cannot be read, is larger than this site allows, all one value, or its channels are not those of the task.
         """
         files = files_of(entry.channels, self._task, entry.place) if entry.channels else entry.files
         refuse_large(files, self._bounds)
         if self._task.spatial_dims == 3:
             array, stored = read_channels(files, self._task.image_channels, self._task.pick)
+            refuse_empty(array, files)
             refuse_resampled(entry.image, stored, self._task, self._bounds)
             array, here = turned(array, stored, self._task)
             self._grids = (entry, stored, here)
             return array
-        return read_picture(files, self._task)
+        array = read_picture(files, self._task)
+        refuse_empty(array, files)
+        return array
 
     def spacing(self, entry: Entry) -> Spacing | None:
         """Millimetres between the voxels of the entry's volume along the task's axes."""

@@ -21,7 +21,7 @@ def files_of(listed: Files, task: TaskConfig, place: str) -> Files:
         place: the beginning of a message.
 
     Raises:
-        DataError: other channels than the task's, a missing one, or none at all.
+        DataError: other channels than the task's, a missing one, one file for two of them, or none at all.
     """
     named, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
     if len(listed) != len(named):
@@ -32,7 +32,30 @@ def files_of(listed: Files, task: TaskConfig, place: str) -> Files:
         raise DataError(f"{place}: channel {missing} is missing; add its file, or say missing_channels 'zeros' in the task")
     if not any(found):
         raise DataError(f"{place}: none of the image's files exists; correct the paths or restore the files")
+    first: dict[Path, str] = {}
+    for name, file in zip(named, found, strict=True):
+        if file is not None and (other := first.setdefault(file.resolve(), name)) != name:
+            remedy = "list each channel's own, or null for one that is missing"
+            raise DataError(f"{place}: channels {other} and {name} are one file, {file}; {remedy}")
     return found
+
+
+def refuse_empty(image: np.ndarray, files: Files) -> None:
+    """Nothing where some channel of an image varies; one that does not may stand in for what was not taken.
+
+    Args:
+        image: (C, ...), as stored.
+        files: that it was read from.
+
+    Raises:
+        DataError: every channel is one number, as an export leaves it that went wrong.
+    """
+    if any(channel.min() < channel.max() for channel in image):
+        return
+    place, file = next((place, file) for place, file in enumerate(files) if file is not None)
+    values = ", ".join(f"{channel.flat[0]:g}" for channel in (image if len(files) == 1 else image[[place]]))
+    unit = "pixel" if image.ndim == 3 else "voxel"
+    raise DataError(f"{file}: empty, every {unit} is {values}; export the image again or leave it out")
 
 
 def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
