@@ -7,6 +7,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.data.files.readers import read_image
+from medflare.data.files.volumes import slices_apart
 from medflare.tasks.config import TaskConfig
 
 Files = tuple[Path | None, ...]  # one a channel, None for zeros; or one that holds all
@@ -66,7 +67,7 @@ def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
         task: gives the number of channels.
 
     Raises:
-        DataError: a file that cannot be read, or channels of different sizes.
+        DataError: a file that cannot be read, or channels of different sizes or places.
     """
     if len(files) == 1 and files[0] is not None:
         return read_image(files[0], task.image_channels, task.pick)
@@ -75,6 +76,8 @@ def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
     for file, array in arrays.items():
         if array.shape != first.shape:
             raise DataError(f"{file}: {_size(array.shape)}, {name.name} is {_size(first.shape)}; store all channels at one size")
+        if file != name and (difference := slices_apart(name, file)):
+            raise DataError(f"{file}: lies on another grid than {name.name} ({difference}); resample one to the other first")
     return np.concatenate([np.zeros_like(first) if file is None else arrays[file] for file in files])
 
 
