@@ -94,7 +94,7 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
     path = folder / FILE
     homes = [home.resolve() for home in (folder, *folders)]
     try:
-        content = _read(path)
+        content = content_of(path)
     except FileNotFoundError as error:
         raise DataError(f"{path}: file not found; a site's folder needs a datalist.json with a list 'training'") from error
     except OSError as error:
@@ -128,7 +128,8 @@ def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
     except PermissionError as error:
         raise DataError(f"{place}: {file} may not be read; let the account that runs the site read it, and the folders above it") from error
     except (OSError, RuntimeError, ValueError) as error:  # a name that is none, or links in a circle
-        raise DataError(f"{place}: {str(file)!r:.300} names no file ({error!s:.300}); correct the path") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{place}: {str(file)!r:.300} names no file ({reason}); correct the path") from error
     if not inside:
         raise DataError(
             f"{place}: {file} lies outside the site's folder; move it there, or allow its folder in data_folders of local/medflare.json "
@@ -138,13 +139,23 @@ def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
         raise DataError(f"{place}: {file.name} is one name here, not a path; write / between folders, and paths relative to the datalist")
 
 
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows begin files with a mark
+def content_of(path: Path) -> Any:
+    """What a datalist holds, unchecked.
+
+    Args:
+        path: of the file, in UTF-8; editors of Windows begin it with a mark.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or no UTF-8.
+        RecursionError: it is nested too deep.
+    """
+    return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def listed_splits(folder: Path) -> tuple[str, ...]:
     """Splits that the datalist gives, be they empty."""
-    content = _read(folder / FILE)
+    content = content_of(folder / FILE)
     return tuple(split for split in SPLITS if content.get(split) is not None)
 
 

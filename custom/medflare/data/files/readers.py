@@ -185,8 +185,8 @@ def kind_of(path: Path) -> str:
             return ".dcm" if is_dicom(path) else suffix(path)
         if not dicom_files(path):
             raise DataError(f"{path}: a folder without DICOM files; name the image's own file, or the folder of one series")
-        if inner := next((file for file in sorted(path.iterdir()) if file.is_dir()), None):
-            raise DataError(f"{path}: the folder {inner.name} lies among the slices; give every series a folder of its own")
+        if any(file.is_dir() for file in path.iterdir()):
+            raise DataError(f"{path}: another folder lies among the slices; give every series a folder of its own")
     return "folder"
 
 
@@ -196,9 +196,10 @@ def _instead(path: Path) -> str:
     def alike(name: str) -> str:
         return normalize("NFC", name).casefold()
 
-    there = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
-    found = next((file.name for file in there if alike(file.name) == alike(path.name)), None)
-    return "correct the path or restore the file" if found is None else f"the folder has {found!a}: write the name just so"
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    if any(alike(file.name) == alike(path.name) for file in there):  # unnamed: no code would stand for it where names leave as codes
+        return "one is there whose name differs by upper case or by how an accent is written; write it in the datalist just so"
+    return "correct the path or restore the file"
 
 
 @contextmanager
