@@ -16,11 +16,13 @@ HONEST = {"A": (1.0, 0.1), "B": (1.0, 0.0), "C": (1.0, -0.1)}
 STILL = {"w": torch.zeros(2)}
 
 
-def judged(steps: Mapping[str, tuple[float, float]], past: Past | None = None, declared: bool = True, idle: str = "") -> Screened:
+def judged(
+    steps: Mapping[str, tuple[float, float]], past: Past | None = None, declared: bool = True, idle: str = "", round: int = 0
+) -> Screened:
     """A round in which all models moved alike, but for one that is idle."""
     replies = {
-        site: Message({"model": {"w": torch.tensor([1.0, 0.0]) * (site != idle)}, "step": {"w": torch.tensor(step)}}, {})
-        for site, step in steps.items()
+        site: Message({"model": {"w": torch.tensor([1.0 + round, place]) * (site != idle)}, "step": {"w": torch.tensor(step)}}, {})
+        for place, (site, step) in enumerate(steps.items())
     }
     manifest = {entry: EntrySpec.like(STILL, "") for entry in ("model", "step")}
     sent = {site: Message({"model": dict(STILL)}, {}) for site in steps}
@@ -54,13 +56,12 @@ def test_a_flipped_step_is_named() -> None:
 
 def test_a_site_that_comes_late_brings_a_whole_gradient() -> None:
     """Others send small changes of theirs by then; forty times the round's median is what they sent themselves at first."""
-    small = {site: (step[0] / 40, step[1] / 40) for site, step in HONEST.items()}
-    past = Past()
+    small, past = {site: (step[0] / 40, step[1] / 40) for site, step in HONEST.items()}, Past()
     for round in range(20):  # longer than lengths of updates are remembered
-        past.remember(judged(HONEST if round == 0 else small, past).taken, round)
+        past.remember(judged(small if round else HONEST, past, round=round).taken, round)
         small = {site: (0.99 * step[0], step[1]) for site, step in small.items()}
-    assert not judged({**small, "B": HONEST["B"]}, past).rejected
-    assert "more than 10 times" in judged({**small, "B": (11.0, 0.0)}, past).rejected["B"]
+    assert not judged({**small, "B": (1.0, 0.05)}, past, round=20).rejected
+    assert "more than 10 times" in judged({**small, "B": (11.0, 0.0)}, past, round=20).rejected["B"]
 
 
 def test_a_step_is_no_excuse_for_a_model_that_was_not_trained() -> None:
