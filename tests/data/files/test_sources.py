@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
@@ -45,6 +46,42 @@ def test_masks_of_different_sizes(make_site: SiteOf, make_task: TaskOf, edit: Ca
     source = FileSource(folder, make_task(target="multilabel", labels=["a", "b"]), [other])
     with pytest.raises(DataError, match=r"0_mask.png: the mask is 20 x 20, 0_mask.png is 16 x 16; store masks of one size"):
         source.mask(source.entries()[0])
+
+
+def test_one_file_for_two_channels(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
+    """The same scan twice trains without a word, and half of what the network is meant to see is missing."""
+    folder, task = make_site(), make_task(channels=["pre", "flair", "post"], missing_channels="zeros")
+    (folder / "images/link.png").symlink_to(folder / "images/0.png")
+    for again in ("images/0.png", "images/../images/0.png", "images/link.png"):
+        edit(folder, lambda content, again=again: content["training"][0].update(image=["images/0.png", None, again]))
+        source = FileSource(folder, task)
+        with pytest.raises(DataError, match=r"training\[0\]: channels pre and post are one file, .*png; list each channel's own, or null "):
+            source.image(source.entries()[0])
+    edit(folder, lambda content: content["training"][0].update(image=["images/0.png", None, "images/1.png"]))
+    source = FileSource(folder, task)
+    assert source.image(source.entries()[0]).shape == (3, 16, 16)
+
+
+def test_an_image_of_one_value_is_no_image(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
+    folder = make_site()
+    Image.fromarray(np.full((16, 16), 7, np.uint8)).save(folder / "images/0.png")
+    source = FileSource(folder, make_task())
+    with pytest.raises(DataError, match=r"0.png: empty, every pixel is 7; export the image again or leave it out$"):
+        source.image(source.entries()[0])
+    Image.new("RGB", (16, 16), (9, 8, 7)).save(folder / "images/0.png")
+    with pytest.raises(DataError, match=r"0.png: empty, every pixel is 9, 8, 7; export"):
+        FileSource(folder, make_task(channels=3)).image(source.entries()[0])
+    task = make_task(channels=["pre", "post"], missing_channels="zeros")
+    for other, constant in ((None, True), ("images/1.png", False)):
+        edit(folder, lambda content, other=other: content["training"][0].update(image=["images/0.png", other]))
+        source = FileSource(folder, task)
+        if constant:
+            with pytest.raises(DataError, match=r"0.png: empty, "):
+                source.image(source.entries()[0])
+        else:  # a channel of one number beside another that is none may stand in for one that was not taken
+            assert source.image(source.entries()[0]).shape == (2, 16, 16)
+    Image.fromarray(np.zeros((16, 16), np.uint8)).save(folder / "images/1_mask.png")
+    assert not FileSource(folder, make_task()).mask(source.entries()[1]).any(), "a patient without the structure is one"
 
 
 def test_the_embedded_federation() -> None:

@@ -71,8 +71,7 @@ def check_task(task: TaskConfig) -> None:
         ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
     """
     check_network(task)
-    if task.spatial_dims == 3:
-        check_memory(task, 2, torch.device("cpu"), f"task {task.name}")
+    check_memory(task, 2, torch.device("cpu"), f"task {task.name}")
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
     images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))

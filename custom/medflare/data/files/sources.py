@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,10 +12,10 @@ from medflare.core.errors import DataError
 from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_splits, read_datalist
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
-from medflare.data.files.channels import files_of, read_picture
+from medflare.data.files.channels import files_of, read_picture, refuse_empty
 from medflare.data.files.readers import read_mask, whole_numbers
 from medflare.data.files.segmentations import is_segmentation, read_segmentation
-from medflare.data.files.volumes import Grid, read_channels, read_volume, turned
+from medflare.data.files.volumes import Grid, read_channels, read_volume, slices_apart, turned
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -70,17 +71,20 @@ class FileSource:
         """The entry's image, see `channels.read_picture` and `volumes.turned`.
 
         Raises:
-            DataError: it cannot be read, is larger than this site allows, or its channels are not those of the task.
+            DataError: it cannot be read, is larger than this site allows, all one value, or its channels are not those of the task.
         """
         files = files_of(entry.channels, self._task, entry.place) if entry.channels else entry.files
         refuse_large(files, self._bounds)
         if self._task.spatial_dims == 3:
             array, stored = read_channels(files, self._task.image_channels, self._task.pick)
+            refuse_empty(array, files)
             refuse_resampled(entry.image, stored, self._task, self._bounds)
             array, here = turned(array, stored, self._task)
             self._grids = (entry, stored, here)
             return array
-        return read_picture(files, self._task)
+        array = read_picture(files, self._task)
+        refuse_empty(array, files)
+        return array
 
     def spacing(self, entry: Entry) -> Spacing | None:
         """Millimetres between the voxels of the entry's volume along the task's axes."""
@@ -113,7 +117,9 @@ class FileSource:
 
     def _picture_mask(self, file: Path, entry: Entry) -> np.ndarray:
         if not (entry.image.is_dir() and is_segmentation(file)):
-            return read_mask(file)
+            mask = read_mask(file)
+            _refuse_apart(file, entry, slices_apart(entry.image, file))
+            return mask
         placed = read_segmentation(file, entry.image, read_volume(entry.image)[1], self._task)
         return np.swapaxes(placed, 1, 2)  # a picture's rows come first
 
@@ -123,8 +129,7 @@ class FileSource:
             placed = read_segmentation(file, entry.image, stored, self._task)
             return turned(placed, stored, self._task, labels=True)[0]
         array, grid = read_volume(file)
-        if difference := stored.difference(grid):
-            raise DataError(f"{file}: the mask lies on another grid than its image {entry.image} ({difference}); resample it to the image")
+        _refuse_apart(file, entry, stored.difference(grid))
         return turned(whole_numbers(array, file), grid, self._task, labels=True)[0]
 
     def state(self, entries: list[Entry]) -> Any:
@@ -184,9 +189,17 @@ def size_of(array: np.ndarray) -> str:
     return " x ".join(map(str, array.shape[1:]))
 
 
+def _refuse_apart(file: Path, entry: Entry, difference: str) -> None:
+    if difference:
+        raise DataError(f"{file}: the mask lies on another grid than its image {entry.image} ({difference}); resample it to the image")
+
+
 def _file_state(file: Path) -> list[Any]:
+    """Name, size and time of change; of a folder, those of the slices in it too, which change without it."""
     try:
         found = file.stat()
-        return [str(file), found.st_size, found.st_mtime_ns]
+        slices = sorted(file.iterdir()) if S_ISDIR(found.st_mode) else []
+        inner = [[one.name, (known := one.stat()).st_size, known.st_mtime_ns] for one in slices]
+        return [str(file), found.st_size, found.st_mtime_ns, *inner]
     except OSError:
         return [str(file), None, None]

@@ -1,6 +1,5 @@
 """What a look at datalists and files tells about a task: what is learnt, how many channels and axes images have, what masks hold."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.planning import Choice
-from medflare.data.datalist import FILE, SPLITS, Entry, read_datalist, site_folders
+from medflare.data.datalist import FILE, SPLITS, Entry, content_of, read_datalist, site_folders
 from medflare.data.files.readers import NIFTI, PICTURES, explained, read_image, read_mask, suffix
 
 _LOOKED_AT: Final = 24  # images of a site whose channels are counted
@@ -88,7 +87,7 @@ def look(root: Path, said: Said) -> Seen:
 
 def _header(folder: Path) -> dict[str, Any]:
     read_datalist(folder, "classification")  # says what is wrong with the file; labels are looked at below
-    content: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    content: dict[str, Any] = content_of(folder / FILE)
     return content
 
 
