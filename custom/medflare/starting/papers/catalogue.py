@@ -3,7 +3,7 @@
 from typing import Final
 
 from medflare.core.settings import unknown
-from medflare.starting.papers import camelyon17, dermoscopy, fed_isic2019, fundus, gdrbench, prostate
+from medflare.starting.papers import camelyon17, dermoscopy, fed_isic2019, fundus, gdrbench, midog2022, prostate
 from medflare.starting.papers.preparation import IMAGES, Preparation
 
 PREPARATIONS: Final = {
@@ -15,6 +15,7 @@ PREPARATIONS: Final = {
         dermoscopy.PREPARATION,
         camelyon17.PREPARATION,
         gdrbench.PREPARATION,
+        midog2022.PREPARATION,
     )
 }
 
