@@ -41,10 +41,7 @@ SITES = {
 }
 
 
-TASKS = {suite.data: suite.task for suite in map(load_suite, suites())} | {
-    "gdrbench": "papers/gdrbench_feddag",
-    "midog2022": "papers/midog2022_feddag",
-}
+TASKS = {suite.data: suite.task for suite in map(load_suite, suites())}
 SMALL: dict[str, dict[str, Any]] = {
     "segmentation": {"size": [32, 32], "network": {"name": "unet", "channels": [4, 8]}},
     "classification": {"size": [32, 32], "network": {"name": "small_cnn", "channels": [4, 8]}},

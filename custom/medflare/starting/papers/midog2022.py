@@ -98,7 +98,7 @@ PREPARATION: Final = Preparation(
     name="midog2022",
     title="MIDOG 2022: mitotic figures and their look-alikes, five tumours",
     papers="FedDAG, Table II",
-    licence="CC BY 4.0",
+    licence="CC BY 4.0, as others quote its record on Zenodo",
     downloads=(_ANNOTATIONS, _IMAGES),
     find=find,
     kind="classification",
@@ -108,7 +108,7 @@ PREPARATION: Final = Preparation(
     splits=WITHOUT_TEST,
     counts={tumour: {PATIENTS: len(numbers)} for tumour, numbers in _NUMBERS.items()},
     total=20_552,
-    source="the challenge's page: files of each tumour, 9501 mitotic figures; with 11051 look-alikes, as others count its annotations",
+    source="the challenge's page as it is quoted: images of each tumour, 9501 mitotic figures; 11051 look-alikes, as others count them",
     notes=(
         f"FedDAG does not say what it classifies: here it is the annotated cells, each in a patch of {_SIDE} x {_SIDE} pixels",
         "patches are cut at the images' own resolution and at their border shifted inwards; a patch may show other cells too",
