@@ -283,6 +283,7 @@ def test_a_volume_without_a_mask_is_named(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "prepare", "--list"]) == 0
     said = capsys.readouterr().out
+    assert "BCN 12413" in said and "human_breast_cancer of 150 patients" in said and "20552 in all" in said
     assert "camelyon17: Camelyon17-WILDS" in said and "licence: CC BY-NC 4.0" in said and "from https://liuquande.github.io/SAML/" in said
     options = ["--from", str(releases.prostate(tmp_path / "from")), "--to", str(tmp_path / "DATA")]
     assert main(["data", "prepare", "prostate", *options, "--copy"]) == 0

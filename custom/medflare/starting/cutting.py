@@ -109,12 +109,11 @@ def write_windows(windows: Mapping[Path, Window]) -> None:
         of.setdefault(window.source, {})[file] = window
     for source, cut in of.items():
         with _opened(source) as picture:
-            picture.load()
-            for file, window in cut.items():
-                content = BytesIO()
-                square = picture.crop((window.left, window.top, window.left + window.side, window.top + window.side))
-                square.convert("RGB").save(content, format="PNG")
-                write_atomically(file, content.getvalue())
+            squares = {file: picture.crop((at.left, at.top, at.left + at.side, at.top + at.side)) for file, at in cut.items()}
+        for file, square in squares.items():
+            content = BytesIO()
+            square.convert("RGB").save(content, format="PNG")
+            write_atomically(file, content.getvalue())
 
 
 @contextmanager
