@@ -109,6 +109,8 @@ def load_suite(source: str) -> Suite:
     for row in suite.methods:
         if row not in suite.numbers:
             raise unknown("row", row, suite.numbers, f"{place}: methods")
+    if suite.settings.leave_one_out and suite.settings.leave_out:
+        raise ConfigError(f"{place}: settings: leave_one_out leaves out every site, leave_out some; give one of them")
     for site in suite.settings.leave_out:
         if site not in suite.sites:
             raise unknown("site", site, suite.sites, f"{place}: settings.leave_out")
