@@ -11,7 +11,7 @@ from medflare.starting.papers.preparation import NO_TEST, PATIENTS, WITHOUT_TEST
 
 _SIDE: Final = 96  # pixels of a patch; FedDAG resizes all images to 96 x 96, so that these stay as they are
 _PAGE: Final = "https://midog.deepmicroscopy.org/download-dataset/"
-_TABLES: Final = ("MIDOG2022_training.json", "MIDOG2022_training_png.json", "MIDOG.json")  # with the TIFF files, and with the PNG files
+_TABLES: Final = ("MIDOG2022_training.json", "MIDOG2022_training_png.json", "MIDOG.json")  # of the TIFF files, of the PNG files, of 2021
 _ANNOTATIONS, _IMAGES = Download(_TABLES[0], _PAGE), Download("images 001 ... 354", _PAGE)
 _CLASSES: Final = ("hard_negative", "mitotic_figure")
 _CATEGORIES: Final = {1: "mitotic_figure", 2: "hard_negative"}
