@@ -112,7 +112,7 @@ def add_prepare(actions: Commands) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="see --list")
     parser.add_argument("--list", action="store_true", help="show what can be prepared: sites, sizes, licence, where to download")
     parser.add_argument("--from", dest="source", type=Path, metavar="DOWNLOADS", help="folder of the downloads, unpacked")
-    parser.add_argument("--to", type=Path, metavar="DATA", help="folder for the sites, with hard links to the files")
+    parser.add_argument("--to", type=Path, metavar="DATA", help="folder for the sites, with hard links to the files, or patches of them")
     parser.add_argument("--strict", action="store_true", help="fail where counts differ from the paper's")
     parser.add_argument("--redraw", action="store_true", help="draw the split by patient, also where the download names one")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")

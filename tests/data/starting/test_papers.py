@@ -31,6 +31,7 @@ RELEASES: dict[str, tuple[Callable[[Path], Path], ...]] = {
     "dermoscopy_prr": (releases.dermoscopy,),
     "camelyon17": (releases.camelyon17,),
     "gdrbench": (releases.gdrbench,),
+    "midog2022": (releases.midog2022,),
 }
 SITES = {
     "prostate": {"RUNMC", "BMC", "I2CVB", "UCL", "BIDMC", "HK"},
@@ -40,7 +41,7 @@ SITES = {
 }
 
 
-TASKS = {suite.data: suite.task for suite in map(load_suite, suites())} | {"gdrbench": "papers/gdrbench_feddag"}
+TASKS = {suite.data: suite.task for suite in map(load_suite, suites())}
 SMALL: dict[str, dict[str, Any]] = {
     "segmentation": {"size": [32, 32], "network": {"name": "unet", "channels": [4, 8]}},
     "classification": {"size": [32, 32], "network": {"name": "small_cnn", "channels": [4, 8]}},
@@ -189,6 +190,76 @@ def test_grades_keep_their_lists_and_wrong_lines_are_named(tmp_path: Path) -> No
         prepare(get_preparation("gdrbench"), root, tmp_path / "again")
 
 
+def test_cells_become_patches_of_their_tumour_and_image(tmp_path: Path) -> None:
+    root, data = releases.midog2022(tmp_path / "from"), tmp_path / "DATA"
+    prepared = prepare(get_preparation("midog2022"), root, data)
+    assert "canine_lung_cancer has 5 patients, published are 44" in prepared.warnings
+    found = [entry for entries in listed(data / "human_breast_cancer").values() for entry in entries]
+    assert {(entry["image"], entry["label"], entry["patient"]) for entry in found} == {
+        (f"patches/{number:03}/{2 * number - 1 + label}.png", 1 - label, f"{number:03}") for number in range(1, 6) for label in (0, 1)
+    }
+    whole = np.asarray(Image.open(root / "images/003.tiff"))
+    middle, border = (np.asarray(Image.open(data / f"human_breast_cancer/patches/003/{cell}.png")) for cell in (5, 6))
+    assert (middle == whole[7:103, 14:110]).all()  # around (65, 55) there are 48 pixels to the left and above, and 45 to the right
+    assert (border == whole[7:103, :96]).all()
+    assert not (data / "human_breast_cancer/images").exists()
+    sides = [{entry["patient"] for entry in entries} for entries in listed(data / "canine_lymphoma").values()]
+    assert [len(side) for side in sides] == [4, 1] and not sides[0] & sides[1]
+
+
+def annotated(root: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The copy of MIDOG 2022 with its annotations changed."""
+    releases.midog2022(root)
+    content = json.loads((root / "MIDOG2022_training.json").read_text())
+    change(content)
+    (root / "MIDOG2022_training.json").write_text(json.dumps(content))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: found.pop("images"), r"json: no annotations of MIDOG 2022 \(an entry has no 'images'\); download it again$"),
+        (lambda found: found["annotations"][0].update(bbox=None), r"no annotations of MIDOG 2022 \('NoneType' object is not iterable\)"),
+        (lambda found: found["images"][0].update(width="wide"), r"no annotations of MIDOG 2022 \(invalid literal"),
+        (lambda found: found["annotations"][0].update(category_id=3), r"annotation 1: category 3 of image 1; the release has 1 \(mitotic"),
+        (lambda found: found["annotations"][0].update(image_id=9), r"annotation 1: category 1 of image 9; the release has"),
+        (lambda found: found["annotations"][2].update(bbox=[40, 30, 50, 50, 1]), r"annotation 3: the box .+ is no \[x1, y1, x2, y2\]"),
+        (lambda found: found["annotations"][2].update(bbox=[110, 30, 160, 80]), r"annotation 3: the box .+ lies outside of 002.tiff"),
+        (
+            lambda found: found["images"][1].update(file_name="400.tiff"),
+            r"images/400.tiff: not there; get images 001 ... 354 from https://",
+        ),
+        (lambda found: found["images"][1].update(height=120), r"2 of 50 are not usable, the first: .+002.tiff: 110 x 110, its annotations"),
+        (lambda found: found["annotations"][1].update(id=1), r"the first: patches/001/1.png: listed twice; download"),
+    ],
+)
+def test_wrong_annotations_of_cells_are_one_line(change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path) -> None:
+    root = annotated(tmp_path / "from", change)
+    with pytest.raises(DataError, match=message) as error:
+        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
+    assert "\n" not in str(error.value) and not (tmp_path / "DATA").exists()
+
+
+def test_annotations_that_are_no_json_and_images_of_no_tumour_are_one_line(tmp_path: Path) -> None:
+    root = annotated(tmp_path / "from", lambda found: found["annotations"][0].update(image_id=355))
+    (root / "images/001.tiff").rename(root / "images/355.tiff")
+    with pytest.raises(DataError, match=r"annotation 1: 355.tiff is none of the annotated images 001 ... 354; download it again$"):
+        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
+    (root / "MIDOG2022_training.json").write_text('{"images": [')
+    with pytest.raises(DataError, match=r"no annotations of MIDOG 2022 \(Expecting value: line 1 column 13 \(char 12\)\); download"):
+        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
+
+
+def test_a_picture_that_ends_too_early_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    root = releases.midog2022(tmp_path / "from")
+    file = root / "images/251.tiff"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(DataError, match=r"2 of 50 are not usable, the first: .+251.tiff: ends after \d+ of \d+ bytes; download them again"):
+        prepare(get_preparation("midog2022"), root, tmp_path / "DATA")
+    assert not (tmp_path / "DATA").exists()
+
+
 def test_a_site_that_is_left_out_is_tested_on_all_it_has(tmp_path: Path) -> None:
     prepare(get_preparation("prostate"), releases.prostate(tmp_path / "from"), tmp_path / "DATA")
     task = load_task({**load_task("papers/prostate_iop").to_dict(), **SMALL["segmentation"]})
@@ -212,6 +283,7 @@ def test_a_volume_without_a_mask_is_named(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "prepare", "--list"]) == 0
     said = capsys.readouterr().out
+    assert "BCN 12413" in said and "human_breast_cancer of 150 patients" in said and "20552 in all" in said
     assert "camelyon17: Camelyon17-WILDS" in said and "licence: CC BY-NC 4.0" in said and "from https://liuquande.github.io/SAML/" in said
     options = ["--from", str(releases.prostate(tmp_path / "from")), "--to", str(tmp_path / "DATA")]
     assert main(["data", "prepare", "prostate", *options, "--copy"]) == 0

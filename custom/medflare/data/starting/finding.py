@@ -11,6 +11,7 @@ from medflare.core.errors import DataError
 from medflare.core.packages import require
 from medflare.data.datalist import FILE
 from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, suffix
+from medflare.data.starting.cutting import Window
 
 _TABLES = (".csv", ".tsv")
 _ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".7z", ".rar")
@@ -27,6 +28,7 @@ class Item:
         patient: whose it is; "" where nobody knows.
         split: "training", "validation", "test", or "" where the folder does not say.
         site: where it is from; "" where nobody says.
+        window: of which picture its one file will be cut, where that is not there yet.
     """
 
     files: tuple[Path | None, ...]
@@ -34,6 +36,7 @@ class Item:
     patient: str = ""
     split: str = ""
     site: str = ""
+    window: Window | None = None
 
     @property
     def first(self) -> Path:

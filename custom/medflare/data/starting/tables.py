@@ -95,10 +95,10 @@ def read_table(path: Path, held: Holdings, columns: Columns, *, kind: str = "") 
             lacks = f"no file for {row[used['image'][0]]!r}" if image is None else f"no {values}"
             missing.append(f"{place}: {lacks}")
             continue
-        more = {name: row[used[name][0]].strip() for name in ("patient", "site") if used[name]}
+        patient, site = (row[used[name][0]].strip() if used[name] else "" for name in ("patient", "site"))
         split = split_named(row[used["split"][0]]) if used["split"] else ""
         label = (masks[0] if len(masks) == 1 else masks) if values == "mask" else cells
-        items.append((place, Item((image,), label, split=split, **more)))
+        items.append((place, Item((image,), label, patient, split, site)))
     labels: tuple[str, ...] = tuple(used["mask"]) if len(used["mask"]) > 1 else ()
     named = tuple(item for _, item in items)
     if values == "label" and named:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +14,7 @@ from medflare.core.errors import DataError
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.files.readers import NIFTI, PICTURES, explained, suffix
+from medflare.data.starting.cutting import check_picture, write_windows
 from medflare.data.starting.finding import Item
 
 Recode: TypeAlias = Callable[[Path], Any]  # a mask file -> the values that the task lists, as a uint8 array (H, W)
@@ -30,27 +32,35 @@ def usable_items(items: Iterable[Item], root: Path) -> tuple[list[Item], list[st
     """Images whose files open and whose masks have their size, and a line for each of the others. Only headers are read.
 
     Args:
-        items: images with their masks.
+        items: images with their masks, or the windows that they will be cut from.
         root: the folder that files are named by in messages.
     """
     usable, bad = [], []
     listed: set[Path] = set()
+    check = cache(check_picture)  # many images come from one picture
     for item in items:
         try:
             if item.first in listed:
                 raise DataError(f"{named(item.first, root)}: listed twice")
             listed.add(item.first)
-            sizes = {file: _size(file) for file in (*filter(None, item.files), *item.masks)}
-            for file, size in sizes.items():
-                first = sizes[item.first]
-                if size and first and size != first:
-                    of = " x ".join(map(str, first))
-                    raise DataError(f"{named(file, root)}: {' x '.join(map(str, size))}, {named(item.first, root)} is {of}")
+            if item.window is None:
+                _check_files(item, root)
+            else:
+                check(item.window.source, item.window.size)
         except DataError as error:
             bad.append(str(error))
         else:
             usable.append(item)
     return usable, bad
+
+
+def _check_files(item: Item, root: Path) -> None:
+    sizes = {file: _size(file) for file in (*filter(None, item.files), *item.masks)}
+    for file, size in sizes.items():
+        first = sizes[item.first]
+        if size and first and size != first:
+            of = " x ".join(map(str, first))
+            raise DataError(f"{named(file, root)}: {' x '.join(map(str, size))}, {named(item.first, root)} is {of}")
 
 
 def _size(path: Path) -> tuple[int, ...]:
@@ -111,7 +121,7 @@ def write_datalist(
 
 
 def bring_files(folder: Path, items: Iterable[Item], root: Path, *, copy: bool, recode: Recode | None = None) -> list[Item]:
-    """The files of a site below its folder, as hard links or copies.
+    """The files of a site below its folder, as hard links or copies; windows are cut and written.
 
     Args:
         folder: of the site.
@@ -124,12 +134,14 @@ def bring_files(folder: Path, items: Iterable[Item], root: Path, *, copy: bool, 
         The images as they are listed: with the masks that were written, named as if they lay below `root`.
 
     Raises:
-        DataError: another file lies there, or links cannot be made.
+        DataError: another file lies there, links cannot be made, or a picture that is cut is damaged.
     """
-    brought = []
-    for item in items:
+    brought, listed = [], list(items)
+    write_windows({folder / item.first.relative_to(root): item.window for item in listed if item.window is not None})
+    for item in listed:
+        images = filter(None, item.files if item.window is None else ())
         masks = item.masks if recode is None else []
-        for file in (*filter(None, item.files), *masks):
+        for file in (*images, *masks):
             _bring(file, folder / file.relative_to(root), copy)
         brought.append(item if recode is None else _recoded(item, folder, root, recode))
     return brought

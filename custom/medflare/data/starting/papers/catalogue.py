@@ -1,10 +1,11 @@
 """All preparations, by name."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from medflare.core.settings import unknown
-from medflare.data.starting.papers import camelyon17, dermoscopy, fed_isic2019, fundus, gdrbench, prostate
-from medflare.data.starting.papers.preparation import IMAGES, Preparation
+from medflare.data.starting.papers import camelyon17, dermoscopy, fed_isic2019, fundus, gdrbench, midog2022, prostate
+from medflare.data.starting.papers.preparation import IMAGES, PATIENTS, TEST, TRAINED_ON, Preparation
 
 PREPARATIONS: Final = {
     preparation.name: preparation
@@ -15,6 +16,7 @@ PREPARATIONS: Final = {
         dermoscopy.PREPARATION,
         camelyon17.PREPARATION,
         gdrbench.PREPARATION,
+        midog2022.PREPARATION,
     )
 }
 
@@ -36,9 +38,16 @@ def listing() -> str:
 
 
 def _described(preparation: Preparation) -> str:
-    sizes = ", ".join(f"{site} {of[IMAGES] if IMAGES in of else sum(of.values())}" for site, of in preparation.counts.items())
+    sizes = ", ".join(f"{site} {_size(of)}" for site, of in preparation.counts.items())
     total = f"{preparation.total} in all" if preparation.total is not None else ""
     downloads = [f"  get {download.what}\n      from {download.where}" for download in preparation.downloads]
     counted = "; ".join(filter(None, (sizes, total))) or "not published"
     lines = [f"{preparation.name}: {preparation.title}", f"  papers: {preparation.papers}", f"  {preparation.unit}: {counted}"]
     return "\n".join([*lines, f"  licence: {preparation.licence}", *downloads])
+
+
+def _size(of: Mapping[str, int]) -> str:
+    """Of a site what the paper counts: its images, or its patients where it does not count images."""
+    if IMAGES in of or TRAINED_ON in of:
+        return str(of[IMAGES] if IMAGES in of else of[TRAINED_ON] + of[TEST])
+    return f"of {of[PATIENTS]} patients"

@@ -131,7 +131,7 @@ PREPARATIONS: Final = (
         FOUR,
         name="fundus_fedsm",
         title="Optic disc and cup: FedSM's six sites",
-        papers="FedSM, Table 3",
+        papers="FedSM, Tables 3 and 5-7",
         licence="those of Drishti-GS, RIM-ONE r3, REFUGE and RIGA; research only",
         downloads=(_DOFE, _RIGA),
         find=find_six,

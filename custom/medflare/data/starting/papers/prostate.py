@@ -87,7 +87,7 @@ PREPARATIONS: Final = (
     Preparation(
         name="prostate",
         title="Prostate MRI: T2-weighted volumes of six sites",
-        papers="IOP-FL, Tables I and II; GRACE, Tables 1-4",
+        papers="IOP-FL, Tables I-III; GRACE, Tables 1-4",
         licence=_LICENCE,
         downloads=(_SAML,),
         find=find_six,
