@@ -90,6 +90,10 @@ def test_slices_belong_together_only_on_one_grid(tmp_path: Path) -> None:
     for name in ("flair", "mask"):  # stored the other way around, and so told, it lies where it lay
         write(folder / f"p0_{name}.nii.gz", images[name][::-1].copy(), turned_around)
     assert torch.equal(load_site_data("A", task, folder).train.image(5), whole)
+    rounded = affine()
+    rounded[:3, 3] += 0.4
+    write(folder / "p0_mask.nii.gz", images["mask"], rounded)  # as files round their places, and no further than half a voxel
+    load_site_data("A", task, folder)
     write(folder / "p0_mask.nii.gz", images["mask"], flipped)
     with pytest.raises(DataError, match=r"p0_mask.nii.gz: the mask lies on another grid than its image .*pre.nii.gz \(up to .* mm away\)"):
         load_site_data("A", task, folder)

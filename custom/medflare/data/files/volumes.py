@@ -68,15 +68,20 @@ class Grid:
         nearest = np.abs(self.affine[:3, :3] / sides_of(self.affine)).argmax(axis=0).tolist()
         return tuple(nearest.index(next(row for row, pair in enumerate(("LR", "AP", "IS")) if letter in pair)) for letter in orientation)
 
-    def difference(self, other: "Grid") -> str:
-        """How another grid differs, in words; "" where it is the same, within a hundredth of a millimetre at every corner."""
+    def difference(self, other: "Grid", most: float = _SAME) -> str:
+        """How another grid differs, in words; "" where it is the same.
+
+        Args:
+            other: the other one.
+            most: millimetres that a corner may lie away, a hundredth unless said otherwise.
+        """
         if self.shape != other.shape:
             return f"{_by(other.shape)} voxels, not {_by(self.shape)}"
         if not (self.known and other.known):
             return ""
         corners = np.array([[*np.multiply(place, np.subtract(self.shape, 1)), 1] for place in np.ndindex(2, 2, 2)])
         apart = np.abs(corners @ (self.affine - other.affine).T).max()
-        return f"up to {apart:.3g} mm away" if apart > _SAME else ""
+        return f"up to {apart:.3g} mm away" if apart > most else ""
 
 
 def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
@@ -109,7 +114,7 @@ def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
 
 
 def slices_apart(file: Path, other: Path) -> str:
-    """How far the slices lie apart that `readers` cuts two volumes into, in words; "" where they do not, and where nobody knows.
+    """How far the slices lie apart that `readers` cuts two volumes into, in words; "" within half a voxel, and where nobody knows.
 
     Args:
         file: of a volume, or a folder with a series; pictures lie nowhere.
@@ -118,22 +123,23 @@ def slices_apart(file: Path, other: Path) -> str:
     Raises:
         DataError: a series that has lost slices, or a spacing that is none.
     """
-    here, there = _as_slices(file), _as_slices(other)
-    return "" if here is None or there is None else here.difference(there)
+    there = _as_slices(other)
+    here = None if there is None else _as_slices(file)
+    return "" if here is None or there is None else here.difference(there, sides_of(here.affine).min() / 2)
 
 
 def _as_slices(path: Path) -> Grid | None:
     """Where a volume lies as `readers` turns it, by the header alone where that says it; None where nobody knows."""
-    import nibabel
-    from nibabel import orientations
-
     kind = kind_of(path)
+    if kind not in (*NIFTI, "folder"):
+        return None
     with explained(path):
         if kind == "folder":
             array, affine, known = _read_dicom(path)
             return Grid(array.shape[:3], affine) if known else None
-        if kind not in NIFTI:
-            return None
+        import nibabel
+        from nibabel import orientations
+
         with quiet_nifti():
             image: Any = nibabel.load(path)
         shape, affine = image.shape[:3], np.asarray(image.affine, np.float64)
@@ -247,8 +253,10 @@ def _read_nifti(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
 
 
 def _in_millimetres(affine: np.ndarray, header: Any) -> np.ndarray:
-    unit = header.get_xyzt_units()[0] if hasattr(header, "get_xyzt_units") else ""
-    return np.diag([*[_MILLIMETRES.get(unit, 1.0)] * 3, 1.0]) @ affine
+    scaled = affine.copy()
+    if hasattr(header, "get_xyzt_units"):
+        scaled[:3] *= _MILLIMETRES.get(header.get_xyzt_units()[0], 1.0)
+    return scaled
 
 
 def _read_dicom(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
