@@ -62,16 +62,19 @@ def test_one_file_for_two_channels(make_site: SiteOf, make_task: TaskOf, edit: C
     assert source.image(source.entries()[0]).shape == (3, 16, 16)
 
 
-def test_an_image_of_one_value_is_no_image(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
+def test_a_photograph_of_one_value_is_no_image(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
+    """A slice of a volume may be, where it is a file of its own: above the head there is nothing."""
     folder = make_site()
     Image.fromarray(np.full((16, 16), 7, np.uint8)).save(folder / "images/0.png")
     source = FileSource(folder, make_task())
+    assert (source.image(source.entries()[0]) == 7).all()
+    source = FileSource(folder, make_task("classification"))
     with pytest.raises(DataError, match=r"0.png: empty, every pixel is 7; export the image again or leave it out$"):
         source.image(source.entries()[0])
     Image.new("RGB", (16, 16), (9, 8, 7)).save(folder / "images/0.png")
     with pytest.raises(DataError, match=r"0.png: empty, every pixel is 9, 8, 7; export"):
-        FileSource(folder, make_task(channels=3)).image(source.entries()[0])
-    task = make_task(channels=["pre", "post"], missing_channels="zeros")
+        FileSource(folder, make_task("classification", channels=3)).image(source.entries()[0])
+    task = make_task("classification", channels=["pre", "post"], missing_channels="zeros")
     for other, constant in ((None, True), ("images/1.png", False)):
         edit(folder, lambda content, other=other: content["training"][0].update(image=["images/0.png", other]))
         source = FileSource(folder, task)
@@ -81,7 +84,8 @@ def test_an_image_of_one_value_is_no_image(make_site: SiteOf, make_task: TaskOf,
         else:  # a channel of one number beside another that is none may stand in for one that was not taken
             assert source.image(source.entries()[0]).shape == (2, 16, 16)
     Image.fromarray(np.zeros((16, 16), np.uint8)).save(folder / "images/1_mask.png")
-    assert not FileSource(folder, make_task()).mask(source.entries()[1]).any(), "a patient without the structure is one"
+    slices = FileSource(folder, make_task())
+    assert not slices.mask(slices.entries()[1]).any(), "a patient without the structure is one"
 
 
 def test_the_embedded_federation() -> None:

@@ -83,7 +83,8 @@ class FileSource:
             self._grids = (entry, stored, here)
             return array
         array = read_picture(files, self._task)
-        refuse_empty(array, files)
+        if array.ndim > 3 or self._task.kind == "classification":  # a slice stored by itself may show nothing, as at the top of a head
+            refuse_empty(array, files)
         return array
 
     def spacing(self, entry: Entry) -> Spacing | None:
