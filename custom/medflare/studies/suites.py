@@ -83,10 +83,9 @@ def suites() -> tuple[str, ...]:
 
 
 def _files() -> dict[str, Any]:
-    """Their files, which lie in a folder for each paper, by their names."""
+    """Their files by their names."""
     folder = resources.files("medflare.tasks") / "presets" / "suites"
-    files = [file for paper in folder.iterdir() if paper.is_dir() for file in paper.iterdir()]
-    return {file.name.removesuffix(".json"): file for file in files if file.name.endswith(".json")}
+    return {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
 
 
 def load_suite(source: str) -> Suite:
