@@ -20,8 +20,8 @@ RATE = 0.05
 
 def site_of(batch_size: int) -> Site:
     """Twelve images, without layers that remember anything."""
-    plain = {"network": squares.WITHOUT_BATCH_NORM.network, "optimizer": {"name": "sgd", "lr": RATE}}
-    return squares.site("A", squares.task(batch_size=batch_size, **plain))
+    network = squares.WITHOUT_BATCH_NORM.network
+    return squares.site("A", squares.task(network=network, batch_size=batch_size, optimizer={"name": "sgd", "lr": RATE}))
 
 
 def batches_of(site: Site) -> list[Batch]:
@@ -86,8 +86,8 @@ def test_apfl_learns_through_the_mixture(rate: float) -> None:
     slope = gradients(site, [0.25 * a + 0.75 * b for a, b in zip(v, w, strict=True)], batch)
     alpha = 0.25 - rate * float(sum(((a - b) * g).sum() for a, b, g in zip(v, w, slope, strict=True)))
     workspace = network_of(site)
-    states: list[StateDict] = [copy_state(network.state_dict()) for network in (local, shared)]
-    trained, mixture, share = train_apfl(workspace, *states, site, 0, share=0.25, rate=rate)
+    start, anchor = (copy_state(network.state_dict()) for network in (local, shared))
+    trained, mixture, share = train_apfl(workspace, start, anchor, site, 0, share=0.25, rate=rate)
     assert share == pytest.approx(min(1.0, max(0.0, alpha)), abs=1e-5) and (rate == 0 or share != 0.25)
     assert_at(workspace, [a - RATE * 0.25 * g for a, g in zip(v, slope, strict=True)])
     for name, weight in shared.named_parameters():
