@@ -1,4 +1,4 @@
-"""What one lying site of three does to the honest ones: eight attacks on FedAvg, robust means and each paper's method.
+"""What one lying site of three does to the honest ones: attacks on FedAvg, robust means and each paper's method.
 
     python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--suspects used] [--selection median] [--out attacks.json]
 
@@ -51,6 +51,17 @@ def scaled(factor: float) -> Lie:
     return lie
 
 
+def steps(factor: float) -> Lie:
+    """Models as they are; gradients and changes that travel by themselves (SCAFFOLD's controls, FedSM's selector) times a factor."""
+
+    def lie(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
+        further = {entry: state for entry, state in reply.states.items() if entry not in both(sent, reply)}
+        scaled = {entry: {name: factor * tensor for name, tensor in state.items()} for entry, state in further.items()}
+        return Message({**reply.states, **scaled}, reply.facts)
+
+    return lie
+
+
 def replayed(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
     """The entries of its first update, again and again."""
     for entry in both(sent, reply):
@@ -93,6 +104,9 @@ ATTACKS: dict[str, Lie] = {
     "zeros (free rider)": scaled(0.0),
     "false metrics": praised,
     "false count": inflated,
+    "steps flipped": steps(-1.0),
+    "steps x 50": steps(50.0),
+    "steps flipped x 50": steps(-50.0),
 }
 
 
@@ -186,7 +200,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default="fedavg,robust,fedsm,prr,grace,iop_fl,feddag")
-    parser.add_argument("--attacks", default=",".join((ALONE, *ATTACKS)))
+    parser.add_argument("--attacks", default=",".join((ALONE, *(name for name in ATTACKS if not name.startswith("steps")))))
     parser.add_argument("--suspects", choices=("used", "rejected"), default="used")
     parser.add_argument("--selection", choices=("median", "paired", "mean", "last"), default="median")
     parser.add_argument("--out", type=Path, help="file that is written after every run, and gone on from where it is there")

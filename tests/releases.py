@@ -1,5 +1,6 @@
 """Tiny copies of what the papers' data look like when they were downloaded."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,23 @@ def gdrbench(root: Path) -> Path:
             listed = root / f"splits/{source}_{split}.txt"
             listed.parent.mkdir(exist_ok=True)
             listed.write_text("".join(f"{file} {number}\n" for file, number in files), encoding="utf-8")
+    return root
+
+
+def midog2022(root: Path) -> Path:
+    """Five images of each tumour with a mitotic figure and a look-alike, and one of human melanoma without annotations or file."""
+    images: list[dict[str, object]] = []
+    cells: list[dict[str, object]] = []
+    for number in (*range(1, 6), *range(151, 156), *range(195, 200), *range(250, 255), *range(300, 305), 355):
+        images.append({"file_name": f"{number:03}.tiff", "width": 110, "height": 110, "id": number, "license": 1})
+        if number < 355:
+            picture(root / f"images/{number:03}.tiff", 60 + number % 100, 110, 3)
+            for category, left in ((1, 40), (2, -9)):
+                box = [left, 30, left + 50, 80]
+                cells.append({"bbox": box, "category_id": category, "image_id": number, "id": len(cells) + 1, "labels": []})
+    categories = [{"id": 1, "name": "mitotic figure"}, {"id": 2, "name": "not mitotic figure"}]
+    content = {"info": {}, "images": images, "categories": categories, "annotations": cells}
+    (root / "MIDOG2022_training.json").write_text(json.dumps(content), encoding="utf-8")
     return root
 
 

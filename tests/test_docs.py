@@ -55,6 +55,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_shortcuts_between_folders_lead_somewhere() -> None:
+    found = [path for folder in ("custom", "poc_workspace", "app_configs") for path in (ROOT / folder).rglob("*") if path.is_symlink()]
+    assert found and [path for path in found if not path.exists()] == []
+
+
 def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
     commands = set(re.findall(r"^(?:MEDFLARE_DATA_ROOT=\S+ )?medflare (\w+)", read("README.md"), re.MULTILINE))
     assert commands >= {"run", "job", "results", "data", "predict", "export"}

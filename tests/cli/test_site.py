@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kits.fake import JOB, Root, make_kit
+from cli.kits.fake import JOB, Root, make_kit
 from medflare.cli import main
-from medflare.kits.kit import Kit
+from medflare.cli.federation.kits.kit import Kit
 
 
 @pytest.fixture(scope="module")

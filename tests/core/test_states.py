@@ -57,6 +57,8 @@ def test_mean_of_identical_states_is_that_state(dtype: torch.dtype) -> None:
 
 def test_weight_zero_leaves_a_site_out_and_one_site_is_its_own_mean() -> None:
     assert weighted_mean({"A": state([1.0]), "B": state([9.0])}, {"A": 2, "B": 0})["weight"].item() == 1.0
+    broken = {"A": state([math.nan]), "B": state([9.0]), "C": state([math.inf])}
+    assert weighted_mean(broken, {"A": 0, "B": 2, "C": 0})["weight"].item() == 9.0
     assert weighted_mean({"A": state([1.5])}, {"A": 0.3})["weight"].item() == 1.5
 
 

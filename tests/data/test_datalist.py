@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS, Entry, assign_splits, listed_splits, read_datalist
+from medflare.data.datalist import SPLITS, Entry, assign_splits, check_patients, listed_splits, read_datalist
 
 
 def _entries(**patients: list[str]) -> list[Entry]:
@@ -104,6 +104,51 @@ def test_malformed_lists(tmp_path: Path, content: str, words: str) -> None:
         read_datalist(tmp_path, "segmentation")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_lists_from_windows(tmp_path: Path, encoding: str) -> None:
+    """With a byte order mark, Windows' line ends and names beyond ASCII."""
+    listed = {"training": [{"image": "Müller_日本.png", "label": 0}]}
+    text = json.dumps(listed, ensure_ascii=False, indent=1).replace("\n", "\r\n")
+    (tmp_path / "datalist.json").write_bytes(text.encode(encoding))
+    assert read_datalist(tmp_path, "classification")[0].name == "Müller_日本.png" and listed_splits(tmp_path) == ("training",)
+
+
+def test_backslashes_are_no_folders(tmp_path: Path) -> None:
+    """Not with missing_channels "zeros" either, where a file that does not exist would become zeros without a word."""
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": ["images\\0.png", None], "label": 0}]}))
+    with pytest.raises(DataError, match=r"training\[0\]: images\\0.png is one name here, not a path; write / between folders"):
+        read_datalist(tmp_path, "classification")
+    (tmp_path / "images\\0.png").touch()
+    assert read_datalist(tmp_path, "classification")[0].name == "images\\0.png", "a name may hold one all the same"
+
+
+def test_lists_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "datalist.json"
+    path.write_bytes(json.dumps({"training": []}).encode("utf-16"))
+    with pytest.raises(DataError, match=r"datalist.json: not UTF-8 .*; save it with that encoding$"):
+        read_datalist(tmp_path, "classification")
+    path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"datalist.json: not valid JSON \(maximum recursion"):
+        read_datalist(tmp_path, "classification")
+    path.write_text(json.dumps({"training": [{"image": "a" * 5000, "label": 0}]}))
+    with pytest.raises(DataError, match=r"names no file \(.*File name too long.*\); correct the path$") as caught:
+        read_datalist(tmp_path, "classification")
+    assert len(str(caught.value)) < 1000
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=r"datalist.json: Is a directory; it must be a file that the account"):
+        read_datalist(tmp_path, "classification")
+    path.rmdir()
+    path.write_text(json.dumps({"training": [{"image": "a.png", "label": 0}]}))
+
+    def forbidden(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", forbidden)
+    with pytest.raises(DataError, match=r"a.png may not be read; let the account that runs the site read it, and the folders above it$"):
+        read_datalist(tmp_path, "classification")
+
+
 def test_missing_list(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"datalist.json: file not found"):
         read_datalist(tmp_path, "segmentation")
@@ -117,6 +162,18 @@ def test_given_splits_stay() -> None:
 def test_a_patient_in_two_splits() -> None:
     with pytest.raises(DataError, match=r"test\[0\]: patient a is also in datalist.json training\[0\]"):
         assign_splits(_entries(training=["a"], validation=["b"], test=["a"]), SPLITS, "A")
+
+
+@pytest.mark.parametrize("again", ["images/../images/a.png", "link.png"])
+def test_an_image_listed_twice_by_other_names(tmp_path: Path, again: str) -> None:
+    """As another patient in another split it would be tested on what was trained on."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.png").touch()
+    (tmp_path / "link.png").symlink_to(tmp_path / "images/a.png")
+    listed = {"training": [{"image": "images/a.png", "label": 0}], "test": [{"image": again, "label": 0, "patient": "q"}]}
+    (tmp_path / "datalist.json").write_text(json.dumps(listed))
+    with pytest.raises(DataError, match=r"test\[0\]: image .* is also in .*training\[0\]; list it once"):
+        check_patients(read_datalist(tmp_path, "classification"))
 
 
 def test_an_image_listed_twice() -> None:

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
+import pydicom
 import pytest
 import torch
 
@@ -13,11 +15,13 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.data.cache.decoded import _memory
 from medflare.data.cache.folder import CacheSettings
 from medflare.data.checking.check import check_site
+from medflare.data.files.volumes import read_volume
 from medflare.data.loading import load_site_data
 from medflare.data.sites.opening import open_site
 from medflare.networks import dry_run
 from medflare.tasks.config import load_task
-from volumes import PATCHES, SHAPE, TASK, affine, cube_task, make_volumes, write
+from small import small_task
+from volumes import NAMES, PATCHES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write
 
 Edit = Callable[[Path, Callable[[dict[str, Any]], None]], None]
 
@@ -75,17 +79,81 @@ def test_a_label_of_another_grid_and_pictures_in_a_task_of_volumes(tmp_path: Pat
         load_site_data("A", cube_task(channels=1), make_site())
 
 
+def test_slices_belong_together_only_on_one_grid(tmp_path: Path) -> None:
+    """A mask or a second channel of the same size may lie elsewhere in the patient; as slices they met without a word."""
+    task, folder = cube_task(spatial_dims=2, size=[16, 16]), make_volumes(tmp_path / "A")
+    flipped = np.diag([-1.0, 1, 1, 1]) @ affine()
+    images = {name: nibabel.load(folder / f"p0_{name}.nii.gz").get_fdata(dtype=np.float32) for name in (*NAMES, "mask")}
+    whole = load_site_data("A", task, folder).train.image(5)
+    turned_around = affine("LAS")
+    turned_around[:3, 3] += affine()[:3, 0] * (SHAPE[0] - 1)
+    for name in ("flair", "mask"):  # stored the other way around, and so told, it lies where it lay
+        write(folder / f"p0_{name}.nii.gz", images[name][::-1].copy(), turned_around)
+    assert torch.equal(load_site_data("A", task, folder).train.image(5), whole)
+    rounded = affine()
+    rounded[:3, 3] += 0.4
+    write(folder / "p0_mask.nii.gz", images["mask"], rounded)  # as files round their places, and no further than half a voxel
+    load_site_data("A", task, folder)
+    write(folder / "p0_mask.nii.gz", images["mask"], flipped)
+    with pytest.raises(DataError, match=r"p0_mask.nii.gz: the mask lies on another grid than its image .*pre.nii.gz \(up to .* mm away\)"):
+        load_site_data("A", task, folder)
+    write(folder / "p0_flair.nii.gz", images["flair"], affine(spacing=(1, 1, 1)))
+    with pytest.raises(DataError, match=r"p0_flair.nii.gz: lies on another grid than p0_pre.nii.gz \(up to .* mm away\); resample"):
+        load_site_data("A", task, folder)
+    nowhere = nibabel.Nifti1Image(images["flair"], None)  # says no place: it is taken to lie where the other one does
+    nibabel.save(nowhere, folder / "p0_flair.nii.gz")
+    with pytest.raises(DataError, match=r"p0_mask.nii.gz: the mask lies on another grid"):
+        load_site_data("A", task, folder)
+    flat = affine()
+    flat[:3, 0] = 0
+    nowhere.header.set_sform(flat, code=1)
+    nibabel.save(nowhere, folder / "p0_flair.nii.gz")
+    with pytest.raises(DataError, match=r"p0_flair.nii.gz: spacing 0 x 1 x 3 mm, each must be above 0; correct the file's header"):
+        load_site_data("A", task, folder)
+
+
+def test_slices_of_a_series_and_a_mask_that_lies_the_other_way_around(tmp_path: Path, make_site: Callable[..., Path], edit: Edit) -> None:
+    """From head to feet as a scanner counts, while the mask runs upwards: every slice met another one's mask."""
+    folder, task = make_site(), load_task({**TASK, "channels": 1, "spatial_dims": 2, "size": [16, 16]})
+    series = dicom_series(folder / "series")
+    mask, grid = np.zeros((5, 6, 4), np.uint8), read_volume(series)[1]
+    mask[1:3, 1:3, 1] = 1
+    write(folder / "mask.nii.gz", mask, grid.affine)
+    edit(folder, lambda listed: listed["training"][0].update(image="series", label="mask.nii.gz"))
+    assert len(load_site_data("A", task, folder).train) == 4 + 4
+    for number in range(4):
+        file = pydicom.dcmread(series / f"{number}.dcm")
+        file.InstanceNumber = 4 - number
+        file.save_as(series / f"{number}.dcm")
+    with pytest.raises(DataError, match=r"mask.nii.gz: the mask lies on another grid than its image .*series \(up to 6 mm away\)"):
+        load_site_data("A", task, folder)
+
+
 def test_a_task_of_pictures_with_a_file_for_each_channel(tmp_path: Path, make_site: Callable[..., Path], edit: Edit) -> None:
     folder = make_site()
 
     def twice(listed: dict[str, Any]) -> None:
         for entries in listed.values():
             for entry in entries:
-                entry["image"] = [entry["image"], "images/0.png"]
+                entry["image"] = [entry["image"], "images/1.png" if entry["image"] == "images/0.png" else "images/0.png"]
 
     edit(folder, twice)
     data = load_site_data("A", load_task({**TASK, "spatial_dims": 2, "size": [16, 16]}), folder)
     assert data.train.image(1).shape == (2, 16, 16) and torch.equal(data.train.image(1)[1], data.train.image(0)[0])
+
+
+def test_empty_exports_are_found_before_training(tmp_path: Path) -> None:
+    """A volume of one value in all channels cannot be used, in training as in the check."""
+    folder = make_volumes(tmp_path / "A", patients={"training": 6, "validation": 2, "test": 2})
+    for name in NAMES:
+        write(folder / f"p2_{name}.nii.gz", np.full(SHAPE, 3.5, np.float32))
+    with pytest.raises(DataError, match=r"p2_pre.nii.gz: empty, every voxel is 3.5; export the image again or leave it out$"):
+        load_site_data("A", cube_task(), folder)
+    report = check_site(folder, cube_task())
+    assert [problem for problem in report.sites["A"].problems if "p2_pre.nii.gz: empty" in problem] and not report.ok
+    allowed = cube_task(unreadable="skip", unreadable_limit={"share": 0.1})
+    assert len(load_site_data("A", allowed, folder).train) == 5
+    assert "left out: " in check_site(folder, allowed).render()
 
 
 def test_unreadable_images_are_left_out_up_to_a_limit_and_named(tmp_path: Path) -> None:
@@ -114,7 +182,9 @@ def test_data_check_reads_and_draws_volumes(tmp_path: Path) -> None:
     assert report.shift is not None and report.thumbnails is not None and report.thumbnails.stat().st_size > 1000
 
 
-def test_what_does_not_fit_the_network_or_the_memory_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_the_network_or_the_memory_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_site: Callable[..., Path]
+) -> None:
     deep = {"name": "unet", "channels": [2, 2, 2, 2, 2]}
     with pytest.raises(ConfigError, match=r"network unet needs sides divisible by 16, size is \[12, 16, 20\]; use \[16, 16, 32\]$"):
         dry_run.check_network(cube_task(network=deep, size=[12, 16, 20]))
@@ -124,6 +194,8 @@ def test_what_does_not_fit_the_network_or_the_memory_is_told_before_training(tmp
     monkeypatch.setattr(dry_run, "_free", lambda device: 10**4)
     with pytest.raises(ConfigError, match=r"site A: a training step on 2 x \[8, 8, 8\] needs at least 0.0 GiB, 0.0 GiB are free on cpu"):
         open_site("A", cube_task(), data_root=folder)
+    with pytest.raises(ConfigError, match=r"site P: a training step on 4 x \[16, 16\] needs at least 0.0 GiB, 0.0 GiB are free on cpu"):
+        open_site("P", small_task(), data_root=make_site(name="P"))
 
 
 def test_the_datalist_says_what_a_list_of_files_must_be(tmp_path: Path) -> None:

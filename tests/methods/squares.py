@@ -208,6 +208,7 @@ def play(server: Any, halves: dict[str, Any], absent: Callable[[Step, str], bool
         network = EntrySpec.like(half.plan.template(), "").tensors.items()
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= network]
         known: dict[str, Any] = {"weights": weights, "contradicted": partial(server.contradicted, step)}
+        known["steps"] = [entry for entry in half.phase(step.phase).answers if entry.step]
         screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()}, **known)
         assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)

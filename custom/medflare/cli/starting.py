@@ -11,7 +11,7 @@ from medflare.cli.options import Commands, add_command, names_in
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medflare.starting.proposing import Answers
+    from medflare.data.starting.proposing import Answers
 
 
 def add_commands(commands: Commands) -> None:
@@ -67,9 +67,9 @@ def add_init(actions: Commands) -> None:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from medflare.starting.datalists import Wishes, init
-    from medflare.starting.dealing import shares_in
-    from medflare.starting.tables import Columns
+    from medflare.data.starting.datalists import Wishes, init
+    from medflare.data.starting.dealing import shares_in
+    from medflare.data.starting.tables import Columns
 
     if options.copy and options.out is None:
         raise ConfigError("--copy copies files to --out FOLDER; name it, or leave --copy out")
@@ -112,7 +112,7 @@ def add_prepare(actions: Commands) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="see --list")
     parser.add_argument("--list", action="store_true", help="show what can be prepared: sites, sizes, licence, where to download")
     parser.add_argument("--from", dest="source", type=Path, metavar="DOWNLOADS", help="folder of the downloads, unpacked")
-    parser.add_argument("--to", type=Path, metavar="DATA", help="folder for the sites, with hard links to the files")
+    parser.add_argument("--to", type=Path, metavar="DATA", help="folder for the sites, with hard links to the files, or patches of them")
     parser.add_argument("--strict", action="store_true", help="fail where counts differ from the paper's")
     parser.add_argument("--redraw", action="store_true", help="draw the split by patient, also where the download names one")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
@@ -121,8 +121,8 @@ def add_prepare(actions: Commands) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from medflare.starting.papers.catalogue import get_preparation, listing
-    from medflare.starting.papers.preparing import Choices, prepare
+    from medflare.data.starting.papers.catalogue import get_preparation, listing
+    from medflare.data.starting.papers.preparing import Choices, prepare
 
     if options.list:
         print(listing())
@@ -167,7 +167,7 @@ def _add_task_init(actions: Commands) -> None:
 
 def _task_init(options: argparse.Namespace) -> int:
     from medflare.core.store import write_json
-    from medflare.starting.proposing import propose
+    from medflare.data.starting.proposing import propose
 
     if options.out.exists() and not options.force:
         raise ConfigError(f"{options.out} exists; keep it, or write it anew with --force")
@@ -184,7 +184,7 @@ def _task_init(options: argparse.Namespace) -> int:
 
 
 def _answers(options: argparse.Namespace) -> "Answers":
-    from medflare.starting.proposing import Answers
+    from medflare.data.starting.proposing import Answers
 
     try:
         size = tuple(int(side) for side in options.size.split(",")) if options.size else ()

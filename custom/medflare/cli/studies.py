@@ -184,7 +184,7 @@ def _suite(options: argparse.Namespace) -> int:
     sites = suite.sites if options.sites is None else tuple(site_names(options.sites))
     rounds = suite.settings.rounds if options.rounds is None else options.rounds
     seeds = list(suite.seeds) if options.seeds is None else _seeds(options.seeds)
-    options.leave_one_out = suite.settings.leave_one_out
+    options.leave_one_out, options.leave_out = suite.settings.leave_one_out, ",".join(suite.settings.leave_out)
     candidates = [Candidate.parse(text) for text in dict.fromkeys(suite.methods.values())]
     groups = _run(options, candidates, Setting(task, sites, rounds), seeds)
     text = beside_the_paper(suite, groups)

@@ -66,6 +66,8 @@ class Entry(str):
         unsigned: whether it holds no number below 0.
         sometimes: whether the server's message may lack it.
         exact: whether its numbers travel as they are in any case, though they look like weights of the network.
+        step: whether it is a step by itself that honest sites take alike, such as a change of a mean gradient, and no new version of what
+            was sent: it is judged by its direction too, and no site's may be far longer than the others' ever were.
     """
 
     purpose: str
@@ -74,6 +76,7 @@ class Entry(str):
     unsigned: bool
     sometimes: bool
     exact: bool
+    step: bool
 
     def __new__(
         cls,
@@ -85,10 +88,11 @@ class Entry(str):
         unsigned: bool = False,
         sometimes: bool = False,
         exact: bool = False,
+        step: bool = False,
     ) -> "Entry":
         entry = super().__new__(cls, name)
         entry.purpose, entry.template, entry.when = purpose, template, when
-        entry.unsigned, entry.sometimes, entry.exact = unsigned, sometimes, exact
+        entry.unsigned, entry.sometimes, entry.exact, entry.step = unsigned, sometimes, exact, step
         return entry
 
     def spec(self, plan: Any) -> EntrySpec:
@@ -101,7 +105,7 @@ class Entry(str):
 
     def maybe(self) -> "Entry":
         """The same, in a message that may lack it."""
-        return Entry(self, self.purpose, self.template, self.when, unsigned=self.unsigned, sometimes=True, exact=self.exact)
+        return Entry(self, self.purpose, self.template, self.when, unsigned=self.unsigned, sometimes=True, exact=self.exact, step=self.step)
 
     def of(self, site: str) -> str:
         """The family's entry of one site."""

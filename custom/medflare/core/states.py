@@ -46,7 +46,7 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
 
     Args:
         states: site -> state; all with the same names and shapes.
-        weights: site -> weight, not negative; only the ratios matter.
+        weights: site -> weight, not negative; only the ratios matter. Numbers of weight 0 do not count, whatever they are.
 
     Returns:
         The mean state, with the names, shapes and dtypes of the given ones.
@@ -81,7 +81,8 @@ def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
     for found, *parts in stretches([mean, *tensors]):
         total = torch.zeros(found.shape, dtype=torch.float64)
         for part, share in zip(parts, shares, strict=True):
-            total.add_(part.to(torch.float64), alpha=share)
+            if share:  # 0 times NaN would be NaN
+                total.add_(part.to(torch.float64), alpha=share)
         found.copy_(total)
     return mean
 

@@ -94,10 +94,14 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
     path = folder / FILE
     homes = [home.resolve() for home in (folder, *folders)]
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = content_of(path)
     except FileNotFoundError as error:
         raise DataError(f"{path}: file not found; a site's folder needs a datalist.json with a list 'training'") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; it must be a file that the account that runs the site may read") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error}); save it with that encoding") from error
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
     if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
         raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
@@ -119,18 +123,39 @@ def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
     """A datalist that came from somebody else must not read what else the account can read."""
     try:
         found = file.resolve()
+        inside = any(found.is_relative_to(home) for home in homes)
+        there = inside and found.exists()
+    except PermissionError as error:
+        raise DataError(f"{place}: {file} may not be read; let the account that runs the site read it, and the folders above it") from error
     except (OSError, RuntimeError, ValueError) as error:  # a name that is none, or links in a circle
-        raise DataError(f"{place}: {str(file)!r} names no file ({error}); correct the path") from error
-    if not any(found.is_relative_to(home) for home in homes):
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{place}: {str(file)!r:.300} names no file ({reason}); correct the path") from error
+    if not inside:
         raise DataError(
             f"{place}: {file} lies outside the site's folder; move it there, or allow its folder in data_folders of local/medflare.json "
             "(without one: in MEDFLARE_DATA_FOLDERS)"
         )
+    if not there and "\\" in file.name:
+        raise DataError(f"{place}: {file.name} is one name here, not a path; write / between folders, and paths relative to the datalist")
+
+
+def content_of(path: Path) -> Any:
+    """What a datalist holds, unchecked.
+
+    Args:
+        path: of the file, in UTF-8; editors of Windows begin it with a mark.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or no UTF-8.
+        RecursionError: it is nested too deep.
+    """
+    return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def listed_splits(folder: Path) -> tuple[str, ...]:
     """Splits that the datalist gives, be they empty."""
-    content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    content = content_of(folder / FILE)
     return tuple(split for split in SPLITS if content.get(split) is not None)
 
 
@@ -169,8 +194,9 @@ def check_patients(entries: Iterable[Entry]) -> None:
         first = home.setdefault(entry.patient, entry)
         if first.split != entry.split:
             raise DataError(f"{entry.place}: patient {entry.patient} is also in {first.place}; keep all of a patient's images in one split")
-        if files.setdefault(entry.image, entry) is not entry:
-            raise DataError(f"{entry.place}: image {entry.name} is also in {files[entry.image].place}; list it once")
+        found = entry.image.resolve()
+        if files.setdefault(found, entry) is not entry:
+            raise DataError(f"{entry.place}: image {entry.name} is also in {files[found].place}; list it once")
 
 
 def assign_splits(

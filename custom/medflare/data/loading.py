@@ -13,9 +13,9 @@ from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings
 from medflare.data.cache.shards import Shards
 from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits
-from medflare.data.decoding import Decoded
 from medflare.data.files.bounds import ImageBounds
-from medflare.data.sources import FileSource, PhantomSource, Source
+from medflare.data.files.decoding import Decoded
+from medflare.data.files.sources import FileSource, PhantomSource, Source
 from medflare.data.splits import OnDisk, OneByOne, Samples, SiteData, Split
 from medflare.data.targets import class_counts, encode_label
 from medflare.tasks.config import TaskConfig

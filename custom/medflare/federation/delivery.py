@@ -15,7 +15,7 @@ from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
-from medflare.data.sites.local import PLACE
+from medflare.data.sites.local import PLACE, PROGRESS
 from medflare.data.sites.montage import fullest_row, montage, overlay
 from medflare.data.sites.site import Site
 from medflare.evaluation.names import REPORT_FILE
@@ -23,7 +23,6 @@ from medflare.evaluation.presentation import format_metric
 from medflare.evaluation.site_report import SiteReport, patient_values, render_site_report, value_label
 from medflare.federation.screening.withholding import tells_of_few
 from medflare.inference.deployed import save_model
-from medflare.kits.places import PROGRESS
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
 from medflare.methods.parts.training import finite_or_none

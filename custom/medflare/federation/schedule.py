@@ -143,6 +143,8 @@ class Federation:
         manifest = self.manifest(step.phase)
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network]
         known: dict[str, Any] = {"phase": step.phase, "past": self.past, "weights": weights, "strict": self.rules.suspects == "rejected"}
+        answers = [entry for phase in self.server.context.phases if phase.name == step.phase for entry in phase.answers]
+        known["steps"] = [entry for entry in answers if entry.step]
         known["contradicted"] = partial(self.server.contradicted, step)
         screened = screen(usable, manifest, outgoing, counts, reports=reports, norm_limit=limit, **known)
         for site, reason in screened.rejected.items():

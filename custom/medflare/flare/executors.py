@@ -21,6 +21,7 @@ from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.data.sites.local import FOLDER, LOCAL_FILE
 from medflare.flare.exchange.participants import (
     DATA_ROOT,
     SITE_TASK,
@@ -37,7 +38,6 @@ from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.exchange.wire import arrays_bytes, error_reply, register_tensors, to_message, to_shareable
 from medflare.flare.names import by_name, named_classes
 from medflare.flare.simulator.relay import Relay
-from medflare.kits.places import FOLDER, LOCAL_FILE
 
 if TYPE_CHECKING:
     from medflare.data.sites.redaction import Redaction

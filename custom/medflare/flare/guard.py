@@ -19,9 +19,8 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import MedflareError, UpdateError
-from medflare.data.sites.local import OutboundLimits, local_settings, read_local
+from medflare.data.sites.local import OUTBOUND, OutboundLimits, local_settings, read_local
 from medflare.flare.exchange.participants import SITE_TASK, SiteTask
-from medflare.kits.places import OUTBOUND
 
 if TYPE_CHECKING:
     from medflare.core.manifest import Manifest

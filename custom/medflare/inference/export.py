@@ -19,8 +19,8 @@ from medflare.core.errors import ConfigError, DataError, ExportError
 from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
 from medflare.core.store import write_atomically, write_json
+from medflare.data.files.sources import PhantomSource
 from medflare.data.sites.fitting import windows_of
-from medflare.data.sources import PhantomSource
 from medflare.data.transforms import Preprocessing
 from medflare.inference.bundle import write_bundle
 from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build, sealed

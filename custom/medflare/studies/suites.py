@@ -25,6 +25,7 @@ class Protocol:
         rounds: federation rounds.
         metric: that the table shows.
         leave_one_out: each site in turn is outside.
+        leave_out: these sites alone are, each in its turn.
         role: of the sites that a column is about: "inside" where they train, "outside" where they were left out.
         model: of ours that is compared.
         percent: whether the paper's numbers are hundredths.
@@ -33,6 +34,7 @@ class Protocol:
     rounds: Annotated[int, Field(ge=1)]
     metric: Text
     leave_one_out: bool = False
+    leave_out: tuple[Text, ...] = ()
     role: Literal["inside", "outside"] = "inside"
     model: Text = "deployed"
     percent: bool = False
@@ -51,7 +53,7 @@ class Suite:
         methods: row of the table -> method with its hyper-parameters, as `medflare study` takes it.
         settings: see `Protocol`.
         seeds: every method runs with each.
-        numbers: row -> site or "mean" -> the paper's number; rows that no method of ours has are shown without.
+        numbers: row -> site or "mean" -> the paper's number, as far as it is legible; rows that no method of ours has are shown without.
         source: where the numbers stand.
         differences: of settings, which remain also where everything is run as it stands, one line each.
     """
@@ -70,18 +72,20 @@ class Suite:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The sites that the paper has numbers for, then the mean where it has one."""
+        """The sites that the paper has numbers for, then the mean where it has one; all of them where no number of it is known."""
         listed = {name for row in self.numbers.values() for name in row}
-        return tuple(name for name in (*self.sites, MEAN) if name in listed)
+        return tuple(name for name in (*self.sites, MEAN) if name in listed or not listed)
 
 
 def suites() -> tuple[str, ...]:
     """Names of the suites that come with medflare."""
-    return tuple(sorted(entry.name.removesuffix(".json") for entry in _folder().iterdir() if entry.name.endswith(".json")))
+    return tuple(sorted(_files()))
 
 
-def _folder() -> Any:
-    return resources.files("medflare.tasks") / "presets" / "suites"
+def _files() -> dict[str, Any]:
+    """Their files by their names."""
+    folder = resources.files("medflare.tasks") / "presets" / "suites"
+    return {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
 
 
 def load_suite(source: str) -> Suite:
@@ -90,10 +94,9 @@ def load_suite(source: str) -> Suite:
     Raises:
         ConfigError: there is none, it is unreadable, a setting is unknown, missing or wrong, or a row or column has no counterpart.
     """
-    path = Path(source)
-    if source not in suites() and not path.is_file():
+    file = _files().get(source, Path(source))
+    if not file.is_file():
         raise unknown("suite", source, suites())
-    file = _folder() / f"{source}.json" if source in suites() else path
     place = f"suite {source}"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -105,6 +108,11 @@ def load_suite(source: str) -> Suite:
     for row in suite.methods:
         if row not in suite.numbers:
             raise unknown("row", row, suite.numbers, f"{place}: methods")
+    if suite.settings.leave_one_out and suite.settings.leave_out:
+        raise ConfigError(f"{place}: settings: leave_one_out leaves out every site, leave_out some; give one of them")
+    for site in suite.settings.leave_out:
+        if site not in suite.sites:
+            raise unknown("site", site, suite.sites, f"{place}: settings.leave_out")
     for row, numbers in suite.numbers.items():
         for column in numbers:
             if column not in (*suite.sites, MEAN):

@@ -12,8 +12,8 @@ import torch
 from medflare.data.cache import decoded, shards
 from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings, Room
+from medflare.data.files.sources import FileSource
 from medflare.data.loading import load_site_data
-from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
 from small import stacked
 

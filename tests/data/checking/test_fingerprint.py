@@ -13,7 +13,7 @@ from PIL import Image
 from medflare.core.errors import DataError
 from medflare.data.checking.fingerprint import Fingerprint, fingerprint_of, fingerprints, read_fingerprints, to_json
 from medflare.data.datalist import Entry
-from medflare.data.sources import FileSource
+from medflare.data.files.sources import FileSource
 from medflare.tasks.config import TaskConfig
 from volumes import cube_task, make_volumes
 

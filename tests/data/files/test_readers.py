@@ -233,8 +233,37 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"unknown image format '.txt'"):
         read_image(tmp_path / "notes.txt", 1)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="empty: cannot be read"):
-        read_image(tmp_path / "empty", 1)
+    (tmp_path / "above/series").mkdir(parents=True)
+    _dicom(tmp_path / "above/0.dcm", GREY)
+    (tmp_path / "notes").write_text("hello")
+    with pytest.raises(DataError, match=r"unknown image format ''; give it the suffix of its format, one of .png"):
+        read_image(tmp_path / "notes", 1)
+    for name, words in (("empty", "a folder without DICOM files; name the image's own file"), ("above", "another folder lies among")):
+        with pytest.raises(DataError, match=f"{name}: {words}"):
+            read_image(tmp_path / name, 1)
+
+
+def test_a_name_that_only_looks_alike_is_told(tmp_path: Path) -> None:
+    """Upper case of a suffix, and an accent that is written as one letter or as two; not by the name, which may be a patient's."""
+    for there, listed in (("a.PNG", "a.png"), ("M\u00fcller.png", "Mu\u0308ller.png")):
+        Image.fromarray(GREY).save(tmp_path / there)
+        with pytest.raises(DataError, match=r"file not found; one is there whose name differs by .* just so$") as told:
+            read_image(tmp_path / listed, 1)
+        assert there not in str(told.value)
+
+
+def test_a_file_that_the_account_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(GREY).save(tmp_path / "a.png")
+    (tmp_path / "IM0001").touch()
+
+    def forbidden(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Image, "open", forbidden)
+    monkeypatch.setattr(Path, "open", forbidden)
+    for name in ("a.png", "IM0001"):
+        with pytest.raises(DataError, match=f"{name}: may not be read; let the account that runs the site read it"):
+            read_image(tmp_path / name, 1)
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.png", "pillow"), ("a.nii.gz", "nibabel"), ("a.dcm", "pydicom")])

@@ -12,8 +12,8 @@ pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
 
 from medflare.core.errors import DataError
 from medflare.data.files.segmentations import is_segmentation, read_segmentation
+from medflare.data.files.sources import FileSource
 from medflare.data.files.volumes import read_volume
-from medflare.data.sources import FileSource
 from medflare.inference.dicom_seg import dicom_seg
 from medflare.tasks.config import TaskConfig, load_task
 from small import SEGMENTATION

@@ -27,6 +27,7 @@ def change(file: Path, **tags: Any) -> None:
         ({"SeriesInstanceUID": "1.2.9"}, "slices of 2 series lie in one folder; give every series a folder of its own"),
         ({"ImageOrientationPatient": [0, 1, 0, 0, 0, -1]}, "the slices have different orientations"),
         ({"PixelSpacing": [5, 5]}, "the slices have different pixel spacings"),
+        ({"Rows": 3, "Columns": 10}, "the slices have different numbers of rows"),
     ],
 )
 def test_slices_that_do_not_belong_together(tmp_path: Path, tags: dict[str, Any], words: str) -> None:
@@ -36,6 +37,17 @@ def test_slices_that_do_not_belong_together(tmp_path: Path, tags: dict[str, Any]
         read_volume(folder)
     with pytest.raises(DataError, match=f"ct: {words}"):
         read_image(folder, 1)
+
+
+def test_a_slice_that_cannot_be_read_is_missed(tmp_path: Path) -> None:
+    """Cut into slices as well as whole; what is no DICOM file may lie beside them."""
+    folder = dicom_series(tmp_path / "ct")
+    (folder / "readme.txt").write_text("hello")
+    assert read_image(folder, 1).shape == (1, 6, 5, 4)
+    (folder / "2.dcm").write_bytes(b"broken")
+    for read in (read_volume, lambda path: read_image(path, 1)):
+        with pytest.raises(DataError, match=r"ct: 1 of 4 files make no slice of the series; repair them"):
+            read(folder)
 
 
 def test_a_slice_beside_the_others(tmp_path: Path) -> None:

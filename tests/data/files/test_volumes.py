@@ -182,3 +182,9 @@ def test_a_volume_that_resampling_would_blow_up_or_flatten(tmp_path: Path, codes
     refuse_resampled(path, grid, cube_task(spacing=[1.0, 2.0, 0.5]), ImageBounds(voxels=2 * array.size))
     with pytest.raises(DataError, match=" x ".join(map(str, array.shape[1:]))):
         refuse_resampled(path, grid, cube_task(spacing=[1.0, 2.0, 0.5]), ImageBounds(voxels=2 * array.size - 1))
+
+
+def test_a_file_without_suffix_is_no_picture(tmp_path: Path) -> None:
+    (tmp_path / "t1").write_bytes(b"anything")
+    with pytest.raises(DataError, match=r"t1: unknown image format ''; give it the suffix"):
+        read_volume(tmp_path / "t1")

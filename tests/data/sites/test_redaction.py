@@ -41,6 +41,12 @@ def test_names_become_codes(folder: Path) -> None:
         assert redaction.text(text) == expected
 
 
+def test_a_mark_at_the_beginning_of_the_datalist_hides_no_name(folder: Path) -> None:
+    """It is read as one without it, and so its names have to be known."""
+    (folder / "datalist.json").write_text(json.dumps(LISTED), encoding="utf-8-sig")
+    assert read_datalist(folder, "classification")[0].patient == "Meier, Anna" and Redaction(folder).text("Meier, Anna") == "patient-0001"
+
+
 def test_the_table_maps_back(folder: Path) -> None:
     table = Redaction(folder).table
     assert table["image-0001"] == "scans/Meier_Anna/t1.nii.gz" and table["mask-0002"] == "masks/K7.nii.gz"

@@ -1,5 +1,6 @@
 """Robust means: values by hand, degenerate cases, a liar among honest sites, and the server halves that can use them."""
 
+import math
 from types import ModuleType
 
 import pytest
@@ -105,6 +106,11 @@ class TestKrum:
         given = squared_distances(states([0.0], [1.0], [2.0], [4.0], [100.0]))
         assert krum_weights(given, 9) == krum_weights(given, 1) == krum_weights(given)
 
+    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    def test_a_model_that_is_no_number_is_never_chosen(self, number: float) -> None:
+        """Under FLARE's own workflows nobody screens updates before the rule. Two nearest of 1, 2, 4: 1 + 9, 1 + 4 and 4 + 9."""
+        assert by("krum", states([number], [1.0], [2.0], [4.0])) == [2.0]
+
     def test_of_equals_the_first(self) -> None:
         assert krum_weights(torch.zeros(3, 3)) == [1.0, 0.0, 0.0]
 
@@ -125,6 +131,10 @@ class TestGeometricMedian:
         far = squared_distances(states([0.0], [1.0]))
         assert geometric_weights(far, [3.0, 1.0]) == pytest.approx([1.0, 0.0], abs=1e-4)
         assert geometric_weights(far, [1.0, 1.0]) == pytest.approx([0.5, 0.5])
+
+    def test_nearly_equal_shares_count_too(self) -> None:
+        far = squared_distances(states([0.0], [1.0]))
+        assert geometric_weights(far, [1.02, 1.0]) == pytest.approx([1.0, 0.0], abs=1e-4)
 
     def test_equal_models(self) -> None:
         assert by("geometric", states([2.0], [2.0], [2.0])) == [2.0]

@@ -114,6 +114,9 @@ class TestEnsemble:
     def test_extra_labels_are_the_models_of_least_loss(self) -> None:
         assert extra_labels(torch.tensor([[0.3, 0.1, 0.2], [0.0, 0.5, 0.5]])).tolist() == [1, 0]
 
+    def test_a_model_without_a_loss_is_no_label(self) -> None:
+        assert extra_labels(torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])).tolist() == [2, 0]
+
 
 class TestTunedGamma:
     @staticmethod

@@ -189,6 +189,15 @@ def test_prototypes_are_means_by_class_over_all_batches() -> None:
     assert mean.counts.tolist() == [3, 0, 1] and not mean.means().requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_prototypes_of_half_precision_count_every_pixel(dtype: torch.dtype) -> None:
+    """float16 ends at 65504, and bfloat16 counts to 256."""
+    mean, pixels = PrototypeMean(2, 1), 70_001
+    mean.add(torch.full((1, 1, pixels), 1.5, dtype=dtype), torch.arange(pixels)[None] == 0)
+    assert mean.counts.tolist() == [pixels - 1, 1]
+    assert mean.means().tolist() == [[1.5], [1.5]]
+
+
 def test_global_prototypes_match_the_reference(cpa: dict[str, Tensor]) -> None:
     local, noise = cpa["protos_clients"].double(), cpa["proto_gaussian_noise_seed77"].double()
     present = torch.ones(4, 3)

@@ -144,6 +144,14 @@ def test_half_precision_comes_back_as_half_precision() -> None:
     torch.testing.assert_close(found.float(), fourier_aggregate(weights, 0.4), rtol=1e-2, atol=1e-2)
 
 
+def test_weights_that_take_a_gradient_are_taken_as_numbers() -> None:
+    weights = normal(2, 4, 3, 3, 3)
+    for count in (1, 2):  # one site is another branch
+        trained = weights[:count].clone().requires_grad_()
+        found = fourier_aggregate(trained, 0.4)
+        assert not found.requires_grad and torch.equal(found, fourier_aggregate(weights[:count], 0.4))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

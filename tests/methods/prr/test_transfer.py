@@ -53,19 +53,22 @@ def test_one_epoch_a_round_goes_through_all_stages() -> None:
     assert stages_of(1, lam1=0.0, lam2=0.0, det_steps="RE")[1] == [2]
 
 
-def after_one_round(**hyper: Any) -> tuple[StateDict, StateDict]:
-    half = squares.halves(PRRSite, squares.task(local_epochs=2), cpa="global", **hyper)["A"]
+def after_one_round(clip: float | None = None, **hyper: Any) -> tuple[StateDict, StateDict]:
+    changes = {"local_epochs": 2} if clip is None else {"local_epochs": 2, "clip": {"norm": clip}}
+    half = squares.halves(PRRSite, squares.task(**changes), cpa="global", **hyper)["A"]
     server = server_of({"A": half}, **hyper)
     reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
     return half.personal, {**half.normalisation, **reply.states["model"]}
 
 
-def test_teachers_are_not_touched_by_their_students() -> None:
-    alone, _ = after_one_round(det=False)
-    personal, deputy = after_one_round(lam1=9.0, lam2=9.0)  # Recover only: P_k learns from labels alone
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_teachers_are_not_touched_by_their_students(clip: float | None) -> None:
+    """Nor by the length of their gradients, where a step limits it."""
+    alone, _ = after_one_round(clip, det=False)
+    personal, deputy = after_one_round(clip, lam1=9.0, lam2=9.0)  # Recover only: P_k learns from labels alone
     assert equal(personal, alone)
     assert not equal(deputy, alone)
-    personal, deputy = after_one_round(stage_rule="threshold", lam1=0.0, lam2=0.0)  # Sublimate only: D_k does
+    personal, deputy = after_one_round(clip, stage_rule="threshold", lam1=0.0, lam2=0.0)  # Sublimate only: D_k does
     assert equal(deputy, alone)
     assert not equal(personal, alone)
 
@@ -97,7 +100,7 @@ def test_the_learning_rate_halves() -> None:
 
         half.site.optimizer = spy
         half.perform("train", round, server_of({"A": half}).configure(Step("train", round), "A"))
-    assert rates == [0.01, 0.01, 0.005, 0.005]
+    assert rates == [0.01] * 4 + [0.005] * 4, "of the personal model and the deputy, in four rounds"
 
 
 def rates(task: TaskConfig, rounds: int, **hyper: Any) -> list[list[float]]:

@@ -12,8 +12,8 @@ from medflare.cli.options import Commands, add_command
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medflare.kits.kit import Kit
-    from medflare.kits.status import JobState, PartyState
+    from medflare.cli.federation.kits.kit import Kit
+    from medflare.cli.federation.kits.status import JobState, PartyState
 
 _KIT = "startup kit of a site or the server: the folder with startup/ and local/"
 # From a checkout, too, where medflare is not installed.
@@ -101,9 +101,9 @@ def _add_setup(actions: Commands) -> None:
 
 
 def _setup(options: argparse.Namespace) -> int:
+    from medflare.cli.federation.kits.setup import Wishes, set_up
+    from medflare.cli.federation.kits.unit import unit_name, unit_text
     from medflare.core.store import write_atomically
-    from medflare.kits.setup import Wishes, set_up
-    from medflare.kits.unit import unit_name, unit_text
 
     wishes = Wishes(**{name: getattr(options, name) for name in Wishes.__dataclass_fields__})
     kits = [_kit(folder) for folder in options.kit]
@@ -126,7 +126,7 @@ def _setup(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from medflare.kits.doctor import examine, preflight
+    from medflare.cli.federation.kits.doctor import examine, preflight
     from medflare.tasks.config import load_task
 
     kit = _kit(options.kit)
@@ -141,14 +141,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _start(options: argparse.Namespace) -> int:
-    from medflare.kits.starting import start
+    from medflare.cli.federation.kits.starting import start
 
     print(start(_kit(options.kit), options.timeout))
     return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from medflare.kits.processes import stop
+    from medflare.cli.federation.kits.processes import stop
 
     kit = _kit(options.kit)
     ended = stop(kit)
@@ -161,7 +161,7 @@ def _restart(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from medflare.kits.status import party_state
+    from medflare.cli.federation.kits.status import party_state
 
     state = party_state(_kit(options.kit))
     print(json.dumps(state.to_dict(), indent=2) if options.json else _described(state))
@@ -196,8 +196,8 @@ def _job_lines(job: "JobState") -> list[str]:
 
 
 def _clean(options: argparse.Namespace) -> int:
+    from medflare.cli.federation.kits.cleaning import clean_kit
     from medflare.evaluation.presentation import format_bytes
-    from medflare.kits.cleaning import clean_kit
 
     done = clean_kit(_kit(options.kit), options.older_than, jobs=options.jobs, dry_run=options.dry_run)
     for one in done:
@@ -208,7 +208,7 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _kit(folder: Path) -> "Kit":
-    from medflare.kits.kit import open_kit
+    from medflare.cli.federation.kits.kit import open_kit
 
     return open_kit(folder)
 

@@ -14,11 +14,11 @@ from medflare.data.checking.intensity import IntensityCheck
 from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
 from medflare.data.datalist import Entry, site_folders
-from medflare.data.decoding import target_of
+from medflare.data.files.decoding import target_of
+from medflare.data.files.sources import FileSource
 from medflare.data.loading import allowed_folders, load_site_data
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.opening import refuse_large_task
-from medflare.data.sources import FileSource
 from medflare.data.splits import SiteData
 from medflare.data.targets import class_counts, encode_label
 from medflare.data.transforms import Augmentation
@@ -71,8 +71,7 @@ def check_task(task: TaskConfig) -> None:
         ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
     """
     check_network(task)
-    if task.spatial_dims == 3:
-        check_memory(task, 2, torch.device("cpu"), f"task {task.name}")
+    check_memory(task, 2, torch.device("cpu"), f"task {task.name}")
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
     images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))

@@ -16,9 +16,9 @@ from medflare.core.errors import Aborted, DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.datalist import Entry, site_folders
-from medflare.data.decoding import pictures_of, target_of
+from medflare.data.files.decoding import pictures_of, target_of
+from medflare.data.files.sources import Source
 from medflare.data.loading import refuse_too_many, source_of, used_entries
-from medflare.data.sources import Source
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 

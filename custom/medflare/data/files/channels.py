@@ -7,6 +7,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.data.files.readers import read_image
+from medflare.data.files.volumes import slices_apart
 from medflare.tasks.config import TaskConfig
 
 Files = tuple[Path | None, ...]  # one a channel, None for zeros; or one that holds all
@@ -21,7 +22,7 @@ def files_of(listed: Files, task: TaskConfig, place: str) -> Files:
         place: the beginning of a message.
 
     Raises:
-        DataError: other channels than the task's, a missing one, or none at all.
+        DataError: other channels than the task's, a missing one, one file for two of them, or none at all.
     """
     named, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
     if len(listed) != len(named):
@@ -32,7 +33,30 @@ def files_of(listed: Files, task: TaskConfig, place: str) -> Files:
         raise DataError(f"{place}: channel {missing} is missing; add its file, or say missing_channels 'zeros' in the task")
     if not any(found):
         raise DataError(f"{place}: none of the image's files exists; correct the paths or restore the files")
+    first: dict[Path, str] = {}
+    for name, file in zip(named, found, strict=True):
+        if file is not None and (other := first.setdefault(file.resolve(), name)) != name:
+            remedy = "list each channel's own, or null for one that is missing"
+            raise DataError(f"{place}: channels {other} and {name} are one file, {file}; {remedy}")
     return found
+
+
+def refuse_empty(image: np.ndarray, files: Files) -> None:
+    """Nothing where some channel of an image varies; one that does not may stand in for what was not taken.
+
+    Args:
+        image: (C, ...), as stored.
+        files: that it was read from.
+
+    Raises:
+        DataError: every channel is one number, as an export leaves it that went wrong.
+    """
+    if any(channel.min() < channel.max() for channel in image):
+        return
+    place, file = next((place, file) for place, file in enumerate(files) if file is not None)
+    values = ", ".join(f"{channel.flat[0]:g}" for channel in (image if len(files) == 1 else image[[place]]))
+    unit = "pixel" if image.ndim == 3 else "voxel"
+    raise DataError(f"{file}: empty, every {unit} is {values}; export the image again or leave it out")
 
 
 def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
@@ -43,7 +67,7 @@ def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
         task: gives the number of channels.
 
     Raises:
-        DataError: a file that cannot be read, or channels of different sizes.
+        DataError: a file that cannot be read, or channels of different sizes or places.
     """
     if len(files) == 1 and files[0] is not None:
         return read_image(files[0], task.image_channels, task.pick)
@@ -52,6 +76,8 @@ def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
     for file, array in arrays.items():
         if array.shape != first.shape:
             raise DataError(f"{file}: {_size(array.shape)}, {name.name} is {_size(first.shape)}; store all channels at one size")
+        if file != name and (difference := slices_apart(name, file)):
+            raise DataError(f"{file}: lies on another grid than {name.name} ({difference}); resample one to the other first")
     return np.concatenate([np.zeros_like(first) if file is None else arrays[file] for file in files])
 
 

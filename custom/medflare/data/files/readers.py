@@ -11,17 +11,20 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from unicodedata import normalize
 
 import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.series import number_by_place, refuse_mixed
+from medflare.data.files.series import number_by_place, refuse_lost, refuse_mixed
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm", ".dicom", ".ima")
+LPS: Final = "LPS"  # how volumes lie that are cut into slices
+LABELS: Final = (("L", "R"), ("P", "A"), ("I", "S"))
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 
 
@@ -65,7 +68,8 @@ def finite(array: np.ndarray, path: Path) -> np.ndarray:
         DataError: it holds NaN or infinity, or no numbers that are one each.
     """
     _refuse_compound(array, path)
-    array = array.astype(np.float32)
+    with np.errstate(over="ignore"):  # what float32 does not hold becomes infinite
+        array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise DataError(f"{path}: the image holds NaN or infinite values; repair it or leave it out")
     return array
@@ -157,6 +161,11 @@ def is_dicom(path: Path) -> bool:
     return suffix(path) in DICOM or (suffix(path) not in (*PICTURES, *NIFTI) and path.is_file() and _holds_dicom(path))
 
 
+def dicom_files(folder: Path) -> int:
+    """How many DICOM files lie in a folder."""
+    return sum(file.is_file() and is_dicom(file) for file in folder.iterdir())
+
+
 def _holds_dicom(path: Path) -> bool:
     """Whether the four letters of DICOM files (PS3.10, Sec. 7.1) follow the preamble."""
     with path.open("rb") as file:
@@ -164,14 +173,33 @@ def _holds_dicom(path: Path) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """ "folder", ".dcm" for every DICOM file, or the suffix.
+    """ "folder" with a DICOM series, ".dcm" for every DICOM file, or the suffix.
 
     Raises:
-        DataError: there is no such file.
+        DataError: there is no such file, it may not be read, or a folder holds no series.
     """
-    if not path.exists():
-        raise DataError(f"{path}: file not found; correct the path or restore the file")
-    return "folder" if path.is_dir() else ".dcm" if is_dicom(path) else suffix(path)
+    with explained(path):
+        if not path.exists():
+            raise DataError(f"{path}: file not found; {_instead(path)}")
+        if not path.is_dir():
+            return ".dcm" if is_dicom(path) else suffix(path)
+        if not dicom_files(path):
+            raise DataError(f"{path}: a folder without DICOM files; name the image's own file, or the folder of one series")
+        if any(file.is_dir() for file in path.iterdir()):
+            raise DataError(f"{path}: another folder lies among the slices; give every series a folder of its own")
+    return "folder"
+
+
+def _instead(path: Path) -> str:
+    """What to do about a file that is not there: names differ by upper case, and by how they write accents, and look alike."""
+
+    def alike(name: str) -> str:
+        return normalize("NFC", name).casefold()
+
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    if any(alike(file.name) == alike(path.name) for file in there):  # unnamed: no code would stand for it where names leave as codes
+        return "one is there whose name differs by upper case or by how an accent is written; write it in the datalist just so"
+    return "correct the path or restore the file"
 
 
 @contextmanager
@@ -197,9 +225,23 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
+    except PermissionError as error:
+        raise DataError(f"{path}: may not be read; let the account that runs the site read it, and the folders above it") from error
     except Exception as error:  # the decoders of five libraries raise whatever they like on a damaged file
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or leave it out") from error
+
+
+def unknown_format(path: Path, kind: str) -> DataError:
+    """What to raise of a file that no reader is for.
+
+    Args:
+        path: of the file.
+        kind: its suffix.
+    """
+    formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
+    remedy = "convert it to one of" if kind else "give it the suffix of its format, one of"
+    return DataError(f"{path}: unknown image format {kind!r}; {remedy} {formats} or a folder with a DICOM series")
 
 
 def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
@@ -218,8 +260,7 @@ def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
             require("pydicom", f"{path}: a DICOM image", DataError)
             array, has_channels = _read_dicom(path)
         else:
-            formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
-            raise DataError(f"{path}: unknown image format {kind!r}; convert it to one of {formats} or a folder with a DICOM series")
+            raise unknown_format(path, kind)
     if array.ndim not in (2, 3, 4) or not array.size:
         raise DataError(f"{path}: expected a picture or a volume, found an array of shape {array.shape}")
     return array, has_channels
@@ -251,9 +292,10 @@ def _read_nifti(path: Path) -> np.ndarray:
     _refuse_compound(array, path)
     if array.ndim == 2:
         return array.T
+    refuse_no_spacing(np.asarray(meta["affine"], np.float64), path)
     last_is_channel = array.ndim == 4
     channel_first = np.moveaxis(array, -1, 0) if last_is_channel else array[None]
-    turned = Orientation(axcodes="LPS")(MetaTensor(np.ascontiguousarray(channel_first), affine=meta["affine"])).numpy()
+    turned = Orientation(axcodes=LPS, labels=LABELS)(MetaTensor(np.ascontiguousarray(channel_first), affine=meta["affine"])).numpy()
     turned = np.swapaxes(turned, 1, 2)
     return np.moveaxis(turned, 0, -1) if last_is_channel else turned[0]
 
@@ -264,9 +306,11 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
     reader = PydicomReader(swap_ij=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")  # a radiograph has none, and none is needed
+        warnings.filterwarnings("ignore", "Failed to read")  # `refuse_lost` tells of slices; other files may lie beside them
         stored = reader.read(path)
         if isinstance(stored, list):
             refuse_mixed(stored, path)
+            refuse_lost(len(stored), dicom_files(path), path)
             number_by_place(stored)
         array, _ = reader.get_data(stored)
     series = isinstance(stored, list)
@@ -279,6 +323,40 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
     elif not series and int(first.get("NumberOfFrames") or 1) > 1:
         array = np.moveaxis(array, 0, 2)  # frames come first
     return bright_is_high(array, first), colour
+
+
+def refuse_no_spacing(affine: np.ndarray, path: Path) -> None:
+    """Nothing where voxels lie apart along every axis: else nobody knows how the volume is to be turned.
+
+    Args:
+        affine: (4, 4), voxel numbers to millimetres.
+        path: of the file, for the message.
+
+    Raises:
+        DataError: an axis without length, or with one that is no number.
+    """
+    if not np.isfinite(affine).all() or not (sides_of(affine) > 0).all():
+        raise bad_spacing(path, sides_of(affine))
+
+
+def bad_spacing(path: Path, sides: np.ndarray) -> DataError:
+    """What to raise of a volume whose voxels do not lie apart.
+
+    Args:
+        path: of the file.
+        sides: millimetres between its voxels, by axis.
+    """
+    found = " x ".join(f"{side:g}" for side in sides)
+    return DataError(f"{path}: spacing {found} mm, each must be above 0; correct the file's header")
+
+
+def sides_of(affine: np.ndarray) -> np.ndarray:
+    """Millimetres between voxels along each axis.
+
+    Args:
+        affine: (4, 4).
+    """
+    return np.sqrt(np.square(affine[:3, :3]).sum(axis=0))
 
 
 def bright_is_high(array: np.ndarray, dataset: Any) -> np.ndarray:

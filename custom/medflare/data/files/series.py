@@ -11,7 +11,12 @@ from medflare.core.errors import DataError
 _UNEVEN: Final = 0.1  # of the distance of slices, by which it may vary, and by which a slice may lie beside the line through the others
 _CLOSE: Final = 1e-3  # between numbers of two slices that mean the same: devices round them
 _ONE: Final = {"PatientID": "patients", "SeriesInstanceUID": "series"}
-_SAME: Final = {"ImageOrientationPatient": "orientations", "PixelSpacing": "pixel spacings"}
+_SAME: Final = {
+    "ImageOrientationPatient": "orientations",
+    "PixelSpacing": "pixel spacings",
+    "Rows": "numbers of rows",
+    "Columns": "numbers of columns",
+}
 
 
 def refuse_mixed(slices: Sequence[Any], path: Path) -> None:
@@ -22,7 +27,7 @@ def refuse_mixed(slices: Sequence[Any], path: Path) -> None:
         path: of their folder, for the message.
 
     Raises:
-        DataError: slices of several patients or series, or of other orientations or pixel spacings.
+        DataError: slices of several patients or series, or of other orientations, pixel spacings or sizes.
     """
     for tag, several in _ONE.items():
         if len(found := {str(one.get(tag)) for one in slices if one.get(tag) is not None}) > 1:
@@ -31,6 +36,21 @@ def refuse_mixed(slices: Sequence[Any], path: Path) -> None:
         values = [np.array(one.get(tag), np.float64) for one in slices if one.get(tag) is not None]
         if any(value.shape != values[0].shape or np.abs(value - values[0]).max() > _CLOSE for value in values[1:]):
             raise DataError(f"{path}: the slices have different {several}; take those that do not belong there out of the folder")
+
+
+def refuse_lost(read: int, files: int, path: Path) -> None:
+    """Nothing where every file of a series was read; MONAI would leave out what it cannot read.
+
+    Args:
+        read: slices.
+        files: DICOM files of the folder.
+        path: of the folder, for the message.
+
+    Raises:
+        DataError: there are more files than slices.
+    """
+    if read != files:
+        raise DataError(f"{path}: {files - read} of {files} files make no slice of the series; repair them, or give every series a folder")
 
 
 def number_by_place(slices: Sequence[Any]) -> None:

@@ -16,8 +16,26 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.readers import DICOM, NIFTI, bright_is_high, explained, finite, is_dicom, kind_of, of_channels, picked, quiet_nifti
-from medflare.data.files.series import number_by_place, refuse_mixed, refuse_uneven
+from medflare.data.files.readers import (
+    DICOM,
+    LABELS,
+    LPS,
+    NIFTI,
+    PICTURES,
+    bad_spacing,
+    bright_is_high,
+    dicom_files,
+    explained,
+    finite,
+    kind_of,
+    of_channels,
+    picked,
+    quiet_nifti,
+    refuse_no_spacing,
+    sides_of,
+    unknown_format,
+)
+from medflare.data.files.series import number_by_place, refuse_lost, refuse_mixed, refuse_uneven
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -43,22 +61,27 @@ class Grid:
     @property
     def spacing(self) -> Spacing | None:
         """Millimetres between voxels along each axis; None where nobody knows."""
-        return tuple(float(side) for side in _sides(self.affine)) if self.known else None
+        return tuple(float(side) for side in sides_of(self.affine)) if self.known else None
 
     def along(self, orientation: str) -> tuple[int, ...]:
         """The axis that runs along each axis of an orientation, as "RAS"."""
-        nearest = np.abs(self.affine[:3, :3] / _sides(self.affine)).argmax(axis=0).tolist()
+        nearest = np.abs(self.affine[:3, :3] / sides_of(self.affine)).argmax(axis=0).tolist()
         return tuple(nearest.index(next(row for row, pair in enumerate(("LR", "AP", "IS")) if letter in pair)) for letter in orientation)
 
-    def difference(self, other: "Grid") -> str:
-        """How another grid differs, in words; "" where it is the same, within a hundredth of a millimetre at every corner."""
+    def difference(self, other: "Grid", most: float = _SAME) -> str:
+        """How another grid differs, in words; "" where it is the same.
+
+        Args:
+            other: the other one.
+            most: millimetres that a corner may lie away, a hundredth unless said otherwise.
+        """
         if self.shape != other.shape:
             return f"{_by(other.shape)} voxels, not {_by(self.shape)}"
         if not (self.known and other.known):
             return ""
         corners = np.array([[*np.multiply(place, np.subtract(self.shape, 1)), 1] for place in np.ndindex(2, 2, 2)])
         apart = np.abs(corners @ (self.affine - other.affine).T).max()
-        return f"up to {apart:.3g} mm away" if apart > _SAME else ""
+        return f"up to {apart:.3g} mm away" if apart > most else ""
 
 
 def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
@@ -78,6 +101,8 @@ def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
         elif kind in DICOM or kind == "folder":
             require("pydicom", f"{path}: a DICOM image", DataError)
             array, affine, known = _read_dicom(path)
+        elif kind not in PICTURES:
+            raise unknown_format(path, kind)
         else:
             raise DataError(f"{path}: a picture, the task has spatial_dims 3; give NIfTI files or folders with a DICOM series")
     array = np.moveaxis(array, -1, 0) if array.ndim == 4 else array[None]
@@ -86,6 +111,44 @@ def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
         raise DataError(f"{path}: {found} is no volume, the task has spatial_dims 3; give all slices together, or take a task of pictures")
     _check_affine(affine, path)
     return array, Grid(array.shape[1:], affine, known)
+
+
+def slices_apart(file: Path, other: Path) -> str:
+    """How far the slices lie apart that `readers` cuts two volumes into, in words; "" within half a voxel, and where nobody knows.
+
+    Args:
+        file: of a volume, or a folder with a series; pictures lie nowhere.
+        other: the same.
+
+    Raises:
+        DataError: a series that has lost slices, or a spacing that is none.
+    """
+    there = _as_slices(other)
+    here = None if there is None else _as_slices(file)
+    return "" if here is None or there is None else here.difference(there, sides_of(here.affine).min() / 2)
+
+
+def _as_slices(path: Path) -> Grid | None:
+    """Where a volume lies as `readers` turns it, by the header alone where that says it; None where nobody knows."""
+    kind = kind_of(path)
+    if kind not in (*NIFTI, "folder"):
+        return None
+    with explained(path):
+        if kind == "folder":
+            array, affine, known = _read_dicom(path)
+            return Grid(array.shape[:3], affine) if known else None
+        import nibabel
+        from nibabel import orientations
+
+        with quiet_nifti():
+            image: Any = nibabel.load(path)
+        shape, affine = image.shape[:3], np.asarray(image.affine, np.float64)
+        if len(shape) < 3 or not (image.get_sform(coded=True)[1] or image.get_qform(coded=True)[1]):
+            return None
+        refuse_no_spacing(affine, path)
+        turn = orientations.ornt_transform(orientations.io_orientation(affine), orientations.axcodes2ornt(tuple(LPS)))
+        turned_shape = tuple(shape[int(axis)] for axis in np.argsort(turn[:, 0]))
+        return Grid(turned_shape, _in_millimetres(affine @ orientations.inv_ornt_aff(turn, shape), image.header))
 
 
 def read_channels(files: Sequence[Path | None], channels: int, pick: Sequence[int] = ()) -> tuple[np.ndarray, Grid]:
@@ -135,7 +198,7 @@ def turned(array: np.ndarray, grid: Grid, task: TaskConfig, *, labels: bool = Fa
     if not grid.known:
         return array, grid
     volume: Any = MetaTensor(torch.as_tensor(np.ascontiguousarray(array), dtype=torch.float32), affine=torch.as_tensor(grid.affine))
-    volume = Orientation(axcodes=task.orientation, labels=_LABELS)(volume)
+    volume = Orientation(axcodes=task.orientation, labels=LABELS)(volume)
     if task.spacing is not None:
         volume = Spacing(task.spacing, mode="nearest" if labels else "bilinear", padding_mode="border")(volume)
     values = volume.numpy().round().astype(array.dtype) if labels else volume.numpy()
@@ -172,9 +235,6 @@ def turned_back(values: Tensor, here: Grid, stored: Grid, task: TaskConfig) -> T
     return torch.as_tensor(np.stack([orientations.apply_orientation(part, back) for part in values.cpu().numpy()]))
 
 
-_LABELS = (("L", "R"), ("P", "A"), ("I", "S"))
-
-
 def _read_nifti(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
     import nibabel
     from monai.data.image_reader import NibabelReader
@@ -187,12 +247,16 @@ def _read_nifti(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
         with ImageOpener(path) as file:  # nibabel repairs a spacing that is 0 or negative and says nothing
             stored = type(image.header).from_fileobj(file, check=False)["pixdim"][1:4]
         if not (stored > 0).all():
-            raise _bad_spacing(path, stored)
+            raise bad_spacing(path, stored)
     array, meta = reader.get_data(image)
-    affine = np.asarray(meta["affine"], np.float64)
-    if isinstance(image.header, nibabel.Nifti1Header):
-        affine[:3] *= _MILLIMETRES.get(image.header.get_xyzt_units()[0], 1.0)
-    return array, affine, True
+    return array, _in_millimetres(np.asarray(meta["affine"], np.float64), image.header), True
+
+
+def _in_millimetres(affine: np.ndarray, header: Any) -> np.ndarray:
+    scaled = affine.copy()
+    if hasattr(header, "get_xyzt_units"):
+        scaled[:3] *= _MILLIMETRES.get(header.get_xyzt_units()[0], 1.0)
+    return scaled
 
 
 def _read_dicom(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -217,30 +281,19 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
 
 def _check_series(slices: Sequence[Any], read: int, path: Path) -> None:
     """Refuse what MONAI would stack all the same: slices that are lost or not evenly spaced."""
-    files = sum(file.is_file() and is_dicom(file) for file in path.iterdir())
-    if read != files:
-        raise DataError(f"{path}: {files - read} of {files} files make no slice of the series; repair them, or give every series a folder")
+    refuse_lost(read, dicom_files(path), path)
     refuse_uneven(slices, path)
 
 
 def _check_affine(affine: np.ndarray, path: Path) -> None:
-    sides = _sides(affine)
-    if not np.isfinite(affine).all() or not (sides > 0).all():
-        raise _bad_spacing(path, sides)
+    refuse_no_spacing(affine, path)
+    sides = sides_of(affine)
     leaning = math.degrees(float(np.arccos(np.abs(affine[:3, :3] / sides).max(axis=0).clip(max=1)).max()))
     if leaning > _ALIGNED or len(set(np.abs(affine[:3, :3]).argmax(axis=0))) < 3:
         raise DataError(
             f"{path}: oblique affine, an axis leans {leaning:.0f} degrees away from the patient's; "
             "resample the volume along the patient's axes, for example with nibabel.processing.conform"
         )
-
-
-def _bad_spacing(path: Path, sides: np.ndarray) -> DataError:
-    return DataError(f"{path}: spacing {_by([f'{side:g}' for side in sides])} mm, each must be above 0; correct the file's header")
-
-
-def _sides(affine: np.ndarray) -> np.ndarray:
-    return np.sqrt(np.square(affine[:3, :3]).sum(axis=0))
 
 
 def _by(sides: Sequence[Any]) -> str:

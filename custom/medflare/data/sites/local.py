@@ -1,4 +1,4 @@
-"""What a site decides for itself, in its own local/medflare.json. Light to import: torch is not needed to read it."""
+"""What a site decides for itself, in its own local/medflare.json, and where its files lie. Light to import: it needs no torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,12 @@ from medflare.core.settings import STRICT, checked, nested
 from medflare.data.cache.folder import CacheSettings
 from medflare.data.files.bounds import ImageBounds
 
-PLACE: Final = "local/medflare.json"
+LOCAL_FILE: Final = "medflare.json"  # in the site's local/ folder
+PLACE: Final = f"local/{LOCAL_FILE}"
+FOLDER: Final = "medflare"  # below the job's folder: a site's state and models, the server's results
+CACHE: Final = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
+OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
+PROGRESS: Final = "status.json"  # beside it: the step at hand, or the last one
 MODELS_GB: Final = 2.0
 
 

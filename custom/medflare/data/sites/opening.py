@@ -43,7 +43,7 @@ def open_site(
 
     Raises:
         ConfigError: a setting of local/medflare.json that is unknown or unusable, a precision that the device lacks, a task beyond the
-            site's bounds, or volumes too large for its memory.
+            site's bounds, or images too large for its memory.
         DataError: the data cannot be used as they are.
     """
     own = local if isinstance(local, LocalSettings) else local_settings(local or {})
@@ -60,7 +60,7 @@ def open_site(
     site.source = lambda other: source_of(name, other, root, own.data_folders, own.bounds)
     if role == "inside":
         _refuse_large_step(site, own.bounds)
-    if role == "inside" and task.spatial_dims == 3:
+    if role == "inside":
         check_memory(task, math.ceil(site.batch_size / (1 + len(further))), site.device, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")

@@ -4,7 +4,6 @@ Messages name files, so that somebody at the site can mend them. A file is often
 not know: where the site's own settings say `redact`, "scans/Meier_Anna.png: cannot be read" leaves it as "image-0007: cannot be read".
 """
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from medflare.data.datalist import FILE, SPLITS
+from medflare.data.datalist import FILE, SPLITS, content_of
 from medflare.data.files.readers import DICOM, NIFTI, PICTURES
 
 TABLE: Final = "codes.json"  # in the site's folder of a job
@@ -114,8 +113,8 @@ class Redaction:
 def _entries(file: Path) -> Iterator[Mapping[str, Any]]:
     """The entries of a datalist as they are written; none where it cannot be read, which is somebody else's to say."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = content_of(file)
+    except (OSError, ValueError, RecursionError):
         return
     for split in SPLITS if isinstance(content, Mapping) else ():
         listed = content.get(split)

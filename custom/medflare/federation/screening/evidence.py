@@ -28,13 +28,16 @@ class Evidence:
     Attributes:
         products: (K, K) inner products of the sites' updates, in the order of `sites`.
         sent: site -> length of what it was sent; 0 where it was sent no such entry.
-        whole: whether the entry is a new version of the weights that were sent: only then it has a direction, or was seen before.
+        whole: whether the entry is a new version of the weights that were sent, or a step: only then has it a direction, and may it have
+            been seen before.
+        step: whether it is declared as one, see `core.manifest.Entry`.
     """
 
     sites: tuple[str, ...]
     products: Tensor
     sent: Mapping[str, float]
     whole: bool
+    step: bool = False
 
     @property
     def lengths(self) -> dict[str, float]:
@@ -48,10 +51,12 @@ class Evidence:
             sites: in sorted order.
         """
         chosen = [self.sites.index(site) for site in sites]
-        return Evidence(sites, self.products[chosen][:, chosen], {site: self.sent[site] for site in sites}, self.whole)
+        return Evidence(sites, self.products[chosen][:, chosen], {site: self.sent[site] for site in sites}, self.whole, self.step)
 
 
-def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str, weights: bool = True) -> Evidence:
+def gathered(
+    replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str, weights: bool = True, step: bool = False
+) -> Evidence:
     """The evidence of one entry; integer tensors do not count.
 
     Args:
@@ -59,6 +64,7 @@ def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
         outgoing: what each site was sent.
         entry: for example "model".
         weights: whether it holds weights of a network.
+        step: whether it is declared as a step.
     """
     sites = tuple(replies)
     states = [replies[site].states[entry] for site in sites]
@@ -75,8 +81,8 @@ def gathered(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
             own = zip(parts[len(different) :], begun, strict=True)
             updates = torch.stack([part.double() - starts[id(tensor)] for part, tensor in own])
             products += updates @ updates.T
-    whole = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
-    return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), whole)
+    new = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
+    return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), step or new, step)
 
 
 def cosines_to_the_others(products: Tensor) -> Tensor:

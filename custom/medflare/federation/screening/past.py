@@ -7,7 +7,7 @@ from typing import Any, Final
 
 _LATEST: Final = 10  # steps whose lengths are remembered
 _LEARNT: Final = 3  # steps after which the limit is learnt
-_MARGIN: Final = 10.0  # the learnt limit, as a multiple of the largest ratio that was taken
+MARGIN: Final = 10.0  # the learnt limit, as a multiple of the largest ratio that was taken; the limit of steps from the first one on
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Past:
             (15.0, 100.0)
         """
         steps, largest = self.ratios.get(key, (0, 1.0))
-        return min(most, _MARGIN * max(1.0, largest)) if steps >= _LEARNT else most
+        return min(most, MARGIN * max(1.0, largest)) if steps >= _LEARNT else most
 
     def remember(self, taken: Taken, round: int) -> None:
         """Add a step that has come to its end.

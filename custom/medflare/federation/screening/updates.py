@@ -13,7 +13,7 @@ from typing import Any, Final
 from medflare.core.manifest import Fact, Manifest, negative, non_finite, violation
 from medflare.core.message import Message
 from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered, sum_with_and_without
-from medflare.federation.screening.past import Past, Taken
+from medflare.federation.screening.past import MARGIN, Past, Taken
 from medflare.federation.screening.plain import one_line
 from medflare.federation.screening.replies import METRIC, unfit
 
@@ -47,6 +47,7 @@ def screen(
     phase: str = "train",
     past: Past | None = None,
     weights: Collection[str] | None = None,
+    steps: Collection[str] = (),
     strict: bool = False,
     contradicted: Callable[[str, Message], str | None] = lambda site, reply: None,
 ) -> Screened:
@@ -63,6 +64,7 @@ def screen(
         phase: of the step.
         past: earlier steps; None: there are none.
         weights: the entries that hold weights of the task's network, and are judged as such; None: all.
+        steps: the entries that are declared as steps, see `core.manifest.Entry`.
         strict: reject what is suspicious too, where it is the fewer of three replies or more.
         contradicted: (site, reply) -> what of it cannot be so, though it is as declared, in words, or None.
     """
@@ -76,7 +78,9 @@ def screen(
             rejected[site] = reason
     past = past or Past()
     entries = sorted(next(iter(accepted.values())).states) if accepted else []
-    found = {f"{phase}/{entry}": gathered(accepted, outgoing, entry, weights is None or entry in weights) for entry in entries}
+    found = {
+        f"{phase}/{entry}": gathered(accepted, outgoing, entry, weights is None or entry in weights, entry in steps) for entry in entries
+    }
     digests = {key: _digests(accepted, key.removeprefix(f"{phase}/"), evidence) for key, evidence in found.items()}
     for judged in (_too_long(found, past, norm_limit), _unmoved(found), _replayed(digests, past)):
         for site, reason in judged.items():
@@ -125,6 +129,9 @@ def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | N
 def _measure(evidence: Evidence, key: str, past: Past) -> tuple[dict[str, float], str]:
     """site -> the length that its update is held against, and what that is."""
     lengths = evidence.lengths
+    if len(lengths) > 2 and evidence.step:  # what changes little once it is known is long at the site that comes late
+        longest = max(statistics.median(lengths.values()), past.length(key) or 0.0)
+        return dict.fromkeys(lengths, longest), "the largest median of the rounds"
     if len(lengths) > 2:
         return dict.fromkeys(lengths, statistics.median(lengths.values())), "the round's median"
     if (usual := past.length(key)) is not None:
@@ -136,7 +143,7 @@ def _too_long(found: Mapping[str, Evidence], past: Past, most: float) -> dict[st
     """Sites whose update of some entry is far longer than is usual."""
     reasons: dict[str, str] = {}
     for key, evidence in found.items():
-        limit, (against, words) = past.limit(key, most), _measure(evidence, key, past)
+        limit, (against, words) = past.limit(key, min(most, MARGIN) if evidence.step else most), _measure(evidence, key, past)
         for site, length in evidence.lengths.items():
             if not length <= limit * against[site] and against[site] > 0:  # NaN, where lengths overflow, is too long as well
                 text = f"{_entry(key)} moved by {length:.3g}, more than {limit:.3g} times {words} {against[site]:.3g}"
@@ -146,7 +153,7 @@ def _too_long(found: Mapping[str, Evidence], past: Past, most: float) -> dict[st
 
 def _unmoved(found: Mapping[str, Evidence]) -> dict[str, str]:
     """Sites that send back what they were sent, where others have moved."""
-    lengths = [evidence.lengths for evidence in found.values() if evidence.whole]
+    lengths = [evidence.lengths for evidence in found.values() if evidence.whole and not evidence.step]
     still = [site for site in (lengths[0] if lengths else ()) if not any(by_site[site] for by_site in lengths)]
     moved = any(length for by_site in lengths for length in by_site.values())
     return dict.fromkeys(still, "it is what the site was sent, unchanged: nothing was trained") if moved else {}
@@ -206,7 +213,8 @@ def _taken(left: Mapping[str, Evidence], digests: Mapping[str, Mapping[str, str]
         against, _ = _measure(evidence, key, past)
         moved = {site: length for site, length in evidence.lengths.items() if length > 0}
         if moved:
-            lengths[key] = statistics.median(moved.values())
+            usual = statistics.median(moved.values())
+            lengths[key] = max(usual, past.length(key) or 0.0) if evidence.step else usual
             known = [length / against[site] for site, length in moved.items() if against[site] > 0]
             if known and evidence.whole and (len(evidence.sites) > 2 or past.length(key) is not None):
                 ratios[key] = max(known)

@@ -20,8 +20,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.data.sites.local import local_settings, read_local
-from medflare.kits.places import CACHE
+from medflare.data.sites.local import CACHE, local_settings, read_local
 
 if TYPE_CHECKING:
     from medflare.data.sites.redaction import Redaction

@@ -12,7 +12,7 @@ from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.events import EventLog
-from medflare.data.sites.local import LocalSettings, local_settings, read_local
+from medflare.data.sites.local import LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.evaluation.results import FOLDER
 from medflare.federation.checkpoint import take_up
 from medflare.federation.run import Run, refused_run
@@ -20,7 +20,6 @@ from medflare.federation.settings import run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange.participants import TASK_FILE, authorize, authorize_network, interrupted, rebuild_hint
 from medflare.flare.exchange.tracking import Tracking
-from medflare.kits.places import LOCAL_FILE
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
 

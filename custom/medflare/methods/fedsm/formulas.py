@@ -249,7 +249,8 @@ def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:
 def extra_labels(losses: Tensor) -> Tensor:
     """FedSM-extra's label of each image, argmin_k L(h_k, y) over the K + 1 models (Eq. 1): losses (N, K+1) -> (N,).
 
-    Eq. 1 prints L(h, h_k), which cannot be meant: the super model's output h does not exist before its selector does.
+    Eq. 1 prints L(h, h_k), which cannot be meant: the super model's output h does not exist before its selector does. A loss that is not
+    a number is none of the least; where no model has one, the label is 0, the global model.
 
     Args:
         losses: of every model on every image.
@@ -258,7 +259,7 @@ def extra_labels(losses: Tensor) -> Tensor:
         >>> extra_labels(torch.tensor([[0.3, 0.1, 0.2], [0.0, 0.5, 0.5]]))
         tensor([1, 0])
     """
-    return losses.argmin(dim=1)
+    return torch.where(losses.isnan(), torch.inf, losses).argmin(dim=1)
 
 
 def apfl_mixture(personal: StateDict, global_: StateDict, share: float, kept: Collection[str] = ()) -> StateDict:

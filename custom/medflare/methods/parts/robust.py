@@ -26,7 +26,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import LONG, StateDict, difference, moved, stretches, weighted_mean
 
 RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
-_STEPS: Final = 100  # of Weiszfeld's algorithm, which a handful of sites never needs
+_STEPS: Final = 2000  # of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1 about 900
 _NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
 
 
@@ -144,7 +144,7 @@ def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     first. The theory asks for K > 2f + 2; with fewer than three sites there is nobody to go by, and all count alike.
 
     Args:
-        distances: (K, K) squared distances.
+        distances: (K, K) squared distances; one that is not a number counts as the farthest.
         faulty: f, lowered to what K sites bear; None: the largest that they bear, at least 0.
 
     Examples:
@@ -156,7 +156,8 @@ def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
         return [1.0] * count
     bearable = max(0, (count - 3) // 2)
     nearest = count - min(bearable, bearable if faulty is None else faulty) - 2
-    scores = distances.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)  # the first one is the distance to itself
+    far = torch.where(distances.isnan(), torch.inf, distances)
+    scores = far.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)  # the first one is the distance to itself
     chosen = int(scores.argmin())
     return [float(place == chosen) for place in range(count)]
 

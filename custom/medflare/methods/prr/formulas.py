@@ -209,9 +209,11 @@ class PrototypeMean:
             targets: (N, ...), numbers of classes.
         """
         rows = features.detach().flatten(2) if features.dim() > 2 else features.detach()[:, :, None]
+        if rows.dtype in (torch.float16, torch.bfloat16):
+            rows = rows.float()  # sums over pixels leave the range of half precision
         classes = torch.arange(len(self.counts), device=targets.device)
-        members = (targets.reshape(len(targets), 1, -1) == classes[None, :, None]).to(rows.dtype)
-        self.sums += torch.einsum("ncp,ndp->cd", members, rows)
+        members = targets.reshape(len(targets), 1, -1) == classes[None, :, None]
+        self.sums += torch.einsum("ncp,ndp->cd", members.to(rows.dtype), rows)
         self.counts += members.sum(dim=(0, 2))
 
     def means(self) -> Tensor:

@@ -66,7 +66,8 @@ def fourier_aggregate(
             cancel have no mean direction; the circular mean then leaves the bin empty.
 
     Returns:
-        (K, ...) aggregated weights, one version per site, of the dtype of `weights`. A single site gets its own weights back.
+        (K, ...) aggregated weights, one version per site, of the dtype of `weights`, without a graph. A single site gets its own weights
+        back.
 
     Raises:
         ValueError: r outside [0, 0.5], an unknown option, or a shape that belongs to no convolution and no linear layer.
@@ -85,6 +86,7 @@ def fourier_aggregate(
         raise ValueError(f"r = {r} is outside [0, 0.5]: a band cannot be wider than the spectrum")
     if weights.dim() not in (3, 5, 6):
         raise ValueError(f"weights of shape {tuple(weights.shape)} are neither (K, O, I) nor (K, O, I, kh, kw[, kd]); average them plainly")
+    weights = weights.detach()
     if len(weights) == 1:
         return weights.clone()
     order = _axis_order(weights.dim(), classifier, layout)

@@ -59,21 +59,25 @@ class Transfer:
             round: 0-based.
             validation: metric of the deputy ("global") and the personal model ("personal") as the round begins.
         """
-        both = nn.ModuleList([self.personal] if self._alone else [self.personal, self.deputy])
-        optimizer = self.site.optimizer(trainable(both), lr=self.site.task.optimizer["lr"] * 0.5 ** self._halvings(round, 0))
-        steps, own, sizes = Steps(optimizer, self.site), list[Tensor](), list[int]()
+        models = [self.personal] if self._alone else [self.personal, self.deputy]
+        rate = self.site.task.optimizer["lr"] * 0.5 ** self._halvings(round, 0)
+        optimizers = [self.site.optimizer(trainable(model), lr=rate) for model in models]  # one each: a clipped norm is a model's own
+        steps, own, sizes = [Steps(optimizer, self.site) for optimizer in optimizers], list[Tensor](), list[int]()
         for epoch, batches in enumerate(epochs(self.site, round, "model")):
             if self._halvings(round, epoch) > self._halvings(round, max(0, epoch - 1)):
-                for group in optimizer.param_groups:
+                for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     group["lr"] *= 0.5
             gathered = self._begin_epoch(validation)
-            both.train()
+            for model in models:
+                model.train()
             for images, targets, _ in batches:
                 losses = self._losses(images, targets, gathered)
-                steps.follow(torch.stack(losses).sum(), len(images))
+                for stepping, loss in zip(steps, losses, strict=True):
+                    stepping.follow(loss, len(images))
                 own.append(losses[0].detach())
                 sizes.append(len(images))
-            steps.finish()
+            for stepping in steps:
+                stepping.finish()
             if gathered is not None:
                 self.prototypes = copy_state(gathered.state())
         return weighted_sum(own, sizes) / sum(sizes)

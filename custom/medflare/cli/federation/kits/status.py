@@ -1,0 +1,174 @@
+"""What a party is doing: up since when, in contact, which jobs, how far, and what has left."""
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from medflare.cli.federation.kits.kit import Kit
+from medflare.cli.federation.kits.processes import running, since
+from medflare.data.sites.local import FOLDER, OUTBOUND, PROGRESS
+
+_JOB: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's ids
+_TIME: Final = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", re.MULTILINE)
+_CONTACT: Final = ("Successfully registered client", "getTask:", "SubmitUpdate to", "Client: New ")
+_TROUBLE: Final = ("Failed to send heartbeat", "authentication failed")
+_FRESH: Final = timedelta(seconds=60)  # heartbeats come more often: without a complaint of so long they are answered
+_TAIL: Final = 200_000  # bytes of a log
+
+
+@dataclass(frozen=True)
+class Left:
+    """What the site's guard let leave in a job, and what it kept back.
+
+    Attributes:
+        entries: that left, `facts` among them.
+        bytes: of all of them.
+        withheld: replies that were kept back.
+    """
+
+    entries: int = 0
+    bytes: int = 0
+    withheld: int = 0
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One job at this party.
+
+    Attributes:
+        id: FLARE's.
+        name: of the job's folder.
+        running: whether it has a process.
+        step: "train", "deliver" or another phase, of which the last one was begun; "" where the job has none yet.
+        round: 0-based; None where there is no step.
+        rounds: of the run.
+        working: whether that step has been answered; a site that has waits for the next one.
+        begun: when that step was, as text.
+        left: see `Left`.
+        models: roles of the models that were delivered.
+    """
+
+    id: str
+    name: str
+    running: bool
+    step: str
+    round: int | None
+    rounds: int | None
+    working: bool
+    begun: str
+    left: Left
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PartyState:
+    """A party at this moment.
+
+    Attributes:
+        name: its name.
+        kind: "site" or "server".
+        server: host:port.
+        up_since: as text; "" where it does not run.
+        contact: when party and server last had to do with each other, as text; "" for never.
+        trouble: the last complaint of the log since then; "" for none.
+        jobs: the newest first.
+    """
+
+    name: str
+    kind: str
+    server: str
+    up_since: str
+    contact: str
+    trouble: str
+    jobs: tuple[JobState, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def party_state(kit: Kit, now: datetime | None = None) -> PartyState:
+    """Read from the kit's files and processes; nobody is asked.
+
+    Args:
+        kit: of a site or the server.
+        now: the time; None: by the clock.
+    """
+    now = now or datetime.now()
+    found = running(kit)
+    up = f"{datetime.fromtimestamp(since(found.first)):%F %T}" if found.first is not None else ""
+    folders = job_folders(kit)
+    jobs = tuple(_job(folder, folder.name in found.jobs) for folder in folders)
+    contact, trouble = _contact([kit.log, *(folder / "log.txt" for folder in folders if folder.name in found.jobs)], now, bool(up))
+    return PartyState(kit.name, kit.kind, f"{kit.host}:{kit.port}", up, contact, trouble, jobs)
+
+
+def job_folders(kit: Kit) -> list[Path]:
+    """Folders of all jobs in the kit, the newest first."""
+    return sorted((path for path in kit.folder.glob("*-*-*-*-*") if _JOB.fullmatch(path.name)), key=_changed, reverse=True)
+
+
+def _job(folder: Path, active: bool) -> JobState:
+    own = folder / FOLDER
+    note = _json(own / PROGRESS)
+    models = tuple(sorted(card.parent.name for card in own.glob("*/card.json")))
+    name = str(_json(folder / "meta.json").get("name", ""))
+    step = (
+        str(note.get("phase", "")),
+        note.get("round"),
+        note.get("rounds"),
+        bool(note.get("working")) and active,
+        str(note.get("time", "")),
+    )
+    return JobState(folder.name, name, active, *step, left=_left(own / OUTBOUND), models=models)
+
+
+def _left(report: Path) -> Left:
+    if not report.exists():
+        return Left()
+    with report.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    sent = [row for row in rows if row["sent"] == "yes"]
+    return Left(len(sent), sum(int(row["bytes"] or 0) for row in sent), len(rows) - len(sent))
+
+
+def _contact(logs: Iterable[Path], now: datetime, up: bool) -> tuple[str, str]:
+    """(last contact, complaint since then)."""
+    lines = sorted(line for log in logs for line in _lines(log))
+    contact = max((time for time, line in lines if any(sign in line for sign in _CONTACT)), default=None)
+    complaints = [(time, line) for time, line in lines if any(sign in line for sign in _TROUBLE)]
+    late = [line for time, line in complaints if contact is None or time > contact]
+    if late and now - complaints[-1][0] < _FRESH:
+        return ("" if contact is None else f"{contact:%F %T}"), late[-1]
+    if contact is not None and up:  # FLARE logs no heartbeat that is answered, only those that are not
+        return f"{now:%F %T}", ""
+    return ("" if contact is None else f"{contact:%F %T}"), ""
+
+
+def _lines(log: Path) -> Iterator[tuple[datetime, str]]:
+    """(time, text) of the lines at a log's end that begin with a time."""
+    if not log.exists():
+        return
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL))
+        text = file.read().decode(errors="replace")
+    for line in text.splitlines():
+        if match := _TIME.match(line):
+            yield datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S"), line.split(" - ", 3)[-1]  # without time, component and level
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime

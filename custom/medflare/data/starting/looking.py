@@ -1,0 +1,210 @@
+"""What a look at datalists and files tells about a task: what is learnt, how many channels and axes images have, what masks hold."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.data.checking.planning import Choice
+from medflare.data.datalist import FILE, SPLITS, Entry, content_of, read_datalist, site_folders
+from medflare.data.files.readers import NIFTI, PICTURES, explained, read_image, read_mask, suffix
+
+_LOOKED_AT: Final = 24  # images of a site whose channels are counted
+_MASKS: Final = 200  # masks of a site whose values are read; `medflare data check` reads all
+_MOST_VALUES: Final = 20  # a mask with more holds grey levels, not labels
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is learnt, and what files mean.
+
+    Attributes:
+        settings: of the task: name, kind, target, labels, label_values, channels, spatial_dims.
+        choices: the same with reasons.
+        pictures: whether images are photographs or other pictures, and not volumes or DICOM.
+    """
+
+    settings: dict[str, Any]
+    choices: tuple[Choice, ...]
+    pictures: bool
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the user says about it; what is empty is looked for.
+
+    Attributes:
+        name: of the task.
+        labels: names of classes or structures, without the background.
+        channels: of an image.
+        dims: 2 or 3.
+    """
+
+    name: str = ""
+    labels: tuple[str, ...] = ()
+    channels: int | None = None
+    dims: int | None = None
+
+
+def look(root: Path, said: Said) -> Seen:
+    """What the datalists and files below a data root tell.
+
+    Args:
+        root: one site's folder, or a folder with one folder per site.
+        said: what need not be looked for.
+
+    Raises:
+        ConfigError: labels that do not fit, or sites that name different ones.
+        DataError: no datalist, an empty one, or files that cannot be read or understood.
+    """
+    headers = {folder: _header(folder) for folder in site_folders(root)}
+    first, header = next(iter(headers.items()))
+    for folder, other in headers.items():
+        if other.get("labels") != header.get("labels"):
+            raise ConfigError(f"{folder / FILE} and {first / FILE} name different labels; make them agree")
+    label = _first_label(first, header)
+    kind = "segmentation" if all(isinstance(part, str) for part in (label if isinstance(label, list) else [label])) else "classification"
+    entries = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _LOOKED_AT)]
+    masks = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _MASKS)]
+    learnt = _structures(masks, header, said, label) if kind == "segmentation" else _classes(masks, header, said, label)
+    channels, dims = _images(entries, header, said)
+    lacking = sum(None in entry.channels for entry in masks)
+    name = said.name or re.sub(r"\W+", "_", str(header.get("name") or root.resolve().name)).strip("_").lower() or "task"
+    choices = (
+        Choice("kind", kind, "labels are mask files" if kind == "segmentation" else "labels are numbers of classes"),
+        *learnt,
+        channels,
+        dims,
+        *([Choice("missing_channels", "zeros", f"{lacking} images lack a channel")] if lacking else []),
+    )
+    settings = {"name": name} | {choice.setting: choice.value for choice in choices}
+    return Seen(settings, choices, all(suffix(entry.image) in PICTURES for entry in entries))
+
+
+def _header(folder: Path) -> dict[str, Any]:
+    read_datalist(folder, "classification")  # says what is wrong with the file; labels are looked at below
+    content: dict[str, Any] = content_of(folder / FILE)
+    return content
+
+
+def _first_label(folder: Path, header: Mapping[str, Any]) -> Any:
+    for split in SPLITS:
+        if header.get(split):
+            return header[split][0]["label"]
+    raise DataError(f"{folder / FILE}: lists no image; write it with medflare data init")
+
+
+def _spread(entries: Sequence[Entry], most: int) -> list[Entry]:
+    """At most so many of them, from the first to the last."""
+    return [entries[row] for row in sorted(set(np.linspace(0, len(entries) - 1, min(most, len(entries))).astype(int).tolist()))]
+
+
+# -- labels ----------------------------------------------------------------------------------------------------------------
+
+
+def _classes(entries: Sequence[Entry], header: Mapping[str, Any], said: Said, label: Any) -> Iterator[Choice]:
+    """Classes by the names that the datalist gives, else by their numbers."""
+    several = isinstance(label, list)
+    found = len(label) if several else 1 + max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
+    named = {str(number): str(name) for number, name in header.get("labels", {}).items()}
+    labels = said.labels or tuple(named.get(str(number), f"class_{number}") for number in range(max(found, len(named))))
+    if len(labels) < found:
+        raise ConfigError(f"--labels {','.join(labels)}: {len(labels)} names for {found} classes; name each")
+    yield Choice("target", "multilabel" if several else "multiclass", "any of several findings" if several else "one class an image")
+    yield Choice("labels", list(labels), "as said" if said.labels else "names from the datalist" if named else "the datalist names none")
+
+
+def _structures(entries: Sequence[Entry], header: Mapping[str, Any], said: Said, label: Any) -> Iterator[Choice]:
+    """Structures by the names that the datalist gives, else by the values that masks hold."""
+    meant = _meant(header.get("labels", {}))
+    if isinstance(label, list):
+        labels = said.labels or tuple(meant) or tuple(f"structure_{number + 1}" for number in range(len(label)))
+        yield Choice("target", "multilabel", "a mask file for each structure")
+        yield Choice("labels", list(labels), "as said" if said.labels else "in the order of the mask files")
+        return
+    reason = "as the datalist says"
+    if not meant:
+        values = _mask_values(entries)
+        shown = ", ".join(map(str, values))
+        meant = dict(zip(said.labels or _names(values), ([value] for value in values), strict=False))
+        if len(meant) < len(values):
+            raise ConfigError(f"--labels {','.join(said.labels)}: {len(said.labels)} names for the values {shown} of the masks; name each")
+        reason = f"masks hold 0 and {shown}"
+    elif said.labels:
+        if len(said.labels) != len(meant):
+            raise ConfigError(f"--labels {','.join(said.labels)}: the datalist knows {len(meant)} ({', '.join(meant)}); name each")
+        meant = dict(zip(said.labels, meant.values(), strict=True))
+    regions = any(len(listed) > 1 for listed in meant.values())
+    if regions or len(meant) == 1:
+        yield Choice("target", "multilabel" if regions else "binary", "structures overlap" if regions else "one structure")
+        values_of = meant
+    else:
+        yield Choice("target", "multiclass", "every pixel is one of several structures or background")
+        values_of = {"background": [0], **meant}
+    yield Choice("labels", list(values_of), reason)
+    plain = [[1]] if len(meant) == 1 else [[number] for number in range(len(values_of))]
+    if regions or list(values_of.values()) != plain:
+        yield Choice("label_values", values_of, "the values that files use")
+
+
+def _names(values: Sequence[int]) -> tuple[str, ...]:
+    return ("foreground",) if len(values) == 1 else tuple(f"structure_{value}" for value in values)
+
+
+def _meant(labels: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Structure -> its values, without the background, from Decathlon's {"1": "liver"} or nnU-Net's {"liver": 1, "organ": [1, 2]}."""
+    by_number = {name: [int(number)] for number, name in labels.items() if isinstance(name, str) and number.isdecimal()}
+    by_name = {name: value if isinstance(value, list) else [value] for name, value in labels.items() if not isinstance(value, str)}
+    return {name: values for name, values in {**by_number, **by_name}.items() if values != [0]}
+
+
+def _mask_values(entries: Sequence[Entry]) -> list[int]:
+    """What masks hold beside 0, in order."""
+    found: set[int] = set()
+    for entry in entries:
+        mask = read_mask(entry.masks[0])
+        if len(mask) > 1:
+            raise DataError(f"{entry.masks[0]}: a mask of {len(mask)} colour channels; store numbers of labels in one grey mask")
+        found |= set(np.unique(mask).tolist()) - {0}
+        if len(found) > _MOST_VALUES:
+            soft = "soft edges, as JPEG makes them?"
+            raise DataError(f"{entry.masks[0]}: masks hold {len(found)} values and more ({soft}); store whole numbers of labels as PNG")
+    if not found:
+        raise DataError(f"{entries[0].place}: none of {len(entries)} masks marks anything; are these the masks?")
+    return sorted(found)
+
+
+# -- images ----------------------------------------------------------------------------------------------------------------
+
+
+def _images(entries: Sequence[Entry], header: Mapping[str, Any], said: Said) -> tuple[Choice, Choice]:
+    """Channels and dimensions."""
+    several = [len(entry.channels) for entry in entries if entry.channels]
+    shapes = [_stored(entry) for entry in entries]
+    deep = any(len(shape) > 2 for _, shape in shapes)
+    if several:
+        names = [str(header.get("channel_names", {}).get(str(number), f"channel_{number}")) for number in range(max(several))]
+        channels = Choice("channels", names, "a file for each channel")
+    else:
+        count = max(number for number, _ in shapes)
+        reason = {1: "grey", 3: "colour"}.get(count, f"{count} channels in a file")
+        channels = Choice("channels", said.channels or count, "as said" if said.channels else f"{reason} in {len(shapes)} images looked at")
+    dims = said.dims or (3 if deep else 2)
+    return channels, Choice("spatial_dims", dims, "as said" if said.dims else "volumes" if deep else "pictures")
+
+
+def _stored(entry: Entry) -> tuple[int, tuple[int, ...]]:
+    """Channels and sides of an image's first file; colour that is grey everywhere counts as grey."""
+    if suffix(entry.image) in NIFTI:
+        import nibabel
+
+        with explained(entry.image):
+            shape = tuple(map(int, nibabel.load(entry.image).shape))
+        return (shape[3] if len(shape) > 3 else 1), tuple(side for side in shape[:3] if side > 1)
+    array = read_image(entry.image, 3)
+    grey = bool((array == array[:1]).all())
+    return (1 if grey else 3), array.shape[1:]

@@ -1,0 +1,170 @@
+"""A task proposed from what lies in a data root, each choice with its reason: for masks by the rules of `medflare plan`."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from medflare.core.errors import ConfigError
+from medflare.data.checking.check import check_task
+from medflare.data.checking.fingerprint import Fingerprint, fingerprints
+from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
+from medflare.data.starting.looking import Said, Seen, look
+from medflare.tasks.config import load_task
+
+_LARGEST: Final = {2: 224, 3: 96}  # sides of what a classifier is fed with
+_STEP: Final = 16  # that sides are multiples of
+_FEW: Final = 2000  # training images below which a small network is enough
+_SKEWED: Final = 3  # from which the largest class outweighs the smallest
+_AIR: Final = -200  # Hounsfield units that nothing but CT stores
+_BATCH: Final = 16
+
+
+@dataclass(frozen=True)
+class Answers(Said):
+    """What the user says about the task; what is empty is proposed.
+
+    Attributes:
+        size: of what the network is fed with; images are shrunk to it.
+        network: its name.
+        modality: "mr", "ct" or "photo", see `planning.plan`; "" for what the intensities say.
+        memory: GiB of the smallest device that trains.
+    """
+
+    size: tuple[int, ...] = ()
+    network: str = ""
+    modality: Modality | None = None
+    memory: float = 8.0
+
+
+def propose(root: Path, answers: Answers) -> Plan:
+    """A task for the images below a data root, which `medflare data check` accepts.
+
+    Args:
+        root: one site's folder, or a folder with one folder per site.
+        answers: what need not be proposed.
+
+    Raises:
+        ConfigError: an answer that does not fit, or images that no network of the rules takes.
+        DataError: no datalist, or files that cannot be read or understood.
+    """
+    seen = look(root, answers)
+    dims = seen.settings["spatial_dims"]
+    if answers.size and len(answers.size) != dims:
+        raise ConfigError(f"--size {','.join(map(str, answers.size))}: images have {dims} dimensions; give as many sides")
+    metric = "dice" if seen.settings["kind"] == "segmentation" else "f1_macro"
+    learnt = seen.settings | {"metric": metric}
+    found = fingerprints(root, load_task({**UNDECIDED, **learnt, "size": list(answers.size or [64] * dims)}))
+    modality, why = _modality(found, seen, answers)
+    kind = Choice("modality", modality, why)
+    if seen.settings["kind"] == "segmentation":
+        proposed = _segmentation(found, modality, answers, learnt["name"])
+    else:
+        proposed = _classification(found, modality, answers, learnt)
+    if answers.network:
+        changed = Choice("network", {"name": answers.network}, "as said")
+        proposed = _changed(proposed, [changed])
+    check_task(load_task(proposed.settings))
+    return dataclasses.replace(proposed, choices=(*seen.choices, kind, *proposed.choices))
+
+
+def _modality(found: Sequence[Fingerprint], seen: Seen, answers: Answers) -> tuple[Modality, str]:
+    if answers.modality is not None:
+        return answers.modality, "as said"
+    if seen.pictures:
+        return "photo", "pictures whose numbers begin at 0"
+    lowest = min(channel.overall.p0_5 for item in found for channel in item.channels)
+    if lowest < _AIR and seen.settings["channels"] == 1:
+        return "ct", f"intensities down to {lowest:g}, as Hounsfield units have them for air"
+    return "mr", "numbers without a unit; --modality ct where they are Hounsfield units"
+
+
+def _changed(proposed: Plan, changes: Sequence[Choice], without: Sequence[str] = ()) -> Plan:
+    """With some settings changed and others left out."""
+    gone = {change.setting for change in changes} | set(without)
+    settings = {name: value for name, value in proposed.settings.items() if name not in without}
+    settings |= {change.setting: change.value for change in changes}
+    return Plan(settings, (*(choice for choice in proposed.choices if choice.setting not in gone), *changes), proposed.source)
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------------
+
+
+def _segmentation(found: Sequence[Fingerprint], modality: Modality, answers: Answers, name: str) -> Plan:
+    """nnU-Net's rules; a size that was said means whole images, shrunk, and a small U-Net."""
+    planned = plan(found, modality=modality, memory=answers.memory, name=name)
+    if not answers.size:
+        return planned
+    levels = next((count for count in (4, 3) if all(side % 2 ** (count - 1) == 0 for side in answers.size)), 2)
+    width = [16 * 2**level for level in range(levels)]
+    changes = [
+        Choice("fit", "resize", "a size was said: every image is shrunk to it, quick and less sharp than patches"),
+        Choice("size", list(answers.size), "as said"),
+        Choice("network", {"name": "unet", "channels": width, "norm": "instance"}, f"a small U-Net of {levels} levels, for a CPU too"),
+        Choice("optimizer", {"name": "adam", "lr": 0.005}, "a small network takes larger steps (medflare's own rule)"),
+        Choice("batch_size", _batch(found), _BATCH_REASON),
+    ]
+    return _changed(planned, changes, ["patches_per_image", "spacing"])
+
+
+_BATCH_REASON: Final = f"an eighth of the smallest site's images, from 2 to {_BATCH} (medflare's own rule)"
+
+
+def _batch(found: Sequence[Fingerprint]) -> int:
+    return max(2, min(_BATCH, min(item.images for item in found) // 8))
+
+
+# -- classes ---------------------------------------------------------------------------------------------------------------
+
+
+def _classification(found: Sequence[Fingerprint], modality: Modality, answers: Answers, learnt: dict[str, Any]) -> Plan:
+    """medflare's own rules: images resized, a network by their number, every class as often as the others where few show one."""
+    dims, images = learnt["spatial_dims"], sum(item.images for item in found)
+    size, why = _size(found, answers, dims)
+    shown = {name: sum(item.classes[name].images or 0 for item in found) for name in found[0].classes}
+    ordered = sorted(shown, key=shown.__getitem__)
+    few, many = ordered[0], ordered[-1]
+    skewed = learnt["target"] == "multiclass" and shown[many] > _SKEWED * shown[few]
+    small = images < _FEW or max(size) < 2 * _STEP
+    network = "small_cnn" if small else "resnet18"
+    rotated = [0.2] * (1 if dims == 2 else 3)
+    augment = [
+        {"name": "RandFlip", "prob": 0.5, "spatial_axis": dims - 1},
+        {"name": "RandAffine", "prob": 0.5, "rotate_range": rotated, "scale_range": [0.1] * dims, "padding_mode": "border"},
+    ]
+    sampling = f"{many} is shown {shown[many]} times, {few} {shown[few]} times"
+    choices = (
+        Choice("size", size, why),
+        Choice(
+            "intensity", _scaled(found, modality), "the same for all images" if modality != "mr" else "every image to mean 0, deviation 1"
+        ),
+        Choice("network", {"name": network}, f"{images} training images{' are few for a large network' if small else ''}"),
+        Choice("augment", augment, "mirrored, turned and scaled a little; take RandFlip out where left and right differ"),
+        Choice("sampling", "balanced" if skewed else "shuffle", f"{sampling}{'; every class is drawn as often as the others' * skewed}"),
+        Choice("loss", {"name": "ce"}, "cross entropy"),
+        Choice("optimizer", {"name": "adam", "lr": 0.001}, "Adam with its usual rate"),
+        Choice("batch_size", _batch(found), _BATCH_REASON),
+        Choice("local_epochs", 1, "a round is an epoch of the site's images"),
+        Choice("metric", "f1_macro", "a rare class counts as much as a common one"),
+    )
+    return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
+
+
+def _size(found: Sequence[Fingerprint], answers: Answers, dims: int) -> tuple[list[int], str]:
+    if answers.size:
+        return list(answers.size), "as said"
+    median = pooled([item.sizes for item in found], [item.images for item in found], 50)
+    scale = min(1.0, _LARGEST[dims] / max(median))
+    size = [max(_STEP, round(side * scale / _STEP) * _STEP) for side in median]
+    image = " x ".join(f"{side:g}" for side in median)
+    return size, f"the median image is {image}; at most {_LARGEST[dims]} a side, in steps of {_STEP}"
+
+
+def _scaled(found: Sequence[Fingerprint], modality: Modality) -> dict[str, Any]:
+    if modality != "ct":
+        value: dict[str, Any] = intensity(found, modality).value
+        return value
+    spreads = [channel.overall for item in found for channel in item.channels]  # without masks there is no foreground to go by
+    low, high = min(spread.p0_5 for spread in spreads), max(spread.p99_5 for spread in spreads)
+    return {"name": "ScaleIntensityRange", "a_min": low, "a_max": max(high, low + 1), "b_min": 0.0, "b_max": 1.0, "clip": True}

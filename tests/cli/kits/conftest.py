@@ -1,0 +1,26 @@
+"""Fixtures of startup kits."""
+
+from pathlib import Path
+
+import pytest
+
+from cli.kits.fake import Root, make_kit
+from medflare.cli.federation.kits.kit import Kit
+from pictures import forget_decoded_sites, make_site, make_task
+
+__all__ = ["forget_decoded_sites", "make_site", "make_task"]
+
+
+@pytest.fixture(scope="session")
+def root() -> Root:
+    return Root()
+
+
+@pytest.fixture
+def site(tmp_path: Path, root: Root) -> Kit:
+    return make_kit(tmp_path / "site-1", root)
+
+
+@pytest.fixture
+def server(tmp_path: Path, root: Root) -> Kit:
+    return make_kit(tmp_path / "server", root, "server")

@@ -1,0 +1,118 @@
+"""Each check of a kit: fine, and with what is wrong and the remedy."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cli.kits.fake import Root, free_port, make_kit, party
+from medflare.cli.federation.kits.doctor import Finding, examine
+from medflare.cli.federation.kits.kit import Kit
+from medflare.cli.federation.kits.setup import Wishes, set_up
+from medflare.tasks.config import TaskConfig
+
+
+@pytest.fixture(autouse=True)
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """How many gigabytes are free."""
+
+    def free(gigabytes: float) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=gigabytes * 1e9))
+
+    free(100)
+    return free
+
+
+def _found(kit: Kit, check: str) -> Finding:
+    return next(finding for finding in examine(kit) if finding.check == check)
+
+
+def _change(path: Path, **settings: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_a_server_that_is_fit_to_start(tmp_path: Path, root: Root) -> None:
+    kit = make_kit(tmp_path / "server", root, "server", free_port())
+    set_up(kit, Wishes())
+    found = list(examine(kit))
+    assert [finding.check for finding in found] == ["policies", "keys", "certificate", "server", "disk"]
+    assert {finding.verdict for finding in found} == {"ok"}, found
+    with socket.create_server(("", kit.port)):
+        assert _found(kit, "server").text.startswith(f"port {kit.port} cannot be had")
+    with party(kit) as process:
+        said = _found(kit, "server")
+        assert said.verdict == "FAILED" and said.text.startswith(f"it runs (process {process.pid}), but nothing listens")
+
+
+def test_a_site_that_nobody_has_set_up(site: Kit) -> None:
+    said = {finding.check: finding for finding in examine(site)}
+    assert said["policies"].text.startswith("resources.json, authorization.json, privacy.json missing in ")
+    assert {name: said[name].verdict for name in ("policies", "server", "settings", "data")} == {
+        **dict.fromkeys(("policies", "server"), "FAILED"),
+        **dict.fromkeys(("settings", "data"), "warning"),
+    }
+
+
+def test_policies_that_let_in_too_much_or_nothing(site: Kit) -> None:
+    set_up(site, Wishes())
+    assert _found(site, "policies").verdict == "ok"
+    (site.local / "privacy.json").unlink()
+    assert "no OutboundGuard" in _found(site, "policies").text
+    _change(site.local / "resources.json", class_allow_list=[])
+    assert _found(site, "policies").verdict == "FAILED" and 'lacks "medflare."' in _found(site, "policies").text
+    set_up(site, Wishes(bring_code=True))
+    assert _found(site, "policies").verdict == "warning" and "may bring code" in _found(site, "policies").text
+
+
+def test_a_key_that_others_can_read(site: Kit) -> None:
+    assert _found(site, "keys").verdict == "ok"
+    (site.folder / "startup").chmod(0o777)
+    assert _found(site, "keys").text.endswith(f"chmod 700 {site.folder / 'startup'}")
+    site.key.chmod(0o644)
+    assert _found(site, "keys").text.endswith(f"chmod 600 {site.key}")
+    site.key.unlink()
+    assert _found(site, "keys").verdict == "FAILED" and "run the command as the account" in _found(site, "keys").text
+
+
+def test_a_certificate_before_its_end(tmp_path: Path, root: Root) -> None:
+    for name, days, verdict in (("a", 365, "ok"), ("b", 20, "warning"), ("c", -0.5, "FAILED")):
+        assert _found(make_kit(tmp_path / name, root, days=(-1, days)), "certificate").verdict == verdict
+
+
+def test_disk(site: Kit, disk: Callable[[float], None]) -> None:
+    for gigabytes, verdict in ((100, "ok"), (9.9, "warning"), (0.9, "FAILED")):
+        disk(gigabytes)
+        found = _found(site, "disk")
+        assert found.verdict == verdict and (verdict == "ok") == ("medflare site clean" not in found.text)
+
+
+def test_settings_and_device(site: Kit) -> None:
+    set_up(site, Wishes())
+    own = site.local / "medflare.json"
+    assert _found(site, "settings").verdict == _found(site, "device").verdict == "ok"
+    _change(own, device="cuda:99")
+    assert _found(site, "device").verdict == "FAILED"
+    _change(own, device="cpu", redact=False)
+    assert _found(site, "settings") == Finding(
+        "settings", "warning", f"redact not set in {own}: numbers and names of single patients may leave"
+    )
+    _change(own, devise="cpu")
+    assert "devise" in _found(site, "settings").text and _found(site, "settings").verdict == "FAILED"
+
+
+def test_data(site: Kit, tmp_path: Path, make_task: Callable[..., TaskConfig], make_site: Callable[..., Path]) -> None:
+    task = make_task()
+    set_up(site, Wishes(data_root=tmp_path))
+    assert "datalist.json is missing" in _found(site, "data").text
+    folder = make_site()
+    set_up(site, Wishes(data_root=folder))
+    assert _found(site, "data").verdict == "ok"
+    (found,) = [finding for finding in examine(site, task) if finding.check == "data"]
+    assert found.verdict == "ok" and found.text.startswith("every image can be read: train ")
+    next(folder.rglob("*.png")).write_bytes(b"damaged")
+    (found,) = [finding for finding in examine(site, task) if finding.check == "data"]
+    assert found.verdict == "FAILED" and "see medflare data check" in found.text

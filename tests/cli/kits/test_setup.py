@@ -1,0 +1,150 @@
+"""What is missing is added, what is named is changed, and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.kits.fake import PLAIN
+from medflare.cli.federation.kits.kit import Kit
+from medflare.cli.federation.kits.setup import Change, Wishes, differences, set_up
+from medflare.core.errors import ConfigError
+
+
+def _read(kit: Kit, name: str) -> Any:
+    return json.loads((kit.local / name).read_text())
+
+
+def _verdicts(changes: list[Change]) -> dict[str, str]:
+    return {change.file.name: change.verdict for change in changes}
+
+
+def _all(kit: Kit) -> dict[str, str]:
+    return {path.name: path.read_text() for path in kit.local.glob("*.json")}
+
+
+def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
+    assert set(_verdicts(set_up(site, Wishes())).values()) == {"added"}
+    assert _read(site, "medflare.json") == {"device": "cpu", "minimum_patients": 5, "redact": True}
+    resources = _read(site, "resources.json")
+    assert resources["class_allow_list"][0] == "medflare." and resources["components"][0]["path"].startswith("medflare.flare.launcher")
+    assert _read(site, "privacy.json")["scopes"][0]["task_result_filters"][0]["path"] == "medflare.flare.guard.OutboundGuard"
+    set_up(server, Wishes())
+    resources = _read(server, "resources.json")
+    assert resources["components"][0]["args"]["uri_root"] == str(server.folder / "storage" / "jobs")
+    assert resources["servers"][0]["heart_beat_timeout"] == 120
+    assert resources["components"][-1]["path"] == "medflare.flare.jobs.unfinished.UnfinishedJobs"
+
+
+def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path) -> None:
+    set_up(site, Wishes())
+    own = {"device": "cpu", "minimum_patients": 9, "outbound": {"entries": ["model"]}, "cache": {"folder": "/old", "limit_gb": 5}}
+    (site.local / "medflare.json").write_text(json.dumps(own))
+    (site.local / "authorization.json").write_text('{"the hospital\'s": "own"}')
+    before = _all(site)
+    changes = set_up(site, Wishes(data_root=tmp_path, device="cuda:0", batch_size=4, cache=str(tmp_path / "fast")))
+    assert _verdicts(changes) == {
+        **dict.fromkeys(("authorization.json", "privacy.json", "resources.json"), "kept"),
+        "medflare.json": "changed",
+    }
+    cache = {"folder": str(tmp_path / "fast"), "limit_gb": 5}
+    assert _read(site, "medflare.json") == {**own, "data_root": str(tmp_path), "device": "cuda:0", "batch_size": 4, "cache": cache}
+    assert 'device: "cpu" -> "cuda:0"' in changes[1].settings and "batch_size: not set -> 4" in changes[1].settings
+    assert {name: text for name, text in _all(site).items() if name != "medflare.json"} == {
+        name: text for name, text in before.items() if name != "medflare.json"
+    }
+    assert set(_verdicts(set_up(site, Wishes())).values()) == {"kept"}
+
+
+def test_a_link_to_the_data_stays_one(site: Kit, tmp_path: Path) -> None:
+    (tmp_path / "mount").symlink_to(tmp_path)
+    set_up(site, Wishes(data_root=tmp_path / "mount"))
+    assert _read(site, "medflare.json")["data_root"] == str(tmp_path / "mount")
+
+
+def test_policies_are_replaced_only_where_that_is_asked(site: Kit, server: Kit, tmp_path: Path) -> None:
+    for kit, wishes in ((site, Wishes(minimum_patients=9)), (server, Wishes(storage=tmp_path / "store"))):
+        set_up(kit, wishes)
+        (kit.local / "authorization.json").write_text('{"own": 1}')
+        set_up(kit, Wishes(replace_policies=True))
+        assert "permissions" in _read(kit, "authorization.json")
+    assert _read(site, "medflare.json")["minimum_patients"] == 9, "settings are no policies"
+    jobs = _read(server, "resources.json")["components"][0]["args"]["uri_root"]
+    assert jobs == str(tmp_path / "store" / "jobs"), "jobs are where they were"
+
+
+def test_storage_can_be_changed_later(server: Kit, tmp_path: Path) -> None:
+    set_up(server, Wishes())
+    changes = set_up(server, Wishes(storage=tmp_path))
+    said = next(change.settings for change in changes if change.file.name == "resources.json")
+    assert [line.split(":")[0] for line in said] == [
+        "snapshot_persistor.args.storage.args.root_dir",
+        "components.job_manager.args.uri_root",
+    ]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_where_medflare_is_not_installed_policies_name_nothing_of_it(site: Kit, earlier: bool) -> None:
+    if earlier:
+        set_up(site, Wishes())
+    set_up(site, Wishes(bring_code=True))
+    assert "medflare." not in "".join(_all(site).values()) and not (site.local / "privacy.json").exists()
+    assert _read(site, "authorization.json")["permissions"]["lead"]["byoc"] == "any"
+    assert _read(site, "resources.json")["components"][0]["path"] == PLAIN
+
+
+def test_a_server_without_medflare_has_no_component_of_it(server: Kit) -> None:
+    set_up(server, Wishes())
+    set_up(server, Wishes(bring_code=True))
+    assert "medflare." not in (server.local / "resources.json").read_text().replace(str(server.folder), "")
+
+
+def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
+    set_up(site, Wishes())
+    privacy = _read(site, "privacy.json")
+    privacy["scopes"][0]["task_result_filters"].insert(0, {"path": "hospital.Filter"})
+    (site.local / "privacy.json").write_text(json.dumps(privacy))
+    set_up(site, Wishes(bring_code=True))
+    assert _read(site, "privacy.json")["scopes"][0]["task_result_filters"] == [{"path": "hospital.Filter"}]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        (Wishes(storage=Path("x")), "--storage is a setting of the server"),
+        (Wishes(batch_size=1), "batch_size must be"),
+        (Wishes(minimum_patients=-1), "minimum_patients must be"),
+    ],
+)
+def test_a_wrong_wish_is_refused_before_anything_is_written(site: Kit, wishes: Wishes, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        set_up(site, wishes)
+    assert _all(site) == {}
+
+
+def test_a_sites_setting_is_none_of_the_servers(server: Kit) -> None:
+    with pytest.raises(ConfigError, match=r"--minimum-patients is a setting of a site; .* is the kit of the server localhost"):
+        set_up(server, Wishes(minimum_patients=3))
+
+
+def test_a_file_that_cannot_be_understood_is_named_and_left(site: Kit) -> None:
+    set_up(site, Wishes())
+    (site.local / "privacy.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"privacy\.json: not JSON"):
+        set_up(site, Wishes(device="cuda"))
+    assert _read(site, "medflare.json")["device"] == "cpu"
+
+
+def test_differences_of_lists_and_components() -> None:
+    old = {"list": ["a", "b"], "components": [{"id": "x", "path": "p"}], "long": "l" * 100}
+    new = {"list": ["b", "c"], "components": [{"id": "x", "path": "q"}, {"id": "y"}], "long": None}
+    assert list(differences(old, new)) == [
+        'list: "a" removed',
+        'list: "c" added',
+        'components.x.path: "p" -> "q"',
+        'components.y: not set -> {"id": "y"}',
+        f'long: "{"l" * 56}... -> not set',
+    ]
+    assert list(differences(["a", "b"], ["b", "a"], "order")) == ['order: ["a", "b"] -> ["b", "a"]']
+    assert list(differences(old, old)) == []

@@ -1,0 +1,94 @@
+"""What a party is doing, read from what FLARE and medflare leave in its kit."""
+
+import os
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from cli.kits.fake import JOB, party
+from medflare.cli.federation.kits.kit import Kit
+from medflare.cli.federation.kits.status import Left, party_state
+from medflare.core.store import write_json
+from medflare.federation.delivery import SiteFolder
+from medflare.methods.catalogue import get_method
+from small import small_task
+
+NOW = datetime(2026, 11, 22, 12, 0, 0)
+REGISTERED = "Successfully registered client:site-1"
+HEADER = "time,phase,round,entry,tensors,bytes,purpose,sent\n"
+
+
+def _line(seconds: float, text: str) -> str:
+    """A line of FLARE's log, so many seconds before now."""
+    return f"{NOW - timedelta(seconds=seconds):%F %T},123 - Communicator - INFO - {text}\n"
+
+
+def _job(kit: Kit) -> Path:
+    folder = kit.folder / JOB
+    own = SiteFolder(folder / "medflare", kit.name, get_method("fedavg"), small_task(), 0)
+    own.tell("train", 1, 20, True)
+    (folder / "medflare" / "outbound.csv").write_text(
+        f"{HEADER}t,train,0,model,3,2000,update,yes\nt,train,0,facts,0,100,loss,yes\nt,train,1,everything,,,too large,no\n"
+    )
+    write_json(folder / "meta.json", {"name": "fedsm-brain"})
+    for role in ("deployed", "personal"):
+        write_json(folder / "medflare" / role / "card.json", {})
+    return folder
+
+
+def test_a_kit_that_never_ran(site: Kit) -> None:
+    state = party_state(site)
+    assert (state.up_since, state.contact, state.trouble, state.jobs) == ("", "", "", ())
+
+
+def test_a_running_job(site: Kit) -> None:
+    _job(site)
+    (site.folder / "not-a-job-at-all").mkdir()
+    with party(site), party(site, "job"):
+        state = party_state(site)
+    (job,) = state.jobs
+    assert (job.id, job.name, job.running, job.step, job.round, job.rounds, job.working) == (JOB, "fedsm-brain", True, "train", 1, 20, True)
+    assert job.left == Left(entries=2, bytes=2100, withheld=1) and job.models == ("deployed", "personal")
+    assert state.up_since.startswith(f"{datetime.now():%F}")
+    assert state.to_dict()["jobs"][0]["left"]["bytes"] == 2100
+
+
+def test_a_job_without_a_process_works_on_nothing(site: Kit) -> None:
+    _job(site)
+    (job,) = party_state(site).jobs
+    assert not job.running and not job.working and job.round == 1
+
+
+@pytest.mark.parametrize(
+    ("log", "contact", "trouble"),
+    [
+        (_line(500, REGISTERED), "2026-11-22 12:00:00", ""),
+        (
+            _line(500, REGISTERED) + _line(20, "Failed to send heartbeat. again"),
+            "2026-11-22 11:51:40",
+            "Failed",
+        ),
+        (_line(500, "Failed to send heartbeat.") + _line(400, REGISTERED), "2026-11-22 12:00:00", ""),
+        (_line(5, "get_task request authentication failed."), "", "get_task request authentication failed."),
+        (_line(5, "something else"), "", ""),
+    ],
+)
+def test_contact_with_the_server(site: Kit, log: str, contact: str, trouble: str) -> None:
+    site.log.write_text(log)
+    with party(site):
+        state = party_state(site, NOW)
+    assert state.contact == contact and state.trouble.startswith(trouble) and bool(state.trouble) == bool(trouble)
+
+
+def test_one_that_does_not_run_had_contact_when_its_log_says(site: Kit) -> None:
+    site.log.write_text(_line(500, REGISTERED))
+    assert party_state(site, NOW).contact == "2026-11-22 11:51:40"
+
+
+def test_the_newest_job_comes_first(site: Kit) -> None:
+    for day, start in enumerate("abc"):
+        folder = site.folder / f"{start}{JOB[1:]}"
+        folder.mkdir()
+        os.utime(folder, (day * 86400, day * 86400))
+    assert [job.id[0] for job in party_state(site).jobs] == ["c", "b", "a"]

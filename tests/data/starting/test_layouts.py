@@ -1,0 +1,204 @@
+"""Folders as they are downloaded become datalists, or one line that says what is unclear."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+
+from downloads import classes, mask, pairs, picture, table
+from medflare.core.errors import DataError
+from medflare.data.datalist import read_datalist
+from medflare.data.starting.datalists import Wishes, init
+from medflare.data.starting.tables import Columns
+from volumes import dicom_series, write
+
+
+def listed(root: Path) -> list[dict[str, Any]]:
+    """All entries of a folder's datalist."""
+    content = json.loads((root / "datalist.json").read_text())
+    return [entry for split in ("training", "validation", "test") for entry in content[split]]
+
+
+def refused(root: Path, **wishes: Any) -> str:
+    """The one line, after which nothing was written."""
+    with pytest.raises(DataError) as error:
+        init(root, Wishes(**wishes))
+    assert not (root / "datalist.json").exists()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_folder_per_class_below_folders_of_splits(tmp_path: Path) -> None:
+    classes(tmp_path / "pets" / "train", patients=12)
+    classes(tmp_path / "pets" / "Test Set", patients=4)
+    picture(tmp_path / "__MACOSX" / "cat" / "junk.png")
+    written = init(tmp_path)
+    assert written.found.labels == {"0": "cat", "1": "dog"}
+    content = json.loads((tmp_path / "datalist.json").read_text())
+    assert len(content["test"]) == 8 and all("Test Set" in entry["image"] for entry in content["test"])
+    assert len(content["training"]) + len(content["validation"]) == 24 and content["validation"]
+    assert all(entry["label"] == ("dog" in entry["image"]) for entry in listed(tmp_path))
+    assert "split       images  patients  cat  dog" in written.render()
+
+
+@pytest.mark.parametrize(
+    ("image", "label"),
+    [
+        ("{n}.png", "{n}_mask.png"),
+        ("images/{n}.png", "masks/{n}.png"),
+        ("train/images/{n}.png", "train/masks/{n}_mask.png"),
+        ("image/{n}.png", "label/mask_{n}.png"),
+        ("Task1_Training_Input/{n}.png", "Task1_Training_GroundTruth/{n}_segmentation.png"),
+    ],
+)
+def test_images_and_masks_by_name(image: str, label: str, tmp_path: Path) -> None:
+    init(pairs(tmp_path, image=image, label=label))
+    found = {entry["image"]: entry["label"] for entry in listed(tmp_path)}
+    assert found == {image.format(n=f"IMG_{n:02}"): label.format(n=f"IMG_{n:02}") for n in range(10)}
+    assert len(read_datalist(tmp_path, "segmentation")) == 10
+
+
+def test_volumes_of_nnunet_with_channels_in_files_of_their_own(tmp_path: Path) -> None:
+    volume = np.ones((4, 5, 6), np.uint8)
+    (tmp_path / "imagesTr").mkdir()
+    (tmp_path / "labelsTr").mkdir()
+    (tmp_path / "imagesTs").mkdir()
+    for case in ("a", "b", "c", "d"):
+        for channel in range(2):
+            write(tmp_path / "imagesTr" / f"case_{case}_{channel:04}.nii.gz", volume)
+        write(tmp_path / "labelsTr" / f"case_{case}.nii.gz", volume)
+    write(tmp_path / "imagesTs" / "case_z_0000.nii.gz", volume)
+    (tmp_path / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}}))
+    written = init(tmp_path)
+    assert written.found.channels == {"0": "T2", "1": "ADC"} and written.found.notes == ("1 test images without masks are not used",)
+    assert {tuple(entry["image"]) for entry in listed(tmp_path)} == {
+        (f"imagesTr/case_{case}_0000.nii.gz", f"imagesTr/case_{case}_0001.nii.gz") for case in "abcd"
+    }
+
+
+def test_volumes_with_a_file_for_each_named_channel(tmp_path: Path) -> None:
+    volume = np.ones((4, 5, 6), np.uint8)
+    for case in range(4):
+        folder = tmp_path / "BraTS" / f"BraTS_{case:03}"
+        folder.mkdir(parents=True)
+        for part in ("flair", "t1", "seg"):
+            if (case, part) != (3, "t1"):
+                write(folder / f"BraTS_{case:03}_{part}.nii.gz", volume)
+    written = init(tmp_path)
+    assert written.found.channels == {"0": "flair", "1": "t1"}
+    names = {tuple(name and Path(name).name for name in entry["image"]) for entry in listed(tmp_path)}
+    assert names == {(f"BraTS_00{n}_flair.nii.gz", None if n == 3 else f"BraTS_00{n}_t1.nii.gz") for n in range(4)}
+
+
+def scans(root: Path, series: int = 4) -> Path:
+    """A folder per class with a DICOM series of 4 slices for each of some patients, P0, P1, ..."""
+    for number in range(series):
+        folder = root / ("healthy", "ill")[number % 2] / f"scan{number}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for file in dicom_series(folder).iterdir():
+            slice_ = pydicom.dcmread(file)
+            slice_.PatientID, slice_.SeriesInstanceUID = f"P{number}", f"1.2.3.{number}"
+            slice_.save_as(file)
+    return root
+
+
+def test_a_dicom_series_is_one_image_of_its_patient(tmp_path: Path) -> None:
+    written = init(scans(tmp_path))
+    found = {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)}
+    assert found == {("healthy/scan0", 0, "P0"), ("ill/scan1", 1, "P1"), ("healthy/scan2", 0, "P2"), ("ill/scan3", 1, "P3")}
+    assert not written.warnings
+
+
+def test_dicom_files_that_make_no_image_are_one_line(tmp_path: Path) -> None:
+    scans(tmp_path / "a")
+    picture(tmp_path / "a" / "ill" / "scan1" / "photo.png")
+    assert "0.dcm is one of 4 slices of a series that lie with other files; give each series a folder" in refused(tmp_path / "a")
+    scans(tmp_path / "b")
+    (tmp_path / "b" / "ill" / "scan1" / "0.dcm").write_text("no header")
+    assert "cannot be read as an image" in refused(tmp_path / "b")
+
+
+def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:
+    rows = [(f"p{n // 2}_{n}", "mel" if n % 3 else "nv", f"P{n // 2}") for n in range(20)]
+    for name, *_ in rows:
+        picture(tmp_path / "img" / f"{name}.png")
+    table(tmp_path / "labels.csv", ("image_id", "dx", "Patient ID"), *rows)
+    written = init(tmp_path)
+    assert written.found.by == "labels.csv: image image_id, label dx, patient Patient ID" and not written.warnings
+    found = {entry["image"]: (["mel", "nv"][entry["label"]], entry["patient"]) for entry in listed(tmp_path)}
+    assert found == {f"img/{name}.png": (label, patient) for name, label, patient in rows}
+
+
+def test_columns_of_zeros_and_ones_are_classes_or_findings(tmp_path: Path) -> None:
+    for n in range(8):
+        picture(tmp_path / f"{n}.png")
+    columns = Columns(label="A,B")
+    table(tmp_path / "t.csv", ("image", "A", "B"), *((f"{n}.png", n % 2, 1 - n % 2) for n in range(8)))
+    init(tmp_path, Wishes(columns=columns))
+    assert {entry["image"]: entry["label"] for entry in listed(tmp_path)} == {f"{n}.png": 1 - n % 2 for n in range(8)}
+    table(tmp_path / "t.csv", ("image", "A", "B"), *((f"{n}.png", 1, n % 2) for n in range(8)))
+    init(tmp_path, Wishes(columns=columns, force=True))
+    assert {entry["image"]: entry["label"] for entry in listed(tmp_path)} == {f"{n}.png": [1, n % 2] for n in range(8)}
+
+
+def test_a_table_of_masks(tmp_path: Path) -> None:
+    pairs(tmp_path, image="x/{n}.png", label="y/{n}.png")
+    rows = [(f"x/IMG_{n:02}.png", f"y/IMG_{n:02}.png", f"p{n}") for n in range(10)]
+    table(tmp_path / "list.csv", ("file", "outline", "case"), *rows)
+    init(tmp_path, Wishes(columns=Columns(mask="outline")))
+    assert {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)} == set(rows)
+
+
+def test_what_is_unclear_is_one_line(tmp_path: Path) -> None:
+    assert "unpack it" in refused(tmp_path / "pictures.zip")
+    (tmp_path / "empty").mkdir()
+    assert "holds no image" in refused(tmp_path / "empty")
+    picture(tmp_path / "loose" / "a.png")
+    picture(tmp_path / "loose" / "b.png")
+    assert "no sign of what they show" in refused(tmp_path / "loose")
+    many = classes(tmp_path / "many", patients=31, each=1, names=tuple(f"patient{n}" for n in range(31)))
+    assert "too many for classes" in refused(many)
+    half = pairs(tmp_path / "half")
+    (half / "IMG_03_mask.png").unlink()
+    assert "1 of 10 are not usable, the first: IMG_03.png: no mask; mend them, or say --skip" in refused(half)
+    twice = pairs(tmp_path / "twice")
+    mask(twice / "IMG_03_seg.png")
+    assert "two masks of one image" in refused(twice)
+    other = pairs(tmp_path / "other")
+    mask(other / "IMG_03_mask.png", side=20)
+    assert "IMG_03_mask.png: 20 x 20, IMG_03.png is 16 x 16" in refused(other)
+    broken = classes(tmp_path / "broken")
+    (broken / "cat" / "p00_0.png").write_text("no picture")
+    assert "cannot be read as an image" in refused(broken)
+
+
+def test_tables_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    for n in range(6):
+        picture(tmp_path / f"{n}.png")
+    table(tmp_path / "a.csv", ("image", "label"), *((f"{n}.png", n % 2) for n in range(6)))
+    assert "unknown column 'lable'; did you mean label" in refused(tmp_path, columns=Columns(label="lable"))
+    table(tmp_path / "b.csv", ("image", "label"), ("0.png", 1))
+    assert "2 tables may hold the labels (a.csv, b.csv); choose with --table" in refused(tmp_path)
+    table(tmp_path / "b.csv", ("image", "label"), ("0.png", 1), ("0.png", 1), ("9.png", 0))
+    said = refused(tmp_path, table=tmp_path / "b.csv")
+    assert "2 of 3 are not usable" in said and "no file for '9.png'" in said
+    table(tmp_path / "b.csv", ("image", "width"), ("0.png", 1))
+    assert "no column is named like the label; say --label-column, there are image, width" in refused(tmp_path, table=tmp_path / "b.csv")
+
+
+def test_incomplete_images_are_left_out_where_that_is_said(tmp_path: Path) -> None:
+    pairs(tmp_path)
+    (tmp_path / "IMG_03_mask.png").unlink()
+    written = init(tmp_path, Wishes(skip=True))
+    assert len(listed(tmp_path)) == 9 and "left out: IMG_03.png: no mask" in written.render()
+
+
+def test_classes_may_be_asked_for_where_masks_lie_beside(tmp_path: Path) -> None:
+    classes(tmp_path)
+    mask(tmp_path / "cat" / "p00_0_mask.png")
+    assert "no mask" in refused(tmp_path)
+    written = init(tmp_path, Wishes(kind="classification"))
+    assert len(listed(tmp_path)) == 40 and written.found.notes == ("1 masks are not used",)

@@ -1,0 +1,127 @@
+"""A task that is proposed fits the images that it was proposed for, and says why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from downloads import classes, pairs, picture, table
+from medflare.core.errors import ConfigError, DataError
+from medflare.data.checking.check import check_site
+from medflare.data.checking.planning import Plan
+from medflare.data.starting.datalists import Wishes, init
+from medflare.data.starting.proposing import Answers, propose
+from medflare.data.starting.tables import Columns
+from medflare.tasks.config import TaskConfig, load_task
+from volumes import write
+
+
+def proposed(root: Path, wishes: Wishes | None = None, **answers: Any) -> tuple[TaskConfig, Plan]:
+    """The task for a downloaded folder, which its own check accepts."""
+    init(root, wishes or Wishes())
+    plan = propose(root, Answers(**answers))
+    task = load_task(plan.settings)
+    report = check_site(root, task)
+    assert report.ok, report.render()
+    return task, plan
+
+
+def test_classes_by_their_folders(tmp_path: Path) -> None:
+    task, plan = proposed(classes(tmp_path / "Chest X-rays", patients=8))
+    assert (task.name, task.kind, task.target, task.labels) == ("chest_x_rays", "classification", "multiclass", ("cat", "dog"))
+    assert (task.channels, task.size, task.network["name"]) == (1, (16, 16), "small_cnn")
+    assert all(choice.reason for choice in plan.choices)
+    assert next(choice.reason for choice in plan.choices if choice.setting == "sampling").startswith("dog is shown "), "both are named"
+    assert 'labels: ["cat", "dog"]\n    names from the datalist' in plan.render() and "nnU-Net" not in plan.render()
+
+
+def test_a_rare_class_is_drawn_as_often_as_the_others(tmp_path: Path) -> None:
+    for n in range(30):
+        picture(tmp_path / ("rare" if n < 5 else "common") / f"{n}.png", channels=3)
+    task, _ = proposed(tmp_path)
+    assert task.sampling["name"] == "balanced" and task.channels == 3
+
+
+def test_grey_pictures_saved_as_colour_have_one_channel(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for file in classes(tmp_path, patients=6).rglob("*.png"):
+        Image.open(file).convert("RGB").save(file)
+    assert proposed(tmp_path)[0].channels == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((1,), ("binary", ("foreground",), {})),
+        ((255,), ("binary", ("foreground",), {"foreground": [255]})),
+        ((1, 2), ("multiclass", ("background", "structure_1", "structure_2"), {})),
+        ((3, 7), ("multiclass", ("background", "structure_3", "structure_7"), {"structure_3": [3], "structure_7": [7], "background": [0]})),
+    ],
+)
+def test_structures_by_the_values_of_masks(values: tuple[int, ...], expected: tuple[Any, ...], tmp_path: Path) -> None:
+    task, _ = proposed(pairs(tmp_path, values=values))
+    assert (task.target, task.labels, task.label_values) == expected
+    assert (task.network["name"], task.fit) == ("DynUNet", "patch")
+
+
+def test_answers_count(tmp_path: Path) -> None:
+    task, plan = proposed(pairs(tmp_path, values=(1, 2)), name="eyes", labels=("disc", "cup"), size=(32, 16))
+    assert (task.name, task.labels, task.size, task.fit) == ("eyes", ("background", "disc", "cup"), (32, 16), "resize")
+    assert task.network == {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
+    assert sum(choice.setting == "size" for choice in plan.choices) == 1
+    assert load_task(propose(tmp_path, Answers(network="SegResNet", size=(16, 16))).settings).network == {"name": "SegResNet"}
+
+
+def test_findings_of_a_table(tmp_path: Path) -> None:
+    for n in range(12):
+        picture(tmp_path / f"{n}.png")
+    table(tmp_path / "t.csv", ("image", "oedema", "mass"), *((f"{n}.png", n % 2, n // 2 % 2) for n in range(12)))
+    task, _ = proposed(tmp_path, Wishes(columns=Columns(label="oedema,mass")))
+    assert (task.target, task.labels) == ("multilabel", ("oedema", "mass"))
+
+
+def test_volumes_with_named_channels(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for folder in ("imagesTr", "labelsTr"):
+        (tmp_path / folder).mkdir()
+    for case in range(5):
+        for channel in range(2):
+            write(tmp_path / "imagesTr" / f"c{case}_{channel:04}.nii.gz", random.uniform(0, 9, (16, 16, 16)).astype(np.float32), np.eye(4))
+        drawn = np.zeros((16, 16, 16), np.uint8)
+        drawn[4:9, 4:9, 4:9] = 1
+        write(tmp_path / "labelsTr" / f"c{case}.nii.gz", drawn, np.eye(4))
+    (tmp_path / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}}))
+    task, _ = proposed(tmp_path)
+    assert (task.spatial_dims, task.channels, task.labels, task.label_values) == (3, ("T2", "ADC"), ("PZ",), {})
+    assert task.intensity["name"] == "NormalizeIntensity"
+
+
+def test_what_cannot_be_proposed_is_one_line(tmp_path: Path) -> None:
+    root = pairs(tmp_path / "a", values=(1, 2))
+    with pytest.raises(DataError, match=r"a site's folder or the folder of several sites"):
+        propose(root, Answers())
+    init(root)
+    with pytest.raises(ConfigError, match=r"--labels disc: 1 names for the values 1, 2 of the masks; name each"):
+        propose(root, Answers(labels=("disc",)))
+    with pytest.raises(ConfigError, match="--size 8: images have 2 dimensions"):
+        propose(root, Answers(size=(8,)))
+    soft = pairs(tmp_path / "soft")
+    for number, file in enumerate(soft.glob("*_mask.png")):
+        picture(file, 40 + 20 * number)  # many grey levels
+    init(soft)
+    with pytest.raises(DataError, match=r"soft edges, as JPEG makes them\?"):
+        propose(soft, Answers())
+    empty = pairs(tmp_path / "empty", values=())
+    init(empty)
+    with pytest.raises(DataError, match="none of 10 masks marks anything"):
+        propose(empty, Answers())
+
+
+def test_sites_that_name_other_labels_are_refused(tmp_path: Path) -> None:
+    init(classes(tmp_path / "A"))
+    init(classes(tmp_path / "B", names=("cat", "horse")))
+    with pytest.raises(ConfigError, match="name different labels; make them agree"):
+        propose(tmp_path, Answers())

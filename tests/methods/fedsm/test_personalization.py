@@ -1,0 +1,108 @@
+"""The loops that FedSM's Table 6 compares, one round of each by hand, and the server's Adam against torch's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medflare.core.states import StateDict, copy_state
+from medflare.data.sites.site import Site
+from medflare.data.splits import Batch
+from medflare.methods.fedsm.formulas import adam_step
+from medflare.methods.fedsm.personalization import train_apfl, train_per_fedavg, train_pfedme
+from medflare.methods.parts.training import epochs, trainable
+from methods import squares
+
+RATE = 0.05
+
+
+def site_of(batch_size: int) -> Site:
+    """Twelve images, without layers that remember anything."""
+    network = squares.WITHOUT_BATCH_NORM.network
+    return squares.site("A", squares.task(network=network, batch_size=batch_size, optimizer={"name": "sgd", "lr": RATE}))
+
+
+def batches_of(site: Site) -> list[Batch]:
+    return [batch for epoch in epochs(site, 0, "personal") for batch in epoch]
+
+
+def network_of(site: Site, shift: float = 0.0) -> Any:
+    network = site.network()
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(1 + shift)
+    return network.train()
+
+
+def gradients(site: Site, weights: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+    """Of the task's loss at these weights."""
+    network = network_of(site)
+    with torch.no_grad():
+        for own, weight in zip(trainable(network), weights, strict=True):
+            own.copy_(weight)
+    return list(torch.autograd.grad(site.loss(network(batch.images), batch.targets), trainable(network)))
+
+
+def copied(model: nn.Module) -> list[Tensor]:
+    return [weight.detach().clone() for weight in trainable(model)]
+
+
+def assert_at(model: nn.Module, expected: Sequence[Tensor]) -> None:
+    for found, weight in zip(trainable(model), expected, strict=True):
+        torch.testing.assert_close(found.detach(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_per_fedavg_takes_the_second_batchs_gradient_at_the_adapted_model() -> None:
+    site = site_of(batch_size=6)
+    first, second = batches_of(site)
+    model = network_of(site)
+    start = copied(model)
+    train_per_fedavg(model, site, 0, rate=0.1, outer_rate=0.2)
+    adapted = [w - 0.1 * g for w, g in zip(start, gradients(site, start, first), strict=True)]
+    assert_at(model, [w - 0.2 * g for w, g in zip(start, gradients(site, adapted, second), strict=True)])
+
+
+def test_pfedme_descends_to_a_proximal_point_and_moves_towards_it() -> None:
+    site = site_of(batch_size=12)
+    (batch,) = batches_of(site)
+    shared, personal = network_of(site), network_of(site, shift=0.1)
+    origin, theta = copied(shared), copied(personal)
+    train_pfedme(shared, personal, site, 0, rate=0.05, strength=3.0, inner_steps=2, outer_rate=0.2)
+    for _ in range(2):
+        theta = [t - 0.05 * (g + 3.0 * (t - w)) for t, w, g in zip(theta, origin, gradients(site, theta, batch), strict=True)]
+    assert_at(personal, theta)
+    assert_at(shared, [w - 0.2 * 3.0 * (w - t) for w, t in zip(origin, theta, strict=True)])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_apfl_learns_through_the_mixture(rate: float) -> None:
+    """v <- v - η α ∇f(v̄), and α <- α - rate <v - w, ∇f(v̄)> at the same v̄."""
+    site = site_of(batch_size=12)
+    (batch,) = batches_of(site)
+    local, shared = network_of(site, shift=0.3), network_of(site)
+    v, w = copied(local), copied(shared)
+    slope = gradients(site, [0.25 * a + 0.75 * b for a, b in zip(v, w, strict=True)], batch)
+    alpha = 0.25 - rate * float(sum(((a - b) * g).sum() for a, b, g in zip(v, w, slope, strict=True)))
+    workspace = network_of(site)
+    start, anchor = (copy_state(network.state_dict()) for network in (local, shared))
+    trained, mixture, share = train_apfl(workspace, start, anchor, site, 0, share=0.25, rate=rate)
+    assert share == pytest.approx(min(1.0, max(0.0, alpha)), abs=1e-5) and (rate == 0 or share != 0.25)
+    assert_at(workspace, [a - RATE * 0.25 * g for a, g in zip(v, slope, strict=True)])
+    for name, weight in shared.named_parameters():
+        torch.testing.assert_close(mixture[name], share * trained[name] + (1 - share) * weight.detach())
+
+
+def test_the_servers_adam_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(5, generator=generator, dtype=torch.float64))
+    optimizer = torch.optim.Adam([weight], lr=0.01)
+    state: StateDict = {"w": weight.detach().clone(), "buffer": torch.tensor(3)}
+    moments: dict[str, StateDict] = {name: {"w": torch.zeros(5, dtype=torch.float64)} for name in ("exp_avg", "exp_avg_sq")}
+    for step in range(1, 6):
+        weight.grad = torch.randn(5, generator=generator, dtype=torch.float64) * (step != 3)  # one step without a slope
+        optimizer.step()
+        state, moments = adam_step(state, {"w": weight.grad}, moments, step, rate=0.01)
+        torch.testing.assert_close(state["w"], weight.detach())
+    assert state["buffer"] == 3
