@@ -7,7 +7,7 @@
 of ours run the whole federation: enrolment, validation in every round, selection, delivery, results. Other frameworks (`rivals/`) train
 and average as the floor does, in their own simulation. Each is a process of its own on one thread a site; they take turns, so that a
 busy machine slows all of them alike, and what counts is the ratio to the floor. Seconds, processor seconds and memory are of the
-process and everything that it started. A test (tests/test_speed.py) calls `spent` on small runs.
+process and everything that it started. A test (tests/test_speed.py) calls `processor_seconds` on small runs.
 """
 
 import argparse
@@ -137,23 +137,27 @@ def rival(package: str, sites: int, rounds: int) -> None:
     import_module(f"rivals.{package}").run(sites, rounds)
 
 
-def spent(work: Callable[[], None]) -> float:
+def processor_seconds(work: Callable[[], None]) -> float:
     """Processor seconds of a piece of work: of this process and of all that it started, those among them that outlive their parents."""
 
     def so_far() -> float:
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
-    ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0)
-    before, known = so_far(), _orphans()
-    work()
-    deadline = time.monotonic() + _LAST
-    while (left := _orphans() - known) and time.monotonic() < deadline:
-        for process in left:
-            with suppress(ChildProcessError):
-                os.waitpid(process, os.WNOHANG)
-        time.sleep(0.05)
-    return so_far() - before
+    adopt = ctypes.CDLL(None).prctl
+    adopt(_ADOPT, 1, 0, 0, 0)
+    try:
+        before, known = so_far(), _orphans()
+        work()
+        deadline = time.monotonic() + _LAST
+        while (left := _orphans() - known) and time.monotonic() < deadline:
+            for process in left:
+                with suppress(ChildProcessError):
+                    os.waitpid(process, os.WNOHANG)
+            time.sleep(0.05)
+        return so_far() - before
+    finally:  # nobody would wait for what this process adopted later
+        adopt(_ADOPT, 0, 0, 0, 0)
 
 
 def _orphans() -> set[int]:
@@ -215,7 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     known = engines(options.sites, options.rounds)
     if options.one:
-        spent(known[options.one])
+        processor_seconds(known[options.one])
         return
     wanted = tuple((options.only or "").split(","))
     chosen = [name for name in known if name == "floor" or name.startswith(wanted)]

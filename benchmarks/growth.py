@@ -26,7 +26,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from compare import environment, floor, spent
+from compare import environment, floor, processor_seconds
 from components.usage import usage
 from PIL import Image
 
@@ -134,7 +134,7 @@ def bare(scratch: Path, width: int) -> Callable[[], float]:
 
     sites = [open_site("site-1", load_task(task_settings(width)), data_root=scratch / "data")] * BESIDE
     floor(sites, 1)
-    return lambda: spent(lambda: floor(sites, 1)) / BESIDE
+    return lambda: processor_seconds(lambda: floor(sites, 1)) / BESIDE
 
 
 ENGINES = {"loop": loop, "simulator": simulator}
