@@ -163,7 +163,12 @@ def is_dicom(path: Path) -> bool:
 
 def dicom_files(folder: Path) -> int:
     """How many DICOM files lie in a folder."""
-    return sum(file.is_file() and is_dicom(file) for file in folder.iterdir())
+    return sum(1 for _ in _slices_of(folder))
+
+
+def _slices_of(folder: Path) -> Iterator[Path]:
+    """Its DICOM files; each is opened only when it is asked for."""
+    return (file for file in folder.iterdir() if file.is_file() and is_dicom(file))
 
 
 def _holds_dicom(path: Path) -> bool:
@@ -183,7 +188,7 @@ def kind_of(path: Path) -> str:
             raise DataError(f"{path}: file not found; {_instead(path)}")
         if not path.is_dir():
             return ".dcm" if is_dicom(path) else suffix(path)
-        if not dicom_files(path):
+        if not any(_slices_of(path)):
             raise DataError(f"{path}: a folder without DICOM files; name the image's own file, or the folder of one series")
         if any(file.is_dir() for file in path.iterdir()):
             raise DataError(f"{path}: another folder lies among the slices; give every series a folder of its own")
