@@ -31,6 +31,8 @@ def test_candidates_are_checked_before_anything_runs() -> None:
     swapped = Candidate.parse("fedavg:server_half=grace,server.selection=last")
     assert (swapped.server_half, swapped.hyper) == ("grace", {"site": {}, "server": {"selection": "last"}})
     assert Candidate.parse("single-site:site.reset_optimizer=true").hyper["site"] == {"reset_optimizer": True}
+    alone = Candidate.parse("single-site:method=prr,det=false")
+    assert (alone.method, alone.trained_as, alone.hyper["site"]) == ("single-site", "prr", {"det": False})
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,10 @@ def test_candidates_are_checked_before_anything_runs() -> None:
         ("fedavgg", "unknown method 'fedavgg'"),
         ("centralised:server_half=grace", "leave the halves out"),
         ("constant:selection=last", "trains nothing"),
+        ("centralised:method=prr", "leave 'method' out"),
+        ("fedavg:method=prr", "leave 'method' out"),
+        ("single-site:method=prrr", "unknown method 'prrr'"),
+        ("single-site:method=prr,lam=1", "has no hyper-parameter 'lam'"),
     ],
 )
 def test_a_wrong_candidate_is_refused_in_one_line(text: str, reason: str) -> None:

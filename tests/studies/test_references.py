@@ -54,6 +54,18 @@ def test_the_optimizer_is_kept_unless_somebody_says_otherwise(
         reference(Setting(load_task("phantom"), ("A", "B"), 1), 3, hyper=given)
 
 
+def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
+    """PRR's loss and deputy without another site: what is left of its lead here does not come from the exchange."""
+    task = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4, 8]}})
+    last = {"server": {"selection": "last"}}
+    results = single_site(Setting(task, ("site-1", "site-2"), rounds=2), 0, hyper=last | {"site": {"cpa": "local"}}, method="prr")
+    one = run_local("prr", task, ["site-2"], rounds=2, seed=0, resplit=0, cpa="local", selection="last")
+    assert results["method"] == "single-site"
+    assert results["sites"]["site-2"]["metrics"] == one["sites"]["site-2"]["metrics"]
+    plain = single_site(Setting(task, ("site-2",), rounds=2), 0, hyper=last)
+    assert plain["sites"]["site-2"]["metrics"] != one["sites"]["site-2"]["metrics"]
+
+
 def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
     """The networks are equal, the numbers are not; a site outside has both too."""
     task = load_task(tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))

@@ -48,6 +48,7 @@ def add_commands(commands: Commands) -> None:
         examples=(
             "medflare study fedavg fedsm --reference all --sites 3 --rounds 5 --out study",
             "medflare study fedsm fedsm:lam=0.3 fedsm:selection=last,gamma=0.9 --sites 4 --out study",
+            "medflare study single-site prr single-site:method=prr --task phantom_grades --sites 4 --out study_alone",
             "medflare study fedavg moon:server_half=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
             "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
             "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
@@ -66,9 +67,10 @@ def add_commands(commands: Commands) -> None:
         metavar="NAMES",
         help=(
             "comma-separated rows to hold the methods against, or all. constant: the best answer that looks at no image; single-site: "
-            "every site alone; batch-statistics: FedAvg normalised by the test images at hand (networks with BatchNorm); centralised: "
-            "everybody's images in one place. A method with personal models also gets a row 'oracle': the better of global and "
-            "personal at each site, chosen on test images as nobody can"
+            "every site alone (as a row of its own, single-site:method=prr, with another method's loss); batch-statistics: FedAvg "
+            "normalised by the test images at hand (networks with BatchNorm); centralised: everybody's images in one place. A method "
+            "with personal models also gets a row 'oracle': the better of global and personal at each site, chosen on test images as "
+            "nobody can"
         ),
     )
     about = "run a table of a paper and lay it beside the paper's numbers: a name or a JSON file, see app_configs/suites/; "

@@ -30,6 +30,7 @@ class Candidate:
         method: name of a method or of one of `REFERENCES`.
         hyper: hyper-parameters under their halves, those that differ from the defaults.
         site_half, server_half: see `run_local`.
+        trained_as: the method that a reference trains with.
     """
 
     label: str
@@ -37,10 +38,11 @@ class Candidate:
     hyper: Mapping[str, Any] = field(default_factory=dict)
     site_half: str | None = None
     server_half: str | None = None
+    trained_as: str = TRAINED_AS
 
     @classmethod
     def parse(cls, text: str, selection: str | None = None) -> "Candidate":
-        """From "fedsm", "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1" or "moon:server_half=grace".
+        """From "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1", "moon:server_half=grace" or "single-site:method=prr".
 
         Args:
             text: a method or reference with settings.
@@ -59,12 +61,15 @@ class Candidate:
         halves = {name: values.pop(name, None) for name in ("site_half", "server_half")}
         if method in REFERENCES and any(halves.values()):
             raise ConfigError(f"{text}: {method} is no federation, it trains with {TRAINED_AS}'s halves alone; leave the halves out")
-        trained = get_method(TRAINED_AS if method in REFERENCES else method, site=halves["site_half"], server=halves["server_half"])
+        if method != SINGLE_SITE and "method" in values:
+            raise ConfigError(f"{text}: only {SINGLE_SITE} trains with a method of choice; leave 'method' out")
+        trained_as = values.pop("method", TRAINED_AS)
+        trained = get_method(trained_as if method in REFERENCES else method, site=halves["site_half"], server=halves["server_half"])
         trained.check(values)
         hyper = halved(values, trained.hyper_classes, trained.name)
         if selection is not None and method != CONSTANT:
             hyper["server"] = {"selection": selection, **hyper["server"]}
-        return cls(text, method, hyper, **halves)
+        return cls(text, method, hyper, **halves, trained_as=trained_as)
 
     def check(self, task: TaskConfig) -> None:
         """Refuse a task that the row cannot have, before anything runs.
@@ -75,8 +80,9 @@ class Candidate:
         try:
             if self.method == BATCH_STATISTICS:
                 check_adaptable(task)
-            if self.method not in REFERENCES:
-                get_method(self.method, site=self.site_half, server=self.server_half).check(self.hyper, task)
+            if self.method != CONSTANT:
+                trained = self.trained_as if self.method in REFERENCES else self.method
+                get_method(trained, site=self.site_half, server=self.server_half).check(self.hyper, task)
         except ConfigError as error:
             raise ConfigError(f"{self.label}: {error}") from error
 
@@ -96,6 +102,8 @@ class Candidate:
             seed: of everything that is drawn.
             outside: sites that never train.
         """
+        if self.method == SINGLE_SITE:
+            return single_site(setting, seed, outside, self.hyper, self.trained_as)
         if self.method in REFERENCES:
             return REFERENCES[self.method](setting, seed, outside, self.hyper)
         return recorded_run(

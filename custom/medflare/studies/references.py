@@ -1,7 +1,7 @@
 """References that are trained: every site alone, one model of everybody's images, FedAvg's model with the statistics of each batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from medflare.data.sites.opening import open_site
@@ -10,38 +10,42 @@ from medflare.data.splits import SiteData, joined
 from medflare.evaluation.results import FAILED, mean_over_sites
 from medflare.inference.adaptation import check_adaptable
 from medflare.inference.batch_statistics import with_batch_statistics
-from medflare.methods.catalogue import build_deployed
+from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.parts.training import finite_or_none
 from medflare.studies.recorded import CURVES, SCORES, Models, recorded_run
 from medflare.studies.setting import Setting
 
 SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "single-site", "centralised", "batch-statistics"
-TRAINED_AS: Final = "fedavg"  # the method whose halves the references train with, and whose hyper-parameters they take
+TRAINED_AS: Final = "fedavg"  # the method whose halves the references train with unless told, and whose hyper-parameters they take
 POOLED: Final = "all-sites"  # name of the one site that centralised training has
 
 
-def single_site(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def single_site(
+    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None, method: str = TRAINED_AS
+) -> dict[str, Any]:
     """Every site trains alone, for as many epochs as in the federation, and is measured on its own test images.
 
     Args:
         setting: task, sites, data and rounds.
         seed: of everything that is drawn, the split included.
         outside: sites that are left out.
-        hyper: of `TRAINED_AS`, under their halves.
+        hyper: of the method, under their halves.
+        method: what each site runs, as a federation of its own. What a method gains beyond this row comes from the other sites, and not
+            from its loss or from a second model.
 
     Returns:
         One results dict for all sites.
     """
     runs = {
         site: recorded_run(
-            TRAINED_AS,
+            method,
             setting.task,
             [site],
             rounds=setting.rounds,
             seed=seed,
             data_root=setting.data_root,
             resplit=seed,
-            **_uninterrupted(hyper or {}),
+            **_uninterrupted(hyper or {}, method),
         )
         for site in setting.sites
         if site not in outside
@@ -146,9 +150,13 @@ def _merged_curves(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     return curves
 
 
-def _uninterrupted(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters, with an optimizer that keeps its moments as if there were no rounds, unless they say otherwise."""
-    return {**hyper, "site": {"reset_optimizer": False, **hyper.get("site", {})}}
+def _uninterrupted(hyper: Mapping[str, Any], method: str = TRAINED_AS) -> dict[str, Any]:
+    """The hyper-parameters, with an optimizer that keeps its moments as if there were no rounds, unless they say otherwise.
+
+    A method that does not ask keeps them or not as it always does.
+    """
+    asks = "reset_optimizer" in {setting.name for setting in fields(get_method(method).hyper_classes["site"])}
+    return {**hyper, "site": {**({"reset_optimizer": False} if asks else {}), **hyper.get("site", {})}}
 
 
 def _reference(method: str, results: dict[str, Any], traffic: Mapping[str, int] | None = None) -> dict[str, Any]:
