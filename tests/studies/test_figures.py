@@ -8,7 +8,14 @@ import pytest
 
 from medflare.cli import main
 from medflare.studies.archive import run_folder, write_run
-from medflare.studies.figures import learning_curves, patients_by_site, routing_coefficients, selector_confusion, study_figures
+from medflare.studies.figures import (
+    learning_curves,
+    patients_by_site,
+    routing_coefficients,
+    selector_confusion,
+    similarity_of_updates,
+    study_figures,
+)
 from medflare.studies.statistics.seeds import Run
 
 
@@ -56,6 +63,17 @@ def test_patients_have_a_box_at_every_site_where_somebody_kept_their_scores(runs
     )
     assert {"A", "X (outside)", "fedsm, global", "fedsm, deployed", "fedavg", "test Dice of a patient"} <= set(shown.splitlines())
     assert patients_by_site({"fedavg": runs}, "dice") is None
+
+
+def test_updates_are_compared_in_the_mean_over_runs(runs: list[Run]) -> None:
+    def of(cosine: float) -> Run:
+        model = {"A": {"A": 1.0, "B": cosine}, "B": {"A": cosine, "B": 1.0}}
+        return {**runs[0], "similarity": {"head": {"A": {"A": 7.0}}, "model": model}}
+
+    shown = text(similarity_of_updates({"grace": [of(0.25), of(-0.75)], "fedavg": runs}))
+    assert "grace" in shown and "fedavg" not in shown
+    assert [shown.count(cosine) for cosine in ("1.00", "-0.25", "7.00")] == [2, 2, 0]
+    assert similarity_of_updates({"fedavg": runs}) is None
 
 
 def test_a_selector_shows_what_it_takes_images_for(selecting: Run, runs: list[Run]) -> None:

@@ -109,6 +109,24 @@ def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
     return total
 
 
+def cosines(gram: Tensor) -> Tensor:
+    """cos(u_j, u_k) from the inner products <u_j, u_k>; 0 with a vector of length 0, itself included.
+
+    Args:
+        gram: (..., K, K).
+
+    Returns:
+        (..., K, K).
+
+    Examples:
+        >>> cosines(torch.tensor([[4.0, -6.0, 0.0], [-6.0, 9.0, 0.0], [0.0, 0.0, 0.0]])).tolist()
+        [[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
+    return torch.where(scale > 0, gram / scale, torch.zeros_like(gram))
+
+
 def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDict:
     """new - old for floating entries; integer entries keep the new value.
 

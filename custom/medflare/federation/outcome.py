@@ -15,6 +15,7 @@ class StepReport:
         facts: site -> facts of its usable reply.
         rejected: site -> why there is none.
         aggregation: site -> numbers that the server half noted about it, see `ServerContext.note`.
+        similarity: entry -> site -> site -> cosine of what they sent, see `Screened.similarity`.
     """
 
     step: Step
@@ -25,6 +26,7 @@ class StepReport:
     down_bytes: int
     up_bytes: int
     aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    similarity: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
         """The step as metrics.jsonl and the report have it."""

@@ -117,7 +117,7 @@ class Federation:
         self.server.aggregate(step, accepted)
         traffic = self.outcome.down_bytes - down, self.outcome.up_bytes - up
         facts = {site: reply.facts for site, reply in accepted.items()}
-        report = StepReport(step, index, facts, rejected, time.monotonic() - started, *traffic, context.notes)
+        report = StepReport(step, index, facts, rejected, time.monotonic() - started, *traffic, context.notes, screened.similarity)
         self.outcome.history.append(report.line())
         self.on_step(report)
 

@@ -1,4 +1,4 @@
-"""A study's figures as SVG files: learning curves, patients by site, what a selector took images for, how routing mixed.
+"""A study's figures as SVG files: learning curves, patients by site, how alike updates are, a selector's confusion, how routing mixed.
 
 They are drawn from what the runs keep, so they can be made again without training. A file is read on light and on dark pages: what is
 drawn in the page's text colour elsewhere is grey here.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from medflare.evaluation.figures import COLOURS, INK, as_svg, look_of, quieten
 from medflare.evaluation.presentation import metric_label
 from medflare.studies.constant import CONSTANT
-from medflare.studies.recorded import CURVES, SCORES
+from medflare.studies.recorded import CURVES, SCORES, SIMILARITY
 from medflare.studies.statistics.seeds import Run
 from medflare.studies.tables.choices import balanced_accuracy, confusion
 from medflare.studies.tables.curves import curve_of
@@ -40,6 +40,7 @@ def study_figures(groups: Groups) -> dict[str, str]:
     drawn = {
         "curves": learning_curves(groups, metric),
         "patients": patients_by_site(groups, metric),
+        "similarity": similarity_of_updates(groups),
         "selector": selector_confusion(groups),
         "routing": routing_coefficients(groups),
     }
@@ -125,6 +126,33 @@ def patients_by_site(groups: Groups, metric: str) -> str | None:
     return as_svg(draw, width=max(6.0, 0.35 * len(boxes) * len(sites)), height=3.8)
 
 
+def similarity_of_updates(groups: Groups) -> str | None:
+    """Cosines of the sites' updates, a panel for every row, mean over rounds and runs; None where no row has two sites that sent some.
+
+    What a site sends may be more than a model; shown is the entry "model", or else the first.
+
+    Args:
+        groups: as for `study_figures`.
+    """
+    panels: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for label, runs in groups.items():
+        for found in (run[SIMILARITY] for run in runs if run.get(SIMILARITY)):
+            for site, row in found.get("model", next(iter(found.values()))).items():
+                for other, value in row.items():
+                    panels.setdefault(label, {}).setdefault(site, {}).setdefault(other, []).append(value)
+    if not panels:
+        return None
+
+    def draw(figure: "Figure") -> None:
+        for axis, (label, found) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True):
+            sites = sorted(found)
+            means = np.array([[np.mean(found[site].get(other, [np.nan])) for other in sites] for site in sites])
+            _heatmap(axis, means, sites, sites)
+            axis.set_title(label, fontsize=9, loc="left")
+
+    return as_svg(draw, width=max(4.0, 3.4 * len(panels)), height=3.2)
+
+
 def selector_confusion(groups: Groups) -> str | None:
     """Which site's model a selector took test images for, a panel for every row that has one, all seeds together; None where none has.
 
@@ -183,7 +211,7 @@ def routing_coefficients(groups: Groups) -> str | None:
 
 
 def _heatmap(axis: "Axes", shares: NDArray[np.float64], rows: Sequence[str], columns: Sequence[str]) -> None:
-    """Shares from 0 to 1, each written into its cell."""
+    """Numbers of which those from 0 to 1 differ in colour, each written into its cell."""
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axis.set_xticks(range(len(columns)), columns, rotation=30, ha="right")
     axis.set_yticks(range(len(rows)), rows)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.message import Message
-from medflare.core.states import StateDict, bytes_of, stretches
+from medflare.core.states import StateDict, bytes_of, cosines, stretches
 
 _DIGEST: Final = 8  # bytes
 _STRETCH: Final = 2**12  # numbers of 8 bytes
@@ -43,6 +43,12 @@ class Evidence:
     def lengths(self) -> dict[str, float]:
         """site -> Euclidean length of its update."""
         return dict(zip(self.sites, self.products.diagonal().clamp(min=0).sqrt().tolist(), strict=True))
+
+    @property
+    def cosines(self) -> dict[str, dict[str, float]]:
+        """site -> site -> cosine of their updates; 0 with one of length 0."""
+        rows = zip(self.sites, cosines(self.products).tolist(), strict=True)
+        return {site: dict(zip(self.sites, row, strict=True)) for site, row in rows}
 
     def of(self, sites: tuple[str, ...]) -> "Evidence":
         """The same for some of the sites.
@@ -98,14 +104,11 @@ def cosines_to_the_others(products: Tensor) -> Tensor:
         >>> cosines_to_the_others(torch.tensor([[1.0, 1.0, -2.0], [1.0, 1.0, -2.0], [-2.0, -2.0, 4.0]]))
         tensor([nan, nan, -1.])
     """
-    lengths = products.diagonal().clamp(min=0).sqrt()
-    directions = torch.where(lengths > 0, 1 / lengths, 0.0)
-    cosines = products * directions[:, None] * directions[None, :]
-    cosines = cosines - torch.diag(cosines.diagonal())
-    along = cosines.sum(dim=1)  # <û_k, Σ_{j≠k} û_j>
-    count = (lengths > 0).sum()
-    squared = (count - 1) + cosines.sum() - 2 * along  # |Σ_{j≠k} û_j|²
-    known = (lengths > 0) & (squared > 1e-9)
+    moved = products.diagonal() > 0
+    others = cosines(products).fill_diagonal_(0)
+    along = others.sum(dim=1)  # <û_k, Σ_{j≠k} û_j>
+    squared = (moved.sum() - 1) + others.sum() - 2 * along  # |Σ_{j≠k} û_j|²
+    known = moved & (squared > 1e-9)
     return torch.where(known, along / squared.clamp(min=1e-9).sqrt(), math.nan)
 
 

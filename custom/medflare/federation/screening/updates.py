@@ -28,12 +28,14 @@ class Screened:
 
     Attributes:
         taken: what this step adds to the memory of the screening, once it has come to its end.
+        similarity: entry -> site -> site -> cosine of their accepted updates, of entries that are new versions of what was sent, or steps.
     """
 
     accepted: dict[str, Message]
     rejected: dict[str, str]
     suspicious: dict[str, str] = field(default_factory=dict)
     taken: Taken = field(default_factory=Taken)
+    similarity: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
 
 def screen(
@@ -94,7 +96,8 @@ def screen(
         rejected, suspicious = rejected | suspicious, {}
         accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
         left = _of(found, list(accepted))
-    return Screened(accepted, dict(sorted(rejected.items())), suspicious, _taken(left, digests, past))
+    similarity = {_entry(key): evidence.cosines for key, evidence in left.items() if evidence.whole}
+    return Screened(accepted, dict(sorted(rejected.items())), suspicious, _taken(left, digests, past), similarity)
 
 
 def _reason(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
 from medflare.core.packages import require
-from medflare.core.states import StateDict, blend, gram, weighted_mean
+from medflare.core.states import StateDict, blend, cosines, gram, weighted_mean
 
 Granularity = Literal["total", "split", "reweight"]
 NegativeRule = Literal["shift", "clip", "none"]
@@ -87,19 +87,13 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
         ([[1.0, 1.0], [1.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]])
     """
     if granularity == "total":
-        return _cosines(grams.sum(dim=0))
+        return cosines(grams.sum(dim=0))
     if granularity == "split":
-        return _cosines(grams).mean(dim=0)
+        return cosines(grams).mean(dim=0)
     if granularity == "reweight":
         depth = torch.linspace(1, 0, len(grams), dtype=grams.dtype)
-        return torch.einsum("l,lij->ij", depth / depth.sum(), _cosines(grams))
+        return torch.einsum("l,lij->ij", depth / depth.sum(), cosines(grams))
     raise ValueError(f"granularity must be one of {', '.join(get_args(Granularity))}, got {granularity!r}")
-
-
-def _cosines(gram: Tensor) -> Tensor:
-    norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
-    scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
-    return torch.where(scale > 0, gram / scale, torch.zeros_like(gram))
 
 
 def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
