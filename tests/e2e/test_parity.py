@@ -61,6 +61,7 @@ class Case(NamedTuple):
     rounds: int
     process_per_task: bool = False
     hyper: Mapping[str, Any] = {}
+    wire: str = "fp32"
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -70,7 +71,7 @@ class Case(NamedTuple):
         """What `build_job` and `run_local` take."""
         tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
         task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": SMALL_CNN, "batch_size": 32}
-        return {"task": task, "rounds": self.rounds, "seed": 5, "outside": self.sites[self.inside :]}
+        return {"task": task, "rounds": self.rounds, "seed": 5, "outside": self.sites[self.inside :], "wire": self.wire}
 
 
 CASES = {
@@ -86,7 +87,7 @@ CASES = {
     "fedrep": Case("phantom", 2, 1, 1),
     "fedprox": Case("phantom", 2, 0, 1),
     "fedbn": Case("phantom_grades", 2, 1, 1),
-    "ditto": Case("phantom", 2, 0, 2),
+    "ditto": Case("phantom", 2, 0, 2, wire="bf16"),
 }
 
 
