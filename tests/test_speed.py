@@ -37,7 +37,7 @@ def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor:
 
 def test_the_simulator_imports_torch_once(compare: ModuleType, floor: float) -> None:
     """Beside the training there are FLARE's processes and one import of torch and MONAI for all sites, each as long as some rounds."""
-    # 4.7 when the host in which sites train was not counted; what it adds is the training and one import, about 2.5.
+    # 10.0 and 10.8 on a busy machine (2026-11-22): the training itself, FLARE's processes, and torch and MONAI at the server and the host.
     assert compare.processor_seconds(lambda: compare.simulator(SITES, ROUNDS, SITES)) < 14 * floor
 
 
