@@ -105,7 +105,7 @@ def test_numbers_are_enough_where_no_place_is_known(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_image(folder, 1)[0, 0, 0], array[0, 0, 0])
 
 
-@pytest.mark.parametrize("tags", [{}, {"ImageOrientationPatient": [0.8, 0, 0.6, 0, 1, 0]}, {"PixelSpacing": None}])
+@pytest.mark.parametrize("tags", [{}, {"ImageOrientationPatient": [0.96, 0, 0.28, 0, 1, 0]}, {"PixelSpacing": None}])
 def test_headers_tell_where_a_series_lies(tmp_path: Path, tags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The very affine that MONAI gives for the pixels, whichever way the slices are numbered, and no pixel is decoded."""
     folder = dicom_series(tmp_path / "ct")
