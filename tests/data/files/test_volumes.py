@@ -119,8 +119,10 @@ def test_oblique_affine_nan_picture_and_other_grid(tmp_path: Path) -> None:
 
 def test_a_grid_that_nobody_knows_differs_by_its_shape_alone() -> None:
     known, unknown = Grid(SHAPE, affine()), Grid(SHAPE, np.eye(4), known=False)
-    assert known.difference(unknown) == "" and unknown.spacing is None
-    assert turned(VOLUME[None], unknown, cube_task())[1] is unknown
+    assert unknown.difference(Grid(SHAPE, np.eye(4), known=False)) == "" and unknown.spacing is None
+    assert turned(VOLUME[None], unknown, cube_task())[1] is unknown and unknown.turned("SPL") is unknown
+    for one, other in ((known, unknown), (unknown, known)):  # the one would be turned and the other not
+        assert one.difference(other) == "only one of them says where it lies"
 
 
 def test_a_dicom_series_has_its_place_in_space(tmp_path: Path) -> None:

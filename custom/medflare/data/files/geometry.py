@@ -76,8 +76,8 @@ class Grid:
         """
         if self.shape != other.shape:
             return f"{by(other.shape)} voxels, not {by(self.shape)}"
-        if not (self.known and other.known):
-            return ""
+        if self.known != other.known:
+            return "only one of them says where it lies"
         corners = np.array([[*np.multiply(place, np.subtract(self.shape, 1)), 1] for place in np.ndindex(2, 2, 2)])
         apart = np.abs(corners @ (self.affine - other.affine).T).max()
         return f"up to {apart:.3g} mm away" if apart > most else ""
