@@ -136,13 +136,14 @@ def read_channels(files: Sequence[Path | None], channels: int, pick: Sequence[in
             continue
         array, grid = read_volume(file)
         array = picked(finite(array, file), pick if len(files) == 1 else (), file)
-        arrays.append(of_channels(array, channels if len(files) == 1 else 1, file))
+        array = of_channels(array, channels if len(files) == 1 else 1, file)
         if first is None:
             first = (file, grid)
-            continue
-        if difference := first[1].difference(grid.turned(first[1].codes)):
+        elif difference := first[1].difference(grid.turned(first[1].codes)):
             raise DataError(f"{file}: lies on another grid than {first[0].name} ({difference}); resample one to the other first")
-        arrays[-1] = apply_turn(arrays[-1], grid.turn(first[1].codes))
+        else:
+            array = apply_turn(array, grid.turn(first[1].codes))
+        arrays.append(array)
     assert first is not None  # the caller has seen to it
     zeros = np.zeros((1, *first[1].shape), np.float32)
     return np.concatenate([zeros if array is None else array for array in arrays]), first[1]
