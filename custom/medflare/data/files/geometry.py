@@ -112,10 +112,10 @@ def check_affine(affine: np.ndarray, path: Path) -> None:
         path: of the file, for the message.
 
     Raises:
-        DataError: an axis without length, or one that leans too far away from each of the patient's.
+        DataError: an axis without length, a number that is none, or an axis that leans too far away from each of the patient's.
     """
     sides = sides_of(affine)
-    check_spacing(sides, path)
+    check_spacing(sides if np.isfinite(affine).all() else np.full(3, np.nan), path)
     leaning = math.degrees(float(np.arccos(np.abs(affine[:3, :3] / sides).max(axis=0).clip(max=1)).max()))
     if leaning > _ALIGNED or len(set(np.abs(affine[:3, :3]).argmax(axis=0))) < 3:
         raise DataError(
