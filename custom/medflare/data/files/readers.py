@@ -18,7 +18,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.geometry import check_affine, check_spacing
+from medflare.data.files.geometry import check_affine, check_spacing, sides_of
 from medflare.data.files.series import number_by_place, refuse_lost, refuse_mixed
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -322,8 +322,10 @@ def stored_nifti(path: Path) -> tuple[np.ndarray, np.ndarray]:
         array, meta = reader.get_data(image)
     _refuse_compound(array, path)
     if array.ndim > 2 and isinstance(image.header, nibabel.Nifti1Header):
-        with ImageOpener(path) as file:  # nibabel repairs a spacing that is 0 or negative and says nothing
-            check_spacing(type(image.header).from_fileobj(file, check=False)["pixdim"][1:4], path)
+        with ImageOpener(path) as file:  # a spacing that is 0 or negative is repaired by nibabel and MONAI, who say nothing
+            header = type(image.header).from_fileobj(file, check=False)
+        for sides in (header["pixdim"][1:4], sides_of(header.get_best_affine())):
+            check_spacing(sides, path)
     return array, in_millimetres(np.asarray(meta["affine"], np.float64), image.header)
 
 
