@@ -83,6 +83,22 @@ def test_spacing_that_is_none(tmp_path: Path, pixdim: float, words: str) -> None
             read(file)
 
 
+def test_the_affine_of_a_file_is_its_own(tmp_path: Path) -> None:
+    """Written beside a spacing that was left at 1 mm: MONAI would take the volume for one that lies nowhere, and viewers do not."""
+    for codes in ("LPS", "SAR"):
+        image = nibabel.Nifti1Image(VOLUME, None)
+        image.header.set_sform(affine(codes), code=1)
+        nibabel.save(image, tmp_path / "alone.nii")
+        write(tmp_path / "usual.nii", VOLUME, affine(codes))
+        np.testing.assert_array_equal(read_volume(tmp_path / "alone.nii")[1].affine, affine(codes))
+        np.testing.assert_array_equal(read_image(tmp_path / "alone.nii", 1), read_image(tmp_path / "usual.nii", 1))
+    image.header.set_sform(affine() * [0, 1, 1, 1], code=1)
+    nibabel.save(image, tmp_path / "flat.nii")
+    for read in (read_volume, lambda path: read_image(path, 1), read_mask):
+        with pytest.raises(DataError, match=r"flat.nii: spacing 0 x 1 x 3 mm, each must be above 0; correct the file's header$"):
+            read(tmp_path / "flat.nii")
+
+
 @pytest.mark.parametrize("spacing", [None, [2.0, 1.0, 1.5]])
 def test_a_tilted_volume_keeps_its_own_grid(tmp_path: Path, spacing: list[float] | None) -> None:
     """Its axes are exchanged and flipped as a whole, resampled along themselves, and come back to where they were."""

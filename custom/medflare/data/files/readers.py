@@ -321,12 +321,14 @@ def stored_nifti(path: Path) -> tuple[np.ndarray, np.ndarray]:
         image = reader.read(path)
         array, meta = reader.get_data(image)
     _refuse_compound(array, path)
+    affine = np.asarray(meta["affine"], np.float64)
     if array.ndim > 2 and isinstance(image.header, nibabel.Nifti1Header):
-        with ImageOpener(path) as file:  # a spacing that is 0 or negative is repaired by nibabel and MONAI, who say nothing
+        with ImageOpener(path) as file:  # as it is stored: nibabel repairs the spacing, and MONAI gives up an affine that disagrees with it
             header = type(image.header).from_fileobj(file, check=False)
-        for sides in (header["pixdim"][1:4], sides_of(header.get_best_affine())):
+        affine = header.get_best_affine()
+        for sides in (header["pixdim"][1:4], sides_of(affine)):
             check_spacing(sides, path)
-    return array, in_millimetres(np.asarray(meta["affine"], np.float64), image.header)
+    return array, in_millimetres(affine, image.header)
 
 
 def in_millimetres(affine: np.ndarray, header: Any) -> np.ndarray:
