@@ -1,5 +1,6 @@
 """What is written on the command line becomes hyper-parameters of a half, settings of the task, or one line that says what is wrong."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -8,11 +9,14 @@ from typing import Any
 
 import pytest
 
+import small
 from cli.pair import EMPTY, PAIR
 from medflare.cli.command import command_line
 from medflare.cli.options import data_root, hyper_and_task, run_arguments, set_values, site_names, task_with
 from medflare.core.errors import ConfigError
+from medflare.inference.deployed import plain_message, save_model
 from medflare.methods.method import Method
+from medflare.networks.catalogue import initial_network
 
 ROOT = "MEDFLARE_DATA_ROOT"
 
@@ -47,6 +51,18 @@ def test_settings_of_the_task_reach_into_it() -> None:
     assert hyper == {"site": {}, "server": {}}
     assert (task.batch_size, task.optimizer["lr"], task.resplit) == (8, 0.5, 4)
     assert task.optimizer["name"] == task_with("phantom", {}).optimizer["name"]
+
+
+def test_training_goes_on_from_a_delivered_model(tmp_path: Path) -> None:
+    """With its own task, which names the file by its hash and no place; one of another network is refused before a job is written."""
+    task = task_with(small.tiny_phantom(), {})
+    save_model(tmp_path, task, plain_message(initial_network(task, 3).state_dict()), {})
+    _, found = read(more=("--from", str(tmp_path)))
+    digest = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+    weights = {"file": "model.safetensors", "sha256": digest, "format": "medflare", "part": "all"}
+    assert found.network == {**task.network, "weights": weights} and found.size == task.size
+    with pytest.raises(ConfigError, match=r"^weights .*model.safetensors: they do not fit network unet of task phantom: "):
+        read("task.network.channels=8,16", more=("--from", str(tmp_path)))
 
 
 def test_a_hyper_parameter_may_be_called_like_a_setting_of_the_run() -> None:

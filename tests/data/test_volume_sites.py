@@ -10,6 +10,7 @@ import numpy as np
 import pydicom
 import pytest
 import torch
+from nibabel import orientations
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.cache.decoded import _memory
@@ -77,6 +78,20 @@ def test_a_label_of_another_grid_and_pictures_in_a_task_of_volumes(tmp_path: Pat
         load_site_data("B", cube_task(), folder)
     with pytest.raises(DataError, match=r"0.png: a picture, the task has spatial_dims 3; give NIfTI files or folders with a DICOM series"):
         load_site_data("A", cube_task(channels=1), make_site())
+
+
+@pytest.mark.parametrize("changes", [{}, {"fit": "patch", "orientation": "PSR", "spacing": [1.5, 1.5, 1.5]}], ids=["stored", "resampled"])
+@pytest.mark.parametrize("name", ["mask", "flair"])
+def test_a_mask_or_a_channel_may_be_stored_along_other_axes(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """It says so, and lies where its image lies; tools that draw masks turn them at will."""
+    folder, task = make_volumes(tmp_path / "A"), cube_task(**changes)
+    expected = load_site_data("A", task, folder).train
+    _memory.clear()
+    stored = nibabel.load(folder / f"p0_{name}.nii.gz")
+    turn = orientations.ornt_transform(orientations.io_orientation(stored.affine), orientations.axcodes2ornt(("S", "L", "A")))
+    nibabel.save(stored.as_reoriented(turn), folder / f"p0_{name}.nii.gz")
+    found = load_site_data("A", task, folder).train
+    assert torch.equal(found.image(0), expected.image(0)) and torch.equal(found.targets[0], expected.targets[0])
 
 
 def test_slices_belong_together_only_on_one_grid(tmp_path: Path) -> None:

@@ -296,8 +296,8 @@ def test_an_answer_that_is_no_number_is_no_prediction(tmp_path: Path, data_root:
     ("settings", "text"),
     [
         ({"adapt": "magic"}, "no adaptation 'magic'; known are auto, none, tent, dsbn"),
-        ({"device": "cuda:77"}, "device 'cuda:77' cannot be used here"),
-        ({"device": "toaster"}, "device 'toaster' cannot be used here"),
+        ({"device": "cuda:77"}, "predict: (device 'cuda:77' is not available here|there is no device 'cuda:77')"),
+        ({"device": "toaster"}, "predict: unknown device 'toaster'"),
         ({"adapt": "tent"}, "has no BatchNorm"),
     ],
 )

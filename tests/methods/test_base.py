@@ -184,3 +184,14 @@ def test_a_plans_network_has_no_memory() -> None:
     assert {name: tensor.shape for name, tensor in plan.template().items()} == {n: t.shape for n, t in squares.start().items()}
     selector = plan.template({"name": "compact_selector", "side": 4, "hidden": 8}, 3)
     assert list(selector.values())[-1].shape[0] == 3
+
+
+def test_networks_stay_where_they_are_from_round_to_round() -> None:
+    """Built and brought to the device once; a round loads its weights into the memory that is there."""
+    half, weights = squares.half(FedAvgSite), squares.start()
+    network = half.network("model", weights)
+    places = [tensor.data_ptr() for tensor in network.state_dict().values()]
+    again = half.network("model", {name: tensor + 1 for name, tensor in weights.items()})
+    assert again is network and half.network("other", weights) is not network
+    assert [tensor.data_ptr() for tensor in network.state_dict().values()] == places
+    assert squares.equal(network.state_dict(), {name: tensor + 1 for name, tensor in weights.items()})

@@ -3,7 +3,6 @@
 import gzip
 import io
 import re
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,9 @@ from torch.nn import functional
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically
+from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import NIFTI, suffix
-from medflare.data.files.series import number_by_place
-from medflare.data.files.volumes import Grid
+from medflare.data.files.volumes import series_grid
 from medflare.data.targets import stored_values
 from medflare.inference.dicom_seg import dicom_seg
 from medflare.inference.inputs import Input
@@ -118,7 +117,7 @@ def write_masks(
     if seg and source.path.is_dir():
         structures = label_masks(masks if grid else np.swapaxes(masks, 1, 2), task)
         file = out / f"{source.name}_seg.dcm"
-        write_atomically(file, dicom_seg(source.path, structures, grid.affine if grid else _dicom_affine(source.path), task))
+        write_atomically(file, dicom_seg(source.path, structures, grid.affine if grid else series_grid(source.path).affine, task))
         return [file]
     files = []
     for number, mask in enumerate(masks):
@@ -153,7 +152,7 @@ def _nifti(path: Path, mask: np.ndarray, grid: Grid | None) -> bytes:
     elif grid:
         volume = nibabel.Nifti1Image(compact, grid.affine)
     else:
-        volume = nibabel.Nifti1Image(np.swapaxes(compact, 0, 1), _dicom_affine(path))
+        volume = nibabel.Nifti1Image(np.swapaxes(compact, 0, 1), series_grid(path).affine)
     volume.set_data_dtype(compact.dtype)
     return gzip.compress(volume.to_bytes(), mtime=0)
 
@@ -167,16 +166,3 @@ def _as_stored(mask: np.ndarray, affine: np.ndarray) -> np.ndarray:
     lps = orientations.axcodes2ornt(("L", "P", "S"))
     stored = orientations.io_orientation(affine)
     return orientations.apply_orientation(np.swapaxes(mask, 0, 1), orientations.ornt_transform(lps, stored))
-
-
-def _dicom_affine(path: Path) -> np.ndarray:
-    """(column, row, slice) to millimetres in RAS; the identity where the files do not say."""
-    from monai.data.image_reader import PydicomReader
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")
-        reader = PydicomReader()
-        stored = reader.read(path)
-        if isinstance(stored, list):
-            number_by_place(stored)
-        return np.asarray(reader.get_data(stored)[1]["affine"])

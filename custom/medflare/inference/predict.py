@@ -22,7 +22,9 @@ from medflare.core.message import Message
 from medflare.core.store import csv_text, write_atomically
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture
-from medflare.data.files.volumes import Grid, read_channels, turned, turned_back
+from medflare.data.files.geometry import Grid
+from medflare.data.files.volumes import read_channels, turned, turned_back
+from medflare.data.sites.computing import usable_device
 from medflare.data.sites.fitting import windows_of
 from medflare.data.sites.scoring import predict_each, scoring_batch
 from medflare.data.transforms import Preprocessing
@@ -159,7 +161,7 @@ def predict(
         check_writable()
     inputs, problems = find_inputs(images, out, task.channel_names)
     summary = Summary(out / TABLE, len(inputs) + len(problems), say, progress)
-    model = prediction_model(stored, builder, adapt).to(checked_device(device)).eval()
+    model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
     for problem in problems:
         summary.fail(problem)
     prepared = Repeated(lambda: _readable(inputs, task, summary.fail))  # not kept: all of them need not fit into memory
@@ -380,18 +382,3 @@ def _write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         write_atomically(path, csv_text(rows, columns).encode())
     except OSError as error:
         raise StateError(f"{path}: cannot be written ({error.strerror or error}); give --out another folder") from error
-
-
-def checked_device(name: str) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ConfigError: no such device on this machine.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n", maxsplit=1)[0]
-        raise ConfigError(f"device {name!r} cannot be used here ({reason}); use cpu, or cuda where there is a driver") from error
-    return device

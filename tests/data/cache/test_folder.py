@@ -1,5 +1,6 @@
 """The folder of decoded images: private, bounded, and nothing that is in use is ever removed."""
 
+import errno
 import os
 import stat
 import time
@@ -73,6 +74,17 @@ def test_the_longest_unused_make_room(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=r"more than cache\.limit_gb = 4e-06, and no entry is out of use"):
             room.take(1001)
     assert held is not None and held.closed
+
+
+def test_what_a_read_only_folder_holds_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = _entry(tmp_path, 1)
+
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    with hold(entry) or pytest.fail("it is there"):
+        assert (entry / "content").exists()
 
 
 def test_cleaning(tmp_path: Path) -> None:

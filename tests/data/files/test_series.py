@@ -9,7 +9,7 @@ import pytest
 
 from medflare.core.errors import DataError
 from medflare.data.files.readers import read_image
-from medflare.data.files.volumes import read_volume
+from medflare.data.files.volumes import read_volume, series_grid
 from volumes import dicom_series
 
 
@@ -73,3 +73,47 @@ def test_slices_are_stacked_as_they_lie(tmp_path: Path, numbers: tuple[int, ...]
     array, grid = read_volume(folder)
     heights = [(grid.affine @ [0, 0, k, 1])[2] for k in range(4)]
     np.testing.assert_allclose(array[0, 0, 0], [100 * (height - 30) / 2 for height in heights], atol=1e-3)
+
+
+def _strip(folder: Path, *tags: str, of: tuple[int, ...] = (0, 1, 2, 3)) -> Path:
+    for number in of:
+        dataset = pydicom.dcmread(folder / f"{number}.dcm")
+        for tag in tags:
+            del dataset[tag]
+        dataset.save_as(folder / f"{number}.dcm")
+    return folder
+
+
+def test_slices_of_which_nothing_says_how_they_follow_each_other(tmp_path: Path) -> None:
+    """MONAI leaves out what has no number, and takes equal numbers in the order of the file system."""
+    lost = _strip(_strip(dicom_series(tmp_path / "lost"), "ImagePositionPatient"), "InstanceNumber", of=(2,))
+    same = _strip(dicom_series(tmp_path / "same"), "ImagePositionPatient")
+    for number in range(4):
+        change(same / f"{number}.dcm", InstanceNumber=1)
+    some = _strip(dicom_series(tmp_path / "some"), "InstanceNumber")
+    _strip(some, "ImagePositionPatient", of=(1,))
+    for folder in (lost, same, some):
+        for read in (read_volume, lambda path: read_image(path, 1), series_grid):
+            with pytest.raises(DataError, match=rf"{folder.name}: neither places .* nor numbers .* say how its slices follow each other"):
+                read(folder)
+
+
+def test_numbers_are_enough_where_no_place_is_known(tmp_path: Path) -> None:
+    folder = _strip(dicom_series(tmp_path / "ct"), "ImagePositionPatient", of=(1, 3))
+    array, grid = read_volume(folder)
+    assert array[0, 0, 0].tolist() == [0, 100, 200, 300] and not grid.known and not series_grid(folder).known
+    np.testing.assert_array_equal(read_image(folder, 1)[0, 0, 0], array[0, 0, 0])
+
+
+@pytest.mark.parametrize("tags", [{}, {"ImageOrientationPatient": [0.96, 0, 0.28, 0, 1, 0]}, {"PixelSpacing": None}])
+def test_headers_tell_where_a_series_lies(tmp_path: Path, tags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very affine that MONAI gives for the pixels, whichever way the slices are numbered, and no pixel is decoded."""
+    folder = dicom_series(tmp_path / "ct")
+    for number in range(4):
+        change(folder / f"{number}.dcm", InstanceNumber=4 - number, **{tag: value for tag, value in tags.items() if value})
+    _strip(folder, *(tag for tag, value in tags.items() if not value))
+    _, expected = read_volume(folder)
+    monkeypatch.setattr(pydicom.Dataset, "pixel_array", property(lambda dataset: pytest.fail("decoded")))
+    found = series_grid(folder)
+    assert found.known and found.shape == expected.shape
+    np.testing.assert_array_equal(found.affine, expected.affine)

@@ -9,8 +9,9 @@ import torch
 
 from medflare.core.errors import DataError
 from medflare.data.files.bounds import ImageBounds, refuse_resampled
+from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import read_image, read_mask
-from medflare.data.files.volumes import Grid, read_channels, read_volume, turned, turned_back
+from medflare.data.files.volumes import read_channels, read_volume, turned, turned_back
 from volumes import SHAPE, SPACING, affine, cube_task, dicom_series, write
 
 VOLUME = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
@@ -77,8 +78,25 @@ def test_spacing_that_is_none(tmp_path: Path, pixdim: float, words: str) -> None
     content = bytearray(file.read_bytes())
     content[80:84] = np.float32(pixdim).tobytes()  # pixdim[1] of the NIfTI-1 header
     file.write_bytes(bytes(content))
-    with pytest.raises(DataError, match=rf"bad.nii: {words}; correct the file's header$"):
-        read_volume(file)
+    for read in (read_volume, lambda path: read_image(path, 1), read_mask):  # slices need no millimetres, but such a header is broken
+        with pytest.raises(DataError, match=rf"bad.nii: {words}; correct the file's header$"):
+            read(file)
+
+
+def test_the_affine_of_a_file_is_its_own(tmp_path: Path) -> None:
+    """Written beside a spacing that was left at 1 mm: MONAI would take the volume for one that lies nowhere, and viewers do not."""
+    for codes in ("LPS", "SAR"):
+        image = nibabel.Nifti1Image(VOLUME, None)
+        image.header.set_sform(affine(codes), code=1)
+        nibabel.save(image, tmp_path / "alone.nii")
+        write(tmp_path / "usual.nii", VOLUME, affine(codes))
+        np.testing.assert_array_equal(read_volume(tmp_path / "alone.nii")[1].affine, affine(codes))
+        np.testing.assert_array_equal(read_image(tmp_path / "alone.nii", 1), read_image(tmp_path / "usual.nii", 1))
+    image.header.set_sform(affine() * [0, 1, 1, 1], code=1)
+    nibabel.save(image, tmp_path / "flat.nii")
+    for read in (read_volume, lambda path: read_image(path, 1), read_mask):
+        with pytest.raises(DataError, match=r"flat.nii: spacing 0 x 1 x 3 mm, each must be above 0; correct the file's header$"):
+            read(tmp_path / "flat.nii")
 
 
 @pytest.mark.parametrize("spacing", [None, [2.0, 1.0, 1.5]])
@@ -96,8 +114,9 @@ def test_a_tilted_volume_keeps_its_own_grid(tmp_path: Path, spacing: list[float]
 
 
 def test_oblique_affine_nan_picture_and_other_grid(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"bad.nii: oblique affine, an axis leans 40 degrees away from the patient's; resample"):
-        read_volume(_oblique(tmp_path, 0.7))
+    for read in (read_volume, lambda path: read_image(path, 1), read_mask):  # cut into slices, it would be a guess along which axis
+        with pytest.raises(DataError, match=r"bad.nii: oblique affine, an axis leans 40 degrees away from the patient's; resample"):
+            read(_oblique(tmp_path, 0.7))
     with pytest.raises(DataError, match=r"bad.nii: the image holds NaN or infinite values"):
         read_channels([_bad(tmp_path, np.full(SHAPE, np.nan, np.float32))], 1)
     with pytest.raises(DataError, match=r"bad.nii: 12 x 14 is no volume, the task has spatial_dims 3; give all slices together"):
@@ -116,8 +135,10 @@ def test_oblique_affine_nan_picture_and_other_grid(tmp_path: Path) -> None:
 
 def test_a_grid_that_nobody_knows_differs_by_its_shape_alone() -> None:
     known, unknown = Grid(SHAPE, affine()), Grid(SHAPE, np.eye(4), known=False)
-    assert known.difference(unknown) == "" and unknown.spacing is None
-    assert turned(VOLUME[None], unknown, cube_task())[1] is unknown
+    assert unknown.difference(Grid(SHAPE, np.eye(4), known=False)) == "" and unknown.spacing is None
+    assert turned(VOLUME[None], unknown, cube_task())[1] is unknown and unknown.turned("SPL") is unknown
+    for one, other in ((known, unknown), (unknown, known)):  # the one would be turned and the other not
+        assert one.difference(other) == "only one of them says where it lies"
 
 
 def test_a_dicom_series_has_its_place_in_space(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
-from medflare.data.sites.computing import Computing, check_precision
+from medflare.data.sites.computing import Computing, check_precision, usable_device
 from medflare.data.sites.local import local_settings
 from medflare.data.sites.opening import open_site, usable_devices
 from medflare.networks.catalogue import initial_network
@@ -145,6 +145,19 @@ def test_a_site_computes_as_task_and_its_own_settings_say(make_site: Callable[..
     site = open_site("A", make_task(precision="bf16"), data_root=make_site(), local={"channels_last": True, "compile": True})
     assert site.computing == Computing(CPU, "bf16", channels_last=True, compiled=True)
     assert site.network().precision == torch.bfloat16
+
+
+def test_devices() -> None:
+    assert usable_device("cpu", "local/medflare.json") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"^local/medflare\.json: unknown device 'gpu'; use cpu, cuda or cuda:0$"):
+        usable_device("gpu", "local/medflare.json")
+
+
+@pytest.mark.parametrize("name", ["meta", "hip", "privateuseone"])
+def test_a_device_that_torch_knows_and_that_is_not_there(name: str) -> None:
+    """Only when a network is moved does torch say so, in a message of pages."""
+    with pytest.raises(ConfigError, match=rf"^local/medflare\.json: device '{name}' is not available here; use cpu or install a driver$"):
+        usable_device(name, "local/medflare.json")
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,14 @@ def test_what_fits_nowhere_is_said_before_training(make_site: SiteOf, make_task:
     assert load_site_data("A", make_task(), make_site(name="B"), cache=small).train.in_memory, "the cache costs time only"
 
 
+def test_a_folder_that_takes_nothing_lifts_no_limit(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    """No image was decoded when the folder could not be made, so that nobody knew yet how large they are."""
+    (tmp_path / "file").touch()
+    cache = CacheSettings(str(tmp_path / "file"), memory_gb=1e-8)
+    with pytest.raises(DataError, match=r"take more than memory_gb = 1e-08, and the cache .*file cannot take them \(File exists\)"):
+        load_site_data("A", make_task(), make_site(), cache=cache)
+
+
 def test_a_job_in_progress_keeps_its_images(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     cache = CacheSettings(str(tmp_path / "cache"), limit_gb=25e-6, memory_gb=0)
     data = load_site_data("A", make_task(), make_site(), cache=cache)

@@ -11,7 +11,7 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import seeded
 from medflare.data.loading import ENVIRONMENT, FOLDERS
 from medflare.data.sites.local import LocalSettings, local_settings
-from medflare.data.sites.opening import open_site, usable_device
+from medflare.data.sites.opening import open_site
 from medflare.tasks.config import TaskConfig, load_task
 
 TaskOf = Callable[..., TaskConfig]
@@ -126,12 +126,6 @@ def test_the_callers_word_goes_before_the_sites(make_task: TaskOf, make_site: Si
     folder = make_site()
     site = open_site("A", make_task(), data_root=folder, local={"data_root": "/nowhere", "device": "cpu"}, device="meta")
     assert site.device.type == "meta" and site.n["train"] == 5
-
-
-def test_devices() -> None:
-    assert usable_device("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"^local/medflare\.json: unknown device 'gpu'; use cpu, cuda or cuda:0$"):
-        usable_device("gpu")
 
 
 def test_a_small_gpu_bounds_the_batches(make_task: TaskOf, make_site: SiteOf) -> None:

@@ -23,7 +23,7 @@ from medflare.data.targets import class_counts
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-_FORMAT: Final = 4  # raise when the meaning of cached tensors changes, or what is refused of images
+_FORMAT: Final = 5  # raise when the meaning of cached tensors changes, or what is refused of images
 _KEPT_SITES: Final = 16  # decoded sites that one process keeps
 _INDEX: Final = "index.safetensors"  # of an entry: everything but images and targets
 _BLOCK: Final = 256  # rows that are read at once into memory
@@ -81,13 +81,24 @@ def _through(cache: CacheSettings, key: str, site: str, task: TaskConfig, source
         reason = "the entry is gone"
     except OSError as error:
         reason = error.strerror or str(error)
+    refusal = DataError(
+        f"site {site}: its decoded images take more than memory_gb = {cache.memory_gb:g}, and the cache {cache.folder} cannot take "
+        f"them ({reason}); give it room (cache in local/medflare.json), or raise memory_gb"
+    )
     if written.nbytes > cache.memory_gb * GB:
-        raise DataError(
-            f"site {site}: its decoded images take more than memory_gb = {cache.memory_gb:g}, and the cache {cache.folder} cannot take "
-            f"them ({reason}); give it room (cache in local/medflare.json), or raise memory_gb"
-        )
+        raise refusal
     _log.warning("data cache %s cannot be written (%s); the next process decodes the images again", cache.folder, reason)
-    return decode(task, source, entries)
+    failed = {}
+    again = _Counted(decoded_rows(task, source, entries, failed))
+    return gathered(_within(again, cache.memory_gb * GB, refusal), task, failed)
+
+
+def _within(rows: "_Counted", most: float, refusal: DataError) -> Iterator[DecodedRow]:
+    """The rows, as long as they take no more bytes than `most`: a folder that takes nothing has not told how many they are."""
+    for row in rows:
+        if rows.nbytes > most:
+            raise refusal
+        yield row
 
 
 class _Counted:

@@ -82,7 +82,8 @@ def hold(entry: Path) -> IO[bytes] | None:
     fcntl.flock(file, fcntl.LOCK_SH)  # waits where somebody removes the entry at this moment
     with suppress(OSError):
         if os.path.samestat(os.fstat(file.fileno()), (entry / _LOCK).stat()):
-            os.utime(entry / _LOCK)
+            with suppress(OSError):  # a folder that is read-only gives its entries all the same
+                os.utime(entry / _LOCK)
             return file
     file.close()
     return None

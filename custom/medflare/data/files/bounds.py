@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -12,11 +12,9 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import DataError
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
+from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, kind_of, quiet_nifti
 from medflare.tasks.config import TaskConfig
-
-if TYPE_CHECKING:
-    from medflare.data.files.volumes import Grid
 
 _PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
 _DECODED: Final = 4  # bytes of a float32
@@ -61,7 +59,7 @@ def refuse_large(files: Iterable[Path | None], bounds: ImageBounds) -> None:
             )
 
 
-def refuse_resampled(path: Path, grid: "Grid", task: TaskConfig, bounds: ImageBounds) -> None:
+def refuse_resampled(path: Path, grid: Grid, task: TaskConfig, bounds: ImageBounds) -> None:
     """Nothing where a volume, with the task's spacing, is within the bounds and keeps every axis.
 
     Args:

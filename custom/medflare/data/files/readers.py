@@ -18,6 +18,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
+from medflare.data.files.geometry import check_affine, check_spacing, sides_of
 from medflare.data.files.series import number_by_place, refuse_lost, refuse_mixed
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -25,6 +26,7 @@ NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm", ".dicom", ".ima")
 LPS: Final = "LPS"  # how volumes lie that are cut into slices
 LABELS: Final = (("L", "R"), ("P", "A"), ("I", "S"))
+_MILLIMETRES: Final = {"meter": 1000.0, "micron": 0.001}  # of NIfTI's units; one that says none means millimetres
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 
 
@@ -163,10 +165,10 @@ def is_dicom(path: Path) -> bool:
 
 def dicom_files(folder: Path) -> int:
     """How many DICOM files lie in a folder."""
-    return sum(1 for _ in _slices_of(folder))
+    return sum(1 for _ in slices_of(folder))
 
 
-def _slices_of(folder: Path) -> Iterator[Path]:
+def slices_of(folder: Path) -> Iterator[Path]:
     """Its DICOM files; each is opened only when it is asked for."""
     return (file for file in folder.iterdir() if file.is_file() and is_dicom(file))
 
@@ -188,7 +190,7 @@ def kind_of(path: Path) -> str:
             raise DataError(f"{path}: file not found; {_instead(path)}")
         if not path.is_dir():
             return ".dcm" if is_dicom(path) else suffix(path)
-        if not any(_slices_of(path)):
+        if not any(slices_of(path)):
             raise DataError(f"{path}: a folder without DICOM files; name the image's own file, or the folder of one series")
         if any(file.is_dir() for file in path.iterdir()):
             raise DataError(f"{path}: another folder lies among the slices; give every series a folder of its own")
@@ -287,22 +289,59 @@ def _read_picture(path: Path, colour: bool) -> np.ndarray:
 
 
 def _read_nifti(path: Path) -> np.ndarray:
-    from monai.data.image_reader import NibabelReader
     from monai.data.meta_tensor import MetaTensor
     from monai.transforms.spatial.array import Orientation
 
-    reader = NibabelReader(squeeze_non_spatial_dims=True)
-    with quiet_nifti():
-        array, meta = reader.get_data(reader.read(path))
-    _refuse_compound(array, path)
+    array, affine = stored_nifti(path)
     if array.ndim == 2:
         return array.T
-    refuse_no_spacing(np.asarray(meta["affine"], np.float64), path)
+    check_affine(affine, path)
     last_is_channel = array.ndim == 4
     channel_first = np.moveaxis(array, -1, 0) if last_is_channel else array[None]
-    turned = Orientation(axcodes=LPS, labels=LABELS)(MetaTensor(np.ascontiguousarray(channel_first), affine=meta["affine"])).numpy()
+    turned = Orientation(axcodes=LPS, labels=LABELS)(MetaTensor(np.ascontiguousarray(channel_first), affine=affine)).numpy()
     turned = np.swapaxes(turned, 1, 2)
     return np.moveaxis(turned, 0, -1) if last_is_channel else turned[0]
+
+
+def stored_nifti(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """What a NIfTI file holds, (i, j[, k][, channels]), and its affine to millimetres, float64 (4, 4).
+
+    Args:
+        path: of the file.
+
+    Raises:
+        DataError: a volume whose header says that its voxels do not lie apart, or voxels that are no numbers.
+    """
+    import nibabel
+    from monai.data.image_reader import NibabelReader
+    from nibabel.openers import ImageOpener
+
+    reader = NibabelReader(squeeze_non_spatial_dims=True)
+    with quiet_nifti():
+        image = reader.read(path)
+        array, meta = reader.get_data(image)
+    _refuse_compound(array, path)
+    affine = np.asarray(meta["affine"], np.float64)
+    if array.ndim > 2 and isinstance(image.header, nibabel.Nifti1Header):
+        with ImageOpener(path) as file:  # as it is stored: nibabel repairs the spacing, and MONAI gives up an affine that disagrees with it
+            header = type(image.header).from_fileobj(file, check=False)
+        affine = header.get_best_affine()
+        for sides in (header["pixdim"][1:4], sides_of(affine)):
+            check_spacing(sides, path)
+    return array, in_millimetres(affine, image.header)
+
+
+def in_millimetres(affine: np.ndarray, header: Any) -> np.ndarray:
+    """A NIfTI file's affine in millimetres, whatever its unit of length.
+
+    Args:
+        affine: (4, 4), in that unit.
+        header: nibabel's, of the file.
+    """
+    scaled = affine.copy()
+    if hasattr(header, "get_xyzt_units"):
+        scaled[:3] *= _MILLIMETRES.get(header.get_xyzt_units()[0], 1.0)
+    return scaled
 
 
 def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
@@ -316,7 +355,7 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
         if isinstance(stored, list):
             refuse_mixed(stored, path)
             refuse_lost(len(stored), dicom_files(path), path)
-            number_by_place(stored)
+            number_by_place(stored, path)
         array, _ = reader.get_data(stored)
     series = isinstance(stored, list)
     first = stored[0] if series else stored
@@ -328,40 +367,6 @@ def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
     elif not series and int(first.get("NumberOfFrames") or 1) > 1:
         array = np.moveaxis(array, 0, 2)  # frames come first
     return bright_is_high(array, first), colour
-
-
-def refuse_no_spacing(affine: np.ndarray, path: Path) -> None:
-    """Nothing where voxels lie apart along every axis: else nobody knows how the volume is to be turned.
-
-    Args:
-        affine: (4, 4), voxel numbers to millimetres.
-        path: of the file, for the message.
-
-    Raises:
-        DataError: an axis without length, or with one that is no number.
-    """
-    if not np.isfinite(affine).all() or not (sides_of(affine) > 0).all():
-        raise bad_spacing(path, sides_of(affine))
-
-
-def bad_spacing(path: Path, sides: np.ndarray) -> DataError:
-    """What to raise of a volume whose voxels do not lie apart.
-
-    Args:
-        path: of the file.
-        sides: millimetres between its voxels, by axis.
-    """
-    found = " x ".join(f"{side:g}" for side in sides)
-    return DataError(f"{path}: spacing {found} mm, each must be above 0; correct the file's header")
-
-
-def sides_of(affine: np.ndarray) -> np.ndarray:
-    """Millimetres between voxels along each axis.
-
-    Args:
-        affine: (4, 4).
-    """
-    return np.sqrt(np.square(affine[:3, :3]).sum(axis=0))
 
 
 def bright_is_high(array: np.ndarray, dataset: Any) -> np.ndarray:

@@ -11,8 +11,8 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.packages import installed
+from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import explained, is_dicom
-from medflare.data.files.volumes import Grid
 from medflare.data.targets import stored_values
 from medflare.tasks.config import TaskConfig
 
@@ -37,7 +37,7 @@ def read_segmentation(path: Path, series: Path, grid: Grid, task: TaskConfig) ->
     Args:
         path: of the object.
         series: folder with the files of the series.
-        grid: where the voxels of the series lie, as `volumes.read_volume` gives it.
+        grid: where the voxels of the series lie, see `volumes.series_grid`.
         task: a multilabel task has a mask for every segment, others a label value for each: that of the label which the segment is
             named after, else the segment's number.
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from medflare.core.errors import DataError
+from medflare.data.files.geometry import Grid
 
 _UNEVEN: Final = 0.1  # of the distance of slices, by which it may vary, and by which a slice may lie beside the line through the others
 _CLOSE: Final = 1e-3  # between numbers of two slices that mean the same: devices round them
@@ -17,6 +18,8 @@ _SAME: Final = {
     "Rows": "numbers of rows",
     "Columns": "numbers of columns",
 }
+HEADER: Final = (*_SAME, "ImagePositionPatient", "InstanceNumber")  # what order and place of slices follow from
+_RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left and posterior
 
 
 def refuse_mixed(slices: Sequence[Any], path: Path) -> None:
@@ -53,22 +56,57 @@ def refuse_lost(read: int, files: int, path: Path) -> None:
         raise DataError(f"{path}: {files - read} of {files} files make no slice of the series; repair them, or give every series a folder")
 
 
-def number_by_place(slices: Sequence[Any]) -> None:
+def is_placed(slices: Sequence[Any]) -> bool:
+    """Whether all slices, of pydicom, say where they lie."""
+    return all("ImagePositionPatient" in one and "ImageOrientationPatient" in one for one in slices)
+
+
+def number_by_place(slices: Sequence[Any], path: Path) -> None:
     """Give slices the numbers of their places, in memory, where their own run otherwise: MONAI stacks them by number.
 
     Args:
         slices: of pydicom; changed in place where all of them say where they lie.
+        path: of their folder, for the message.
+
+    Raises:
+        DataError: neither places nor numbers say how the slices follow each other; MONAI would leave some out, or take any order.
     """
-    if not all("ImagePositionPatient" in one and "ImageOrientationPatient" in one for one in slices):
+    numbers = [one.get("InstanceNumber") for one in slices]
+    if not is_placed(slices):
+        if len(slices) > 1 and (None in numbers or len(set(numbers)) < len(numbers)):
+            raise DataError(
+                f"{path}: neither places (ImagePositionPatient) nor numbers (InstanceNumber) say how its slices follow each other; "
+                "export the series again"
+            )
         return
     places = _places(slices) @ _normal(slices)
-    numbers = [one.get("InstanceNumber") for one in slices]
     if None not in numbers:
         gaps = np.diff(places[np.argsort(np.array(numbers, np.int64), kind="stable")])
         if (gaps > 0).all() or (gaps < 0).all():
             return
     for number, row in enumerate(np.argsort(places, kind="stable")):
         slices[row].InstanceNumber = number + 1
+
+
+def grid_of(slices: Sequence[Any]) -> Grid:
+    """Where the voxels (column, row, slice) of a series lie, as MONAI stacks it; not known where a slice does not say where it lies.
+
+    Args:
+        slices: of pydicom, numbered by `number_by_place`.
+    """
+    ordered = sorted(slices, key=lambda one: one.get("InstanceNumber") or 0)
+    first, last = ordered[0], ordered[-1]
+    shape = (int(first.Columns), int(first.Rows), len(ordered))
+    if not is_placed(ordered):
+        return Grid(shape, np.eye(4), known=False)
+    right, down = np.split(np.array(first.ImageOrientationPatient, np.float64), 2)
+    between_rows, between_columns = map(float, first.get("PixelSpacing") or (1, 1))
+    start, end = np.array([first.ImagePositionPatient, last.ImagePositionPatient], np.float64)
+    affine = np.eye(4)
+    affine[:3] = np.column_stack([right * between_columns, down * between_rows, [0, 0, 1], start])
+    if len(ordered) > 1:
+        affine[:3, 2] = (end - start) / (len(ordered) - 1)
+    return Grid(shape, _RAS @ affine)
 
 
 def refuse_uneven(slices: Sequence[Any], path: Path) -> None:

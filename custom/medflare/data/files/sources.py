@@ -13,9 +13,10 @@ from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_splits, read_datalist
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture, refuse_empty
+from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import read_mask, whole_numbers
 from medflare.data.files.segmentations import is_segmentation, read_segmentation
-from medflare.data.files.volumes import Grid, read_channels, read_volume, slices_apart, turned
+from medflare.data.files.volumes import read_channels, read_volume, series_grid, slices_apart, turned
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -121,7 +122,7 @@ class FileSource:
             mask = read_mask(file)
             _refuse_apart(file, entry, slices_apart(entry.image, file))
             return mask
-        placed = read_segmentation(file, entry.image, read_volume(entry.image)[1], self._task)
+        placed = read_segmentation(file, entry.image, series_grid(entry.image), self._task)
         return np.swapaxes(placed, 1, 2)  # a picture's rows come first
 
     def _volume_mask(self, file: Path, entry: Entry) -> np.ndarray:
@@ -130,7 +131,8 @@ class FileSource:
             placed = read_segmentation(file, entry.image, stored, self._task)
             return turned(placed, stored, self._task, labels=True)[0]
         array, grid = read_volume(file)
-        _refuse_apart(file, entry, stored.difference(grid))
+        orientation = self._task.orientation  # a mask may be stored along other axes than its image
+        _refuse_apart(file, entry, stored.turned(orientation).difference(grid.turned(orientation)))
         return turned(whole_numbers(array, file), grid, self._task, labels=True)[0]
 
     def state(self, entries: list[Entry]) -> Any:

@@ -74,3 +74,33 @@ def check_precision(precision: str, device: torch.device, place: str) -> None:
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"{place}: device {str(device)!r} ({name}) has no bf16, which the task asks for; set precision 'fp16' or 'fp32'")
+
+
+def usable_device(name: str, place: str) -> torch.device:
+    """The device of that name.
+
+    Args:
+        name: as torch spells it.
+        place: the beginning of a message.
+
+    Raises:
+        ConfigError: torch does not know it, or this machine lacks it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{place}: unknown device {name!r}; use cpu, cuda or cuda:0") from error
+    if not (torch.cuda.is_available() if device.type == "cuda" else _computes(device)):
+        raise ConfigError(f"{place}: device {name!r} is not available here; use cpu or install a driver")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"{place}: there is no device {name!r}, this machine has {torch.cuda.device_count()} GPUs, counted from cuda:0")
+    return device
+
+
+def _computes(device: torch.device) -> bool:
+    """Whether a number can be brought to a device and back; torch knows the names of many that this machine or its build lacks."""
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception:  # every backend says in its own way that it is not there
+        return False
+    return True

@@ -10,7 +10,7 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.data.cache.folder import placed
 from medflare.data.loading import load_site_data, resolve_data_root, source_of
-from medflare.data.sites.computing import Computing, check_precision
+from medflare.data.sites.computing import Computing, check_precision, usable_device
 from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
 from medflare.data.sites.site import Site
 from medflare.networks.catalogue import meta_network
@@ -74,9 +74,9 @@ def usable_devices(own: LocalSettings) -> tuple[torch.device, ...]:
         own: the settings.
 
     Raises:
-        ConfigError: see `usable_device`; several that are no GPUs, or with `compile`.
+        ConfigError: see `computing.usable_device`; several that are no GPUs, or with `compile`.
     """
-    devices = tuple(map(usable_device, (own.device,) if isinstance(own.device, str) else own.device))
+    devices = tuple(usable_device(name, PLACE) for name in ((own.device,) if isinstance(own.device, str) else own.device))
     if len(devices) == 1:
         return devices
     if others := [str(device) for device in devices if device.type != "cuda" or device.index is None]:
@@ -122,20 +122,3 @@ def _refuse_large_step(site: Site, bounds: Bounds) -> None:
 
 def _named(bound: str) -> str:
     return f"bounds.{bound} in {PLACE}"
-
-
-def usable_device(name: str) -> torch.device:
-    """The device that a site's own settings name.
-
-    Raises:
-        ConfigError: torch does not know it, or this machine lacks it.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"{PLACE}: unknown device {name!r}; use cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"{PLACE}: device {name!r} is not available here; use cpu or install a driver")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"{PLACE}: there is no device {name!r}, this machine has {torch.cuda.device_count()} GPUs, counted from cuda:0")
-    return device
