@@ -9,7 +9,7 @@ the medians. On a CPU time is processor time, on a GPU the clock's, with the dev
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from medflare import run_local
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
+from medflare.federation.outcome import StepReport
 from medflare.methods.parts.together import train_together
 from medflare.methods.parts.training import Lesson, train_epochs, trainable
 from medflare.tasks.config import load_task
@@ -59,23 +60,24 @@ def training(hospitals: Sequence[Site], turns: int) -> dict[str, list[float]]:
 def rounds(hospitals: Sequence[Site], turns: int) -> dict[str, list[float]]:
     """Seconds of a round of the plain loop, by way."""
     sites = {site.name: site for site in hospitals}
-    task, device = hospitals[0].task, hospitals[0].device
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(turns):
         for way in WAYS:
-            ends: list[float] = []
-            run_local(
-                "fedavg",
-                task,
-                sites,
-                rounds=3,
-                seed=0,
-                opener=lambda name, role: sites[name],
-                together=way == "together",
-                observe=lambda report, ends=ends: ends.append(now(device)),
-            )
-            taken[way] += [end - begin for begin, end in pairwise(ends[:3])]  # the second round and the third
+            ends = round_ends(sites, together=way == "together")
+            taken[way] += [end - begin for begin, end in pairwise(ends)]
     return taken
+
+
+def round_ends(sites: Mapping[str, Site], together: bool) -> list[float]:
+    """When the three rounds of a run ended; the first one warmed up."""
+    ends: list[float] = []
+    task, device = next((site.task, site.device) for site in sites.values())
+
+    def note(report: StepReport) -> None:
+        ends.append(now(device))
+
+    run_local("fedavg", task, sites, rounds=3, seed=0, opener=lambda name, role: sites[name], together=together, observe=note)
+    return ends[:3]  # after them the last models are validated
 
 
 def main() -> None:

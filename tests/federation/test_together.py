@@ -38,7 +38,7 @@ def opener(task: Any = UNET, change: Callable[[Site], None] = lambda site: None)
 
 
 def run(method: str = "fedavg", task: Any = UNET, **settings: Any) -> dict[str, Any]:
-    usual = {"rounds": 2, "seed": squares.SEED, "opener": opener(task), "together": True}
+    usual: dict[str, Any] = {"rounds": 2, "seed": squares.SEED, "opener": opener(task), "together": True}
     return run_local(method, task, squares.SITES, **{**usual, **settings})
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.states import StateDict
@@ -63,7 +63,7 @@ class _Learner:
     def __init__(self, lesson: Lesson):
         self.lesson = lesson
         self.model = lesson.model.train()
-        self.weights = dict(lesson.model.named_parameters())
+        self.weights: StateDict = dict(lesson.model.named_parameters())
         self.steps = Steps(lesson.optimizer, lesson.site, lesson.correct)
         self.batch: Batch | None = None
         self._batches = self._all_batches()
@@ -149,7 +149,8 @@ def losses_together(network: nn.Module, loss: Loss, weights: StateDict, statisti
     def of_one(weights: StateDict, statistics: StateDict, images: Tensor, targets: Tensor) -> Tensor:
         return loss(functional_call(network, {**weights, **statistics}, (images,)), targets)
 
-    return torch.vmap(of_one)(weights, statistics, images, targets)
+    losses: Tensor = vmap(of_one)(weights, statistics, images, targets)
+    return losses
 
 
 def stacked(states: Sequence[StateDict]) -> StateDict:
@@ -186,7 +187,7 @@ def check_together(task: TaskConfig) -> None:
         lambda: losses_together(network, lambda logits, _: logits.sum(), weights, statistics, images, images),
     )
     logits, targets = (torch.stack([values] * 2) for values in trial(task))
-    _try(f"loss {task.loss['name']}", lambda: torch.vmap(build_loss(task))(logits, targets))
+    _try(f"loss {task.loss['name']}", lambda: vmap(build_loss(task))(logits, targets))
 
 
 def _try(what: str, compute: Callable[[], object]) -> None:
