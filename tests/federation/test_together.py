@@ -16,7 +16,7 @@ from medflare import run_local
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.sites.computing import Computing
 from medflare.data.sites.site import Site
-from medflare.federation.local.loop import resume_local
+from medflare.federation.local import loop
 from methods import squares
 
 COUNTS = {"A": (12, 4, 5), "B": (7, 4, 5), "C": (5, 4, 5), "O": (4, 4, 5)}
@@ -97,11 +97,10 @@ def test_killed_within_every_step_it_ends_in_the_same_bits(tmp_path: Path) -> No
     assert delivered and all(pieces[name][key].equal(tensor) for name in delivered for key, tensor in whole[name].items())
 
 
-def test_an_interrupted_run_is_taken_up_as_one_batch_too(tmp_path: Path) -> None:
-    task = small.tiny_phantom(size=[16, 16])
-    settings: dict[str, Any] = {"rounds": 1, "seed": 3, "together": True}
-    run_local("fedavg", task, 2, **settings, out=tmp_path)
-    assert resume_local(tmp_path, together=True)["configuration"]["settings"]["together"] is True
+def test_an_interrupted_run_is_taken_up_as_one_batch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(out=tmp_path, rounds=1)
+    monkeypatch.setattr(loop, "open_site", lambda name, task, **_: opener()(name, "inside"))
+    assert loop.resume_local(tmp_path, together=True)["configuration"]["settings"]["together"] is True
 
 
 def test_a_sites_own_error_is_its_own() -> None:
@@ -144,7 +143,7 @@ def test_seconds_are_shared_out() -> None:
         ("fedavg", {"server_half": "sha"}, "sites of method 'fedavg\\+sha' train in a way of their own"),
         ("fedavg", {"dp_noise": 1.0, "task": squares.WITHOUT_BATCH_NORM}, "with dp_noise every site draws and clips on its own"),
         ("fedavg", {"task": squares.task(accumulate=2)}, "task.accumulate is 2, set 1"),
-        ("fedavg", {"workers": 2}, "with workers = 2 each in its own; leave one out"),
+        ("fedavg", {"workers": 2}, "with workers = 2 each in its own; leave out one"),
     ],
 )
 def test_refused_before_anything_runs(method: str, settings: dict[str, Any], message: str) -> None:
