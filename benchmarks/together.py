@@ -47,7 +47,7 @@ def training(hospitals: Sequence[Site], turns: int) -> dict[str, list[float]]:
         for one in lessons:
             train_epochs(one.model, one.optimizer, one.site, one.round, one.purpose)
 
-    runs: dict[str, Callable[[], object]] = dict(zip(WAYS, (apart, lambda: train_together(lessons)), strict=True))
+    runs: dict[str, Callable[[], object]] = {WAYS[0]: apart, WAYS[1]: lambda: train_together(lessons)}
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(turns + 1):
         for way, run in runs.items():
