@@ -56,17 +56,23 @@ def _add_run(commands: Commands) -> None:
     add_data_root(parser)
     parser.add_argument("--weights", type=Path, help="file or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")
     parser.add_argument("--threads", type=int, metavar="N", help="sites that train at the same time under FLARE (default: all)")
-    _add_workers(parser)
+    _add_plain_loop(parser)
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where results go (default: %(default)s)")
 
 
-def _add_workers(parser: argparse.ArgumentParser) -> None:
+def _add_plain_loop(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
         help="sites that train at the same time in the plain loop, each in a process with OMP_NUM_THREADS threads (or one); "
         "any number gives the same models (default: one site after the other, on all cores)",
+    )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="train the networks of all sites as one batch in the plain loop, for small ones on a GPU (fedavg and methods that change "
+        "little of it); the models are those of separate training up to the order of sums",
     )
 
 
@@ -89,11 +95,12 @@ def _run(options: argparse.Namespace) -> int:
 
         inside = [site for site in sites if site not in settings["outside"]]
         with data_root(options.data_root), weights_place(weights):
-            run_local(
-                options.method, task, inside, rounds=options.rounds, out=folder, workers=options.workers, say=print, **settings, **hyper
-            )
+            shared = {"workers": options.workers, "together": options.together}
+            run_local(options.method, task, inside, rounds=options.rounds, out=folder, say=print, **shared, **settings, **hyper)
     elif options.workers is not None:
         raise ConfigError("--workers is for --engine local; FLARE's simulator has --threads")
+    elif options.together:
+        raise ConfigError("--together is for --engine local; under FLARE every site trains in a process of its own")
     else:
         from medflare.flare.recipes import MedflareRecipe
 
@@ -122,7 +129,7 @@ def _add_resume(commands: Commands) -> None:
     parser.add_argument("path", type=Path, help="folder of the interrupted run, or the job folder that was submitted")
     parser.add_argument("--job", metavar="ID", help="FLARE's id of the interrupted job: writes a job that takes it up")
     parser.add_argument("--out", type=Path, help="with --job: job folder to write (default: PATH-resumed)")
-    _add_workers(parser)
+    _add_plain_loop(parser)
     add_data_root(parser)
 
 
@@ -135,13 +142,14 @@ def _resume(options: argparse.Namespace) -> int:
     from medflare.federation.local.loop import resume_local
 
     with data_root(options.data_root):
-        resume_local(options.path, workers=options.workers, say=print)
+        resume_local(options.path, workers=options.workers, together=options.together, say=print)
     return 0 if show_results(options.path) else 1
 
 
 def _resume_job(options: argparse.Namespace) -> int:
-    if options.workers is not None:
-        raise ConfigError("--workers is for a run on this machine; leave it out with --job")
+    if options.workers is not None or options.together:
+        given = "--together" if options.together else "--workers"
+        raise ConfigError(f"{given} is for a run on this machine; leave it out with --job")
     if options.data_root is not None:
         raise ConfigError("--data-root is for a run on this machine; with --job every site has its own, in local/medflare.json")
     from medflare.flare.jobs.building import resumed_job

@@ -31,11 +31,7 @@ class LocalExchange:
         return [site for site in self.sites if site not in self.absent.get(round, ())]
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        replies = {}
-        for site in sorted(outgoing):
-            sent = Message({entry: copy_state(state) for entry, state in outgoing[site].states.items()}, outgoing[site].facts)
-            replies[site] = self.answer(site, step, sent)
-        return replies
+        return {site: self.answer(site, step, own_copy(outgoing[site])) for site in sorted(outgoing)}
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
         """What one site answers, or why it does not.
@@ -61,3 +57,12 @@ class LocalExchange:
 
     def close(self) -> None:
         """Nothing is left behind."""
+
+
+def own_copy(message: Message) -> Message:
+    """What a site receives: no tensor of it is the sender's.
+
+    Args:
+        message: as it is sent.
+    """
+    return Message({entry: copy_state(state) for entry, state in message.states.items()}, message.facts)
