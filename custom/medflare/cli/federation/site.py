@@ -116,7 +116,7 @@ def _setup(options: argparse.Namespace) -> int:
             if options.systemd.name and len(kits) > 1:
                 raise ConfigError("--systemd FILE is for one kit; leave FILE out, and each kit gets its own")
             unit = options.systemd if options.systemd.name else kit.folder / unit_name(kit)
-            write_atomically(unit, unit_text(kit, _THIS_COMMAND).encode(), public=True)
+            write_atomically(unit, unit_text(kit, _THIS_COMMAND).encode(), public=bool(options.systemd.name))
             print(f"unit     {unit}; install it: sudo cp {unit} /etc/systemd/system/{unit_name(kit)} && "
                   f"sudo systemctl daemon-reload && sudo systemctl enable --now {unit_name(kit)}")  # fmt: skip
     return 0
