@@ -233,7 +233,7 @@ def gradient_of(model: nn.Module) -> StateDict:
     return {name: parameter.grad.detach().cpu().clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def head_of(gradient: StateDict) -> tuple[Tensor, Tensor]:
+def head_of(gradient: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(weights (K, F), bias (K,)) of a selector's last layer.
 
     Args:

@@ -132,7 +132,8 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
 
 def _shown(value: Any) -> str:
     text = "not set" if value is None else json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    half = (_SHOWN - 3) // 2  # of paths it is the end that tells them apart
+    return text if len(text) <= _SHOWN else f"{text[:half]}...{text[half + 3 - _SHOWN :]}"
 
 
 def template(kind: Kind, name: str) -> _Object:
