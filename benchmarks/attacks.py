@@ -51,12 +51,20 @@ def scaled(factor: float) -> Lie:
     return lie
 
 
-def steps(factor: float) -> Lie:
-    """Models as they are; gradients and changes that travel by themselves (SCAFFOLD's controls, FedSM's selector) times a factor."""
+def steps(factor: float, honest: str = "") -> Lie:
+    """Models as they are; gradients and changes that travel by themselves (SCAFFOLD's controls, FedSM's selector) times a factor.
+
+    Args:
+        factor: of every tensor.
+        honest: the beginning of the names of tensors that stay; "" for none.
+    """
 
     def lie(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
         further = {entry: state for entry, state in reply.states.items() if entry not in both(sent, reply)}
-        scaled = {entry: {name: factor * tensor for name, tensor in state.items()} for entry, state in further.items()}
+        scaled = {
+            entry: {name: tensor if honest and name.startswith(honest) else factor * tensor for name, tensor in state.items()}
+            for entry, state in further.items()
+        }
         return Message({**reply.states, **scaled}, reply.facts)
 
     return lie
@@ -107,6 +115,7 @@ ATTACKS: dict[str, Lie] = {
     "steps flipped": steps(-1.0),
     "steps x 50": steps(50.0),
     "steps flipped x 50": steps(-50.0),
+    "steps flipped x 50 but the last layer's": steps(-50.0, honest="head."),
 }
 
 

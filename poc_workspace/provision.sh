@@ -46,3 +46,7 @@ for kit in "$newest"/*/; do
 done
 python3 "$here/party.py" setup "${kits[@]}"
 echo "startup kits: $newest"
+if [[ $newest != */prod_00 ]]; then
+    echo "Hand over those of new parties alone and delete the others: kits of earlier generations stay in use."
+fi
+echo "To check a kit: medflare site doctor KIT. (nvflare preflight-check, which nvflare names above, disturbs a party that is up.)"

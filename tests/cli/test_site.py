@@ -54,10 +54,10 @@ def test_status_in_words_and_as_json(kit: Kit, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.splitlines() == [
         "site-1, site; server localhost:1",
         "  does not run",
-        "  last contact with the server: never",
+        "  last contact with the server that a log tells of: never",
         "",
         f"  job {JOB}",
-        "    has ended here; last step: train, round 2 of 20, since 2026-11-22 07:00:00",
+        "    has ended here; last step: train, round 2 of 20, at 2026-11-22 07:00:00",
         "    left: 2.0 KiB in 1 entries; 0 kept back",
     ]
     assert main(["site", "status", str(kit.folder), "--json"]) == 0

@@ -1,13 +1,17 @@
 """What a site keeps back, and what it says of its data."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from medflare.core.errors import ConfigError
 from medflare.core.manifest import Fact
 from medflare.core.message import Message
+from medflare.core.store import MemoryStore
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keeper
 from medflare.federation.exchange import DELIVER, ENROL
@@ -97,3 +101,77 @@ def test_it_tells_each_step_when_it_begins_and_when_it_is_answered() -> None:
     for number, phase in enumerate(("train", DELIVER)):
         participant.answer(phase, number, Message({"model": site.network().state_dict()}, {"step": number, "run_rounds": 1}))
     assert told == [("train", 0, 1, True), ("train", 0, 1, False), (DELIVER, 1, 1, True), (DELIVER, 1, 1, False)]
+
+
+# ---- hours of a job ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A monotonic clock on which every batch takes ten minutes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr("medflare.federation.memory.time", SimpleNamespace(monotonic=lambda: self.seconds))
+
+    def batch(self) -> bool:
+        self.seconds += 600
+        return False
+
+
+def _worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participant:
+    """A participant as a process of its own makes it; two batches make its round."""
+
+    def opened(role: str) -> Site:
+        site = _site()
+
+        def abort() -> bool:
+            clock.batch()
+            participant.working.refuse()
+            return False
+
+        site.abort = abort
+        return site
+
+    participant = Participant("A", opened, get_method("fedavg"), {}, store=store, hours=hours)
+    return participant
+
+
+def _round(participant: Participant, number: int, rounds: int, phase: str = "train") -> Message:
+    incoming = Message({"model": squares.site("A").network().state_dict()}, {"step": number, "run_rounds": rounds})
+    return participant.answer(phase, number, incoming)
+
+
+def test_a_site_stops_after_its_hours_and_takes_the_final_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store = Clock(monkeypatch), MemoryStore()
+    _worked(clock, store, 2.0).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    done = 0
+    with suppress(ConfigError):
+        for done in range(20):
+            clock.seconds += 10**6  # it waits for others
+            _round(_worked(clock, store, 2.0), done, rounds=20)
+    assert 1 < done < 10
+    with pytest.raises(ConfigError, match=r"site A takes part no longer: .* for the 2 hours of its bounds\.hours"):
+        _round(_worked(clock, store, 2.0), done, rounds=20)
+    assert _round(_worked(clock, store, 2.0), 20, rounds=20, phase=DELIVER).facts["metrics"]["global"]["dice"] is not None
+
+
+def test_it_says_early_that_its_hours_are_too_few_and_says_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store = Clock(monkeypatch), MemoryStore()
+    _worked(clock, store, 2.0).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    said = [_round(_worked(clock, store, 2.0), number, rounds=20).facts.get("events", []) for number in range(2)]
+    assert [event["kind"] for event in said[0]] == ["warning"] and said[1] == []
+    assert "20 rounds need" in said[0][0]["message"] and "its bounds.hours allows 2:" in said[0][0]["message"]
+    assert unreadable(Message({}, {"events": said[0]}), "A") is None
+
+
+def test_another_run_has_hours_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store = Clock(monkeypatch), MemoryStore()
+    for _ in range(3):
+        _worked(clock, store, 1.5).answer(ENROL, 0, Message({}, dict(INVITATION)))
+        assert "events" not in _round(_worked(clock, store, 1.5), 0, rounds=1).facts
+
+
+def test_without_a_bound_nothing_is_said_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store = Clock(monkeypatch), MemoryStore()
+    _worked(clock, store, None).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    assert "events" not in _round(_worked(clock, store, None), 0, rounds=10**6).facts and "work" not in store.names()

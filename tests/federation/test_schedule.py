@@ -336,6 +336,14 @@ class TestPresence:
         assert [asked for phase, _, asked in exchange.asked if phase == "train"] == [SITES, ("A", "B"), SITES]
         assert ("missing", "C", 1) in kinds(federation)
 
+    def test_a_site_that_is_gone_is_among_the_reasons(self, run: Any) -> None:
+        """Of three sites one is rejected and one is not there: without the other neither would have ended the run."""
+        exchange = Sites(absent={1: {"C"}})
+        exchange.spoil = lambda site, step, message: None if (site, step.round) == ("B", 1) else message
+        reason = r"1 usable replies to 'train' in round 1, 2 are needed \(B: no answer .*; C: not there\)"
+        with pytest.raises(FederationFailed, match=reason):
+            run(exchange)
+
     def test_a_site_that_joins_late_enrols_then(self, run: Any) -> None:
         exchange = Sites(absent={0: {"C"}})
         federation = run(exchange)

@@ -54,6 +54,23 @@ def test_a_flipped_step_is_named() -> None:
     assert "B" in found.accepted and "step moved against the others: cosine -1.00" in found.suspicious["B"]
 
 
+def test_of_two_first_steps_neither_is_used_where_one_is_far_longer() -> None:
+    """Nothing was sent that they could be held against; used, the longer one would stay in the control variate."""
+    two = {"A": (1.0, 0.0), "B": (1e6, 0.0)}
+    found = judged(two)
+    assert not found.accepted and list(found.rejected) == ["A", "B"]
+    assert "step is 1e+06 times as long at one site as at the other; of two nobody can say which one is wrong" in found.rejected["A"]
+    assert list(judged({**two, "B": (90.0, 0.0)}).accepted) == ["A", "B"], "patients may differ"
+    assert list(judged(two, declared=False).accepted) == ["A", "B"]
+
+
+def test_of_two_later_steps_the_one_that_is_unlike_the_first_ones_is_rejected() -> None:
+    past = Past()
+    past.remember(judged({site: HONEST[site] for site in "AB"}, past).taken, 0)
+    found = judged({"A": (0.5, 0.1), "B": (1e6, 0.0)}, past, round=1)
+    assert list(found.accepted) == ["A"] and "the median of the rounds before" in found.rejected["B"]
+
+
 def test_a_site_that_comes_late_brings_a_whole_gradient() -> None:
     """Others send small changes of theirs by then; forty times the round's median is what they sent themselves at first."""
     small, past = {site: (step[0] / 40, step[1] / 40) for site, step in HONEST.items()}, Past()

@@ -184,12 +184,18 @@ def test_an_unexpected_error_leaves_without_names_too(
     assert "test_executors.py" in caplog.text and "Meier" not in caplog.text
 
 
-def test_a_step_ends_where_the_sites_time_does(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
-    write_json(place / "local" / "medflare.json", {"bounds": {"minutes": 1e-9}})
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        ("minutes", "stops: the step takes longer than the 1e-09 minutes of its bounds.minutes"),
+        ("hours", "takes part no longer: it has been at work on this job for the 1e-09 hours of its bounds.hours"),
+    ],
+)
+def test_a_step_ends_where_the_sites_time_does(fl_ctx: FLContext, place: Path, task: TaskConfig, bound: str, words: str) -> None:
+    write_json(place / "local" / "medflare.json", {"bounds": {bound: 1e-9}})
     executor = FedAvgExecutor(seed=0)
     assert error_of(answered(executor, fl_ctx, "enrol", enrolment(task))) is None
-    reason = str(error_of(answered(executor, fl_ctx, "train", model(task))))
-    assert reason == "site CS stops: the step takes longer than the 1e-09 minutes of its bounds.minutes"
+    assert error_of(answered(executor, fl_ctx, "train", model(task))) == f"site CS {words}"
 
 
 def test_abort_is_honoured_before_the_next_batch(fl_ctx: FLContext, task: TaskConfig) -> None:

@@ -1,11 +1,13 @@
 """How names and numbers of a results dict are shown: the same on the console, in the report and in tables of the documentation."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from medflare.tasks.metrics_table import METRICS
 
 UNDEFINED: Final = "–"
+_NAMED: Final = 5  # sites that a line names
 
 
 def metric_label(metric: str) -> str:
@@ -40,6 +42,30 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def event_counts(events: Iterable[Mapping[str, Any]]) -> str:
+    """Whom events are about, kind by kind, with their numbers; many sites are counted.
+
+    Args:
+        events: see `core.events`.
+
+    Examples:
+        >>> event_counts([{"kind": "rejected", "site": "B"}, {"kind": "warning", "site": None}, {"kind": "rejected", "site": "B"}])
+        'rejected B 2; warning 1'
+        >>> event_counts({"kind": "undefined", "site": f"site-{number}"} for number in range(6))
+        'undefined 6 at 6 sites'
+    """
+    found: dict[str, Counter[str]] = {}
+    for event in events:
+        found.setdefault(event["kind"], Counter())[event["site"] or ""] += 1
+    return "; ".join(f"{kind} {_counted(sites)}" for kind, sites in found.items())
+
+
+def _counted(sites: Counter[str]) -> str:
+    if len(sites) > _NAMED:
+        return f"{sites.total()} at {len(sites)} sites"
+    return ", ".join(f"{site} {count}".strip() for site, count in sorted(sites.items()))
 
 
 def format_seconds(seconds: float) -> str:

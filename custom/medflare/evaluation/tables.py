@@ -12,6 +12,7 @@ from rich.text import Text
 from medflare.evaluation.names import COMPLETED, ROLES, SPLITS
 from medflare.evaluation.presentation import (
     best_value,
+    event_counts,
     format_bytes,
     format_metric,
     format_seconds,
@@ -66,7 +67,8 @@ def _summary(results: Mapping[str, Any]) -> Text:
     cost = [f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"]
     cost += [format_seconds(total)] if total is not None else []
     cost += [f"{len(results['events'])} event{'s' if len(results['events']) > 1 else ''}"] if results["events"] else []
-    return text.append("\n" + "; ".join(cost))
+    text.append("\n" + "; ".join(cost))
+    return text.append(f"\n{event_counts(results['events'])}") if results["events"] else text
 
 
 def _table(results: Mapping[str, Any], metrics: Sequence[str]) -> Table:

@@ -1,15 +1,16 @@
-"""What a site half remembers, kept so that a step can be done again as if it had never been done.
+"""What a site remembers of a run: its half, so that a step can be done again as if it had never been done, and its hours at work.
 
 A step is repeated when too few answers were usable, and when a killed server goes on from its last checkpoint: sites that had
 answered that step already must not answer it from a state that has it behind them.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from medflare.core.errors import StateError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import StateStore, Store
@@ -18,6 +19,7 @@ from medflare.methods.base import SiteHalf
 
 _PREFIX = "half-"
 _MEMBERSHIP = "membership"
+_WORK = "work"
 
 
 class HalfMemory:
@@ -139,6 +141,83 @@ class RememberedHalf:
         half.restore(memory)
         self._half = half
         return half
+
+
+class WorkingTime:
+    """How long a site has been at work on a run, over all its processes, and the most that it may be by its own settings.
+
+    Time in which it waits for others does not count.
+
+    Args:
+        name: of the site.
+        store: keeps the hours from one process to the next; those of a step at which a process was killed are lost.
+        minutes: the most of one step; None for no bound.
+        hours: the most of the run; None for no bound.
+    """
+
+    def __init__(self, name: str, store: Store, minutes: float | None = None, hours: float | None = None):
+        self.name, self.store, self.minutes, self.hours = name, store, minutes, hours
+        self._began = time.monotonic()
+        self._before, self._warned, self._ends = 0.0, False, False
+
+    def clear(self) -> None:
+        """A new run begins, with the step at hand."""
+        self._before, self._warned = 0.0, False
+
+    @contextmanager
+    def step(self, ends: bool) -> Iterator[None]:
+        """The time inside is that of a step, however it ends.
+
+        Args:
+            ends: whether the site does no such step once its hours are over.
+
+        Raises:
+            ConfigError: they are.
+        """
+        self._began, self._ends = time.monotonic(), ends
+        if self.hours is not None and (kept := self.store.load(_WORK)) is not None:
+            self._before, self._warned = kept.facts["seconds"], kept.facts["warned"]
+        self._refuse_further_hours()
+        try:
+            yield
+        finally:
+            if self.hours is not None:
+                self.store.save(_WORK, Message({}, {"seconds": self._before + self._now, "warned": self._warned}))
+
+    def refuse(self) -> None:
+        """Nothing as long as the step at hand is within the site's bounds; asked before every batch.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if self.minutes is not None and self._now > 60 * self.minutes:
+            raise ConfigError(f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes of its bounds.minutes")
+        self._refuse_further_hours()
+
+    def _refuse_further_hours(self) -> None:
+        if self.hours is not None and self._ends and self._before + self._now > 3600 * self.hours:
+            raise ConfigError(
+                f"site {self.name} takes part no longer: it has been at work on this job for the {self.hours:g} hours of its bounds.hours"
+            )
+
+    def forecast(self, round: int, rounds: int) -> list[dict[str, str]]:
+        """A warning, as events, where the rounds to come do not fit if each takes as long as the step at hand; once a run.
+
+        Args:
+            round: of the step at hand, 0-based.
+            rounds: of the run.
+        """
+        needed = (self._before + max(rounds - round, 1) * self._now) / 3600
+        if self.hours is None or self._warned or needed <= self.hours:
+            return []
+        self._warned = True
+        text = f"at this pace {rounds} rounds need {needed:.2g} hours of the site, its bounds.hours allows {self.hours:g}"
+        return [{"kind": "warning", "message": f"{text}: it will not train in the last ones"}]
+
+    @property
+    def _now(self) -> float:
+        """Seconds of the step at hand."""
+        return time.monotonic() - self._began
 
 
 def stored_members(folder: Path) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """One site's part in a federation, the same under every engine: enrol, answer steps, remember, evaluate what is delivered."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -14,8 +13,8 @@ from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated, volume_picture
-from medflare.federation.exchange import DELIVER, ENROL, START
-from medflare.federation.memory import RememberedHalf
+from medflare.federation.exchange import DELIVER, ENROL, PHASES_OF_ALL, START
+from medflare.federation.memory import RememberedHalf, WorkingTime
 from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
 from medflare.federation.screening.replies import DELIVERS
 from medflare.federation.screening.rounding import Rounding
@@ -90,9 +89,8 @@ class Participant:
         budget: the site's own limit of what it gives away of its patients' privacy over all runs; None for none.
         minimum_patients: of how many a metric must be for it to leave the site.
         chosen: what the site deploys by its own choice, see `LocalSettings.keep`; None: what the method deploys.
-
-    Attributes:
-        began: when the step at hand did, by `time.monotonic`.
+        minutes: how long a step may take; None: as long as it takes.
+        hours: how long the site works for the run; None: as long as it takes.
     """
 
     def __init__(
@@ -107,6 +105,8 @@ class Participant:
         budget: Budget | None = None,
         minimum_patients: int = 0,
         chosen: str | None = None,
+        minutes: float | None = None,
+        hours: float | None = None,
     ):
         self.name = name
         self.opened = opened
@@ -115,7 +115,7 @@ class Participant:
         self.store = store or MemoryStore()
         self.keeper = keeper or Keeper()
         self.minimum_patients, self.chosen = minimum_patients, chosen
-        self.began = time.monotonic()
+        self.working = WorkingTime(name, self.store, minutes, hours)
         self.account = Account(Ledger(self.store), budget)
         self._half = RememberedHalf(name, self.store, self._made)
         self._site: Site | None = None
@@ -136,9 +136,11 @@ class Participant:
             MessageError: the server's message is not as the phase declares; nothing of it was used.
             MedflareError: whatever is wrong with the site's data, state or configuration.
         """
-        self.began = time.monotonic()
-        if phase == ENROL:
-            return self._enrol(round, incoming)
+        with self.working.step(ends=phase not in PHASES_OF_ALL):
+            return self._enrol(round, incoming) if phase == ENROL else self._step(phase, round, incoming)
+
+    def _step(self, phase: str, round: int, incoming: Message) -> Message:
+        """The reply to a step of the run or to the delivery."""
         step, rounds, rounded = self._gate.numbers(phase, round, incoming, self._half.steps)
         self._gate.refuse(phase, round, incoming, self._half.recall(step), rounded)
         self.keeper.tell(phase, round, rounds, True)
@@ -152,6 +154,8 @@ class Participant:
                 reply = half.perform(phase, round, incoming)
                 withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
                 reply = reply if rounding is None else rounding.up(half.phase(phase), reply, incoming)
+                if soon_over := self.working.forecast(round, rounds):
+                    reply.facts["events"] = [*reply.facts.get("events", []), *soon_over]
         self.keeper.tell(phase, round, rounds, False)
         return reply
 
@@ -171,6 +175,7 @@ class Participant:
         else:
             self._half.begin(role, sites, incoming.states.get(START), incoming.facts.get(STEPS))
             self.account.ledger.clear()
+            self.working.clear()
         counts = [] if (rare := rare_classes(site, self.minimum_patients)) else site.class_counts().tolist()
         return Message({}, {"n": site.n, "class_counts": counts, "events": _notes(site, self.minimum_patients, rare)})
 

@@ -100,14 +100,15 @@ class Federation:
     def _step(self, index: int, step: Step, enrolment: Enrolment) -> None:
         for attempt in range(self.rules.repeats + 1):
             started, down, up = time.monotonic(), self.outcome.down_bytes, self.outcome.up_bytes
-            asked = self._drawn(step, enrolment.members(step))
+            asked = self._drawn(step, members := enrolment.members(step))
             outgoing = {site: numbered(self.server.configure(step, site), index, self.server.context.rounds) for site in asked}
             screened, rejected = self._exchange(step, outgoing)
             accepted = screened.accepted
             if len(accepted) >= min(self._needed, self.rules.sites_per_round or self._needed):
                 break
             reason = f"{len(accepted)} usable replies to '{step.phase}' in round {step.round}, {self._needed} are needed"
-            named = listed(rejected) or "no site is present"
+            gone = dict.fromkeys((site for site in enrolment.inside if site not in members), "not there")
+            named = listed({**gone, **rejected}) if asked else "no site is present"
             if attempt == self.rules.repeats:
                 raise FederationFailed(f"{reason} ({named})")
             self.events.add("repeated", f"{reason}; asking again ({named})", round=step.round)

@@ -131,6 +131,7 @@ class MedflareController(Controller):
         try:
             self._end(job, run.execute(exchange, resume=bool(self.resume)))
         except Aborted as error:
+            self._log_events(fl_ctx)
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
 
     # -- parts -------------------------------------------------------------------------------------------------------------
@@ -139,6 +140,7 @@ class MedflareController(Controller):
         from medflare.flare.exchange.serving import ServedJob
 
         def say(line: str) -> None:
+            self._log_events(fl_ctx)
             self.log_info(fl_ctx, line)
             self._progress.say(line)
 
@@ -165,10 +167,16 @@ class MedflareController(Controller):
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]
 
+    def _log_events(self, fl_ctx: FLContext) -> None:
+        """Events go to the log as they come: there finds them who begins to watch when the job is over, see `jobs.watching`."""
+        for line in self._progress.unlogged():
+            self.log_info(fl_ctx, line)
+
     def _end(self, job: "ServedJob", results: Mapping[str, Any]) -> None:
         """Show the table; a failed run fails the job, a completed one needs its checkpoints no more."""
         from medflare.evaluation.console import results_table
 
+        self._log_events(job.fl_ctx)
         self.log_info(job.fl_ctx, "\n" + results_table(results))
         if results["status"] == FAILED:
             self.log_error(job.fl_ctx, f"medflare: FAILED: {results['reason']}")

@@ -37,6 +37,19 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     assert resources["components"][-1]["path"] == "medflare.flare.jobs.unfinished.UnfinishedJobs"
 
 
+def test_a_kit_is_for_its_account_alone(site: Kit, tmp_path: Path) -> None:
+    """However it was unpacked; what lies elsewhere is nobody's business here."""
+    script, elsewhere = site.folder / "startup" / "start.sh", tmp_path / "elsewhere"
+    script.write_text("#!/usr/bin/env bash\n")
+    elsewhere.write_text("of others")
+    (site.folder / "link").symlink_to(elsewhere)
+    for path, mode in ((script, 0o755), (site.folder / "startup", 0o755), (site.folder, 0o755), (elsewhere, 0o644)):
+        path.chmod(mode)
+    set_up(site, Wishes())
+    assert not [path for path in (site.folder, *site.folder.rglob("*")) if path.lstat().st_mode & 0o077 and not path.is_symlink()]
+    assert script.stat().st_mode & 0o700 == 0o700 and elsewhere.stat().st_mode & 0o777 == 0o644
+
+
 def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path) -> None:
     set_up(site, Wishes())
     own = {"device": "cpu", "minimum_patients": 9, "outbound": {"entries": ["model"]}, "cache": {"folder": "/old", "limit_gb": 5}}
@@ -144,7 +157,7 @@ def test_differences_of_lists_and_components() -> None:
         'list: "c" added',
         'components.x.path: "p" -> "q"',
         'components.y: not set -> {"id": "y"}',
-        f'long: "{"l" * 56}... -> not set',
+        f'long: "{"l" * 27}...{"l" * 28}" -> not set',
     ]
     assert list(differences(["a", "b"], ["b", "a"], "order")) == ['order: ["a", "b"] -> ["b", "a"]']
     assert list(differences(old, old)) == []

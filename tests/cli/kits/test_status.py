@@ -86,6 +86,14 @@ def test_one_that_does_not_run_had_contact_when_its_log_says(site: Kit) -> None:
     assert party_state(site, NOW).contact == "2026-11-22 11:51:40"
 
 
+def test_one_that_was_killed_had_contact_as_long_as_its_job(site: Kit) -> None:
+    site.log.write_text(_line(500, REGISTERED))
+    folder = site.folder / JOB
+    folder.mkdir()
+    (folder / "log.txt").write_text(_line(100, "SubmitUpdate to: localhost"))
+    assert party_state(site, NOW).contact == "2026-11-22 11:58:20"
+
+
 def test_the_newest_job_comes_first(site: Kit) -> None:
     for day, start in enumerate("abc"):
         folder = site.folder / f"{start}{JOB[1:]}"

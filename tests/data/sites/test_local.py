@@ -13,14 +13,14 @@ from medflare.data.sites.local import Bounds, LocalSettings, OutboundLimits, Pri
 def test_nothing_is_decided_by_an_empty_file() -> None:
     settings = local_settings({})
     assert settings == LocalSettings() and not settings.redact and settings.minimum_patients == 0
-    assert settings.bounds == Bounds(2**26, 2**28, None, None, None, None) and settings.outbound == OutboundLimits(None, None)
+    assert settings.bounds == Bounds(2**26, 2**28, None, None, None, None, None) and settings.outbound == OutboundLimits(None, None)
 
 
 def test_everything_decided() -> None:
     settings = local_settings(
         {
             "batch_size": 4,
-            "bounds": {"pixels": 1000, "epochs": 3, "memory": 8, "minutes": 30, "model_bytes": 10_000_000},
+            "bounds": {"pixels": 1000, "epochs": 3, "hours": 12, "memory": 8, "minutes": 30, "model_bytes": 10_000_000},
             "cache": "~/cache",
             "data_folders": ["/scans"],
             "keep": "best",
@@ -33,7 +33,7 @@ def test_everything_decided() -> None:
         }
     )
     assert (settings.batch_size, settings.cache, settings.data_root, settings.device) == (4, CacheSettings("~/cache"), "/data", "cuda:0")
-    assert settings.bounds == Bounds(1000, 2**28, 3, 8.0, 30.0, 10_000_000) and settings.data_folders == ("/scans",)
+    assert settings.bounds == Bounds(1000, 2**28, 3, 12.0, 8.0, 30.0, 10_000_000) and settings.data_folders == ("/scans",)
     assert settings.minimum_patients == 5 and settings.redact and settings.keep == "best"
     assert settings.outbound == OutboundLimits(("model",), 50_000_000)
     assert settings.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
@@ -72,6 +72,7 @@ def test_the_ledger_may_be_the_engines_choice() -> None:
         ({"batchsize": 4}, "unknown setting 'batchsize'; did you mean batch_size"),
         ({"root": "/data"}, "unknown setting 'root'; did you mean data_root? known: batch_size, bounds, cache, channels_last"),
         ({"bounds": {"pixel": 9}}, "bounds: unknown setting 'pixel'; did you mean pixels"),
+        ({"bounds": {"hours": 0}}, "bounds.hours must be above 0, got 0"),
         ({"bounds": {"memory": None}}, "bounds.memory must not be null, which looks like a limit and is none"),
         ({"bounds": {"pixels": 10**9}}, "bounds.pixels must be at most 1.78957e"),
         ({"keep": "mine"}, "keep must be one of"),

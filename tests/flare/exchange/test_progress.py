@@ -2,12 +2,16 @@
 
 import threading
 import time
+from pathlib import Path
 
+import pytest
 from nvflare.apis.fl_context import FLContext
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from flare.exchange.test_tasks import STEP, FakeController, answers, asked, exchange, never_answers
+from flare.server import Server
 from medflare.core.events import EventLog
+from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.exchange import progress
 from medflare.flare.exchange.progress import Progress
@@ -54,3 +58,15 @@ def test_flare_is_told_when_it_asks() -> None:
     fl_ctx.set_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR, collector, private=True, sticky=False)
     controller.handle_event(InfoCollector.EVENT_TYPE_GET_STATS, fl_ctx)
     assert collector.info == {"medflare": {"count": 0, "lines": []}}
+
+
+def test_events_go_to_the_log_before_the_line_of_their_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    controller, server = MedflareController(rounds=1, seed=0), Server(tmp_path, WeightedAggregator())
+    controller._engine = server
+    job = controller._job(server.context())
+    controller._events.add("rejected", "its vote does not count", site="B", round=0)
+    with caplog.at_level("INFO"):
+        job.say("round 0")
+        job.say("round 1")
+    said = [record.getMessage().rpartition("]: ")[2] for record in caplog.records]
+    assert said == ["medflare: noted: rejected: B (round 0): its vote does not count", "round 0", "round 1"]

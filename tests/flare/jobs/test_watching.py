@@ -9,7 +9,9 @@ import pytest
 
 from flare.jobs.sessions import Served
 from medflare.core.errors import MedflareError
+from medflare.core.events import EventLog
 from medflare.evaluation.console import round_line
+from medflare.flare.exchange.progress import Progress
 from medflare.flare.jobs.sessions import Unreachable
 from medflare.flare.jobs.watching import watch, watch_job
 
@@ -53,6 +55,26 @@ def test_steps_after_the_last_look_are_in_the_log() -> None:
     log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {step}" for step in STEPS)
     ended, said = followed(Served(RUNNING, COMPLETED, stats=(told(STEPS[0]),), log=log))
     assert ended and said == ["id RUNNING", *STEPS, "id FINISHED:COMPLETED"]
+
+
+def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
+    """Of a quick job that is all: what a site was rejected for must not be missed by who watches it."""
+    events = EventLog()
+    progress = Progress(events)
+    events.add("rejected", "validation metric of the global model is 7.0; its vote does not count", site="B", round=1)
+    noted = progress.unlogged()
+    log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {line}" for line in (STEPS[0], *noted, STEPS[1]))
+    event = "rejected: B (round 1): validation metric of the global model is 7.0; its vote does not count"
+    assert followed(Served(COMPLETED, log=log))[1] == [STEPS[0], event, STEPS[1], "id FINISHED:COMPLETED"]
+    stats = (told(STEPS[0], event),)
+    assert followed(Served(RUNNING, COMPLETED, stats=stats, log=log))[1] == [
+        "id RUNNING",
+        STEPS[0],
+        event,
+        STEPS[1],
+        "id FINISHED:COMPLETED",
+    ]
+    assert progress.unlogged() == [], "an event is logged once"
 
 
 def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:

@@ -116,7 +116,7 @@ def _setup(options: argparse.Namespace) -> int:
             if options.systemd.name and len(kits) > 1:
                 raise ConfigError("--systemd FILE is for one kit; leave FILE out, and each kit gets its own")
             unit = options.systemd if options.systemd.name else kit.folder / unit_name(kit)
-            write_atomically(unit, unit_text(kit, _THIS_COMMAND).encode(), public=True)
+            write_atomically(unit, unit_text(kit, _THIS_COMMAND).encode(), public=bool(options.systemd.name))
             print(f"unit     {unit}; install it: sudo cp {unit} /etc/systemd/system/{unit_name(kit)} && "
                   f"sudo systemctl daemon-reload && sudo systemctl enable --now {unit_name(kit)}")  # fmt: skip
     return 0
@@ -174,7 +174,8 @@ def _described(state: "PartyState") -> str:
         f"  {f'up since {state.up_since}' if state.up_since else 'does not run'}",
     ]
     if state.kind == "site":
-        lines.append(f"  last contact with the server: {state.contact or 'never'}")
+        known = "last contact with the server" if state.up_since else "last contact with the server that a log tells of"
+        lines.append(f"  {known}: {state.contact or 'never'}")  # answered heartbeats are in no log
     if state.trouble:
         lines.append(f"  since then: {state.trouble}")
     for job in state.jobs:
@@ -188,7 +189,7 @@ def _job_lines(job: "JobState") -> list[str]:
     doing = "runs" if job.running else "has ended here"
     if job.round is not None and job.rounds is not None:
         step = f"{job.step}, round {min(job.round + 1, job.rounds)} of {job.rounds}"
-        doing += f"; {'at work on' if job.working else 'last step:'} {step}, since {job.begun}"
+        doing += f"; {'at work on' if job.working else 'last step:'} {step}, {'since' if job.working else 'at'} {job.begun}"
     lines = [doing]
     if job.left.entries or job.left.withheld:
         lines.append(f"left: {format_bytes(job.left.bytes)} in {job.left.entries} entries; {job.left.withheld} kept back")

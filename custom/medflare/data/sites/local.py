@@ -78,12 +78,14 @@ class Bounds(ImageBounds):
 
     Attributes:
         epochs: passes over the training images in a round.
+        hours: of the site's work on one job, waiting for others aside; then it takes part no longer, but for the final models.
         memory: GiB that a training step needs at least.
         minutes: of one step of the federation.
         model_bytes: of the task's network.
     """
 
     epochs: Annotated[int, Field(ge=1)] | None = None
+    hours: Annotated[float, Field(gt=0)] | None = None
     memory: Annotated[float, Field(gt=0)] | None = None
     minutes: Annotated[float, Field(gt=0)] | None = None
     model_bytes: Annotated[int, Field(ge=1)] | None = None

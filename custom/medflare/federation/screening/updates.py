@@ -84,7 +84,7 @@ def screen(
         f"{phase}/{entry}": gathered(accepted, outgoing, entry, weights is None or entry in weights, entry in steps) for entry in entries
     }
     digests = {key: _digests(accepted, key.removeprefix(f"{phase}/"), evidence) for key, evidence in found.items()}
-    for judged in (_too_long(found, past, norm_limit), _unmoved(found), _replayed(digests, past)):
+    for judged in (_too_long(found, past, norm_limit), _far_apart(found, past, norm_limit), _unmoved(found), _replayed(digests, past)):
         for site, reason in judged.items():
             rejected.setdefault(site, reason)
     left = _of(found, [site for site in accepted if site not in rejected])
@@ -151,6 +151,19 @@ def _too_long(found: Mapping[str, Evidence], past: Past, most: float) -> dict[st
             if not length <= limit * against[site] and against[site] > 0:  # NaN, where lengths overflow, is too long as well
                 text = f"{_entry(key)} moved by {length:.3g}, more than {limit:.3g} times {words} {against[site]:.3g}"
                 reasons.setdefault(site, text)
+    return reasons
+
+
+def _far_apart(found: Mapping[str, Evidence], past: Past, most: float) -> dict[str, str]:
+    """Both of two sites, where the first step of one is far longer: no round was before it, and nothing was sent to hold it against."""
+    reasons: dict[str, str] = {}
+    for key, evidence in found.items():
+        if not evidence.step or len(evidence.sites) != 2 or past.length(key) is not None:
+            continue
+        shorter, longer = sorted(evidence.lengths.values())
+        if longer > most * shorter > 0:
+            text = f"{_entry(key)} is {longer / shorter:.3g} times as long at one site as at the other"
+            reasons |= dict.fromkeys(evidence.sites, f"{text}; of two nobody can say which one is wrong")
     return reasons
 
 

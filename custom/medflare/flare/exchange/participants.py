@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -108,14 +107,13 @@ class ParticipantSpec:
             return site
 
         def stopped() -> bool:
-            minutes = local.bounds.minutes
-            if minutes is not None and time.monotonic() - participant.began > 60 * minutes:
-                raise ConfigError(f"site {self.name} stops: the step takes longer than the {minutes:g} minutes of its bounds.minutes")
+            participant.working.refuse()
             return aborted()
 
         own, store = SiteFolder(folder, self.name, method, task, self.seed), StateStore(self.state_folder)
         budget = budget_of(local.privacy, self.name, Path(self.local_file).with_name(LEDGER))
         rules: dict[str, Any] = {"budget": budget, "minimum_patients": local.minimum_patients, "chosen": local.keep}
+        rules |= {"minutes": local.bounds.minutes, "hours": local.bounds.hours}
         participant = Participant(self.name, opened, method, self.hyper, store=store, keeper=own, **rules)
         return participant
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from medflare.flare.exchange.tasks import TaskExchange
 
 GROUP: Final = "medflare"  # in FLARE's statistics of the job
+NOTED: Final = "medflare: noted: "  # before an event in the job's log
 _KEPT = 200  # lines: who asks every few seconds misses none
 
 
@@ -22,7 +23,7 @@ class Progress:
 
     def __init__(self, events: EventLog):
         self._events = events
-        self._seen = 0
+        self._seen = self._logged = 0
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._count = 0
         self._lock = threading.Lock()
@@ -32,6 +33,13 @@ class Progress:
         with self._lock:
             self._take_events()
             self._add(line)
+
+    def unlogged(self) -> list[str]:
+        """The lines for the log of all events that came since this was asked last."""
+        with self._lock:
+            new = list(self._events)[self._logged :]
+            self._logged += len(new)
+        return [f"{NOTED}{event_line(event)}" for event in new]
 
     def to_dict(self, exchange: "TaskExchange | None") -> dict[str, Any]:
         """As JSON has it: `count` of all lines so far, the last of them as `lines`, and what `TaskExchange.waiting` says.

@@ -11,7 +11,7 @@ from nvflare.apis.job_def import JobMetaKey, RunStatus
 from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
 from nvflare.fuel.flare_api.flare_api import Session
 
-from medflare.flare.exchange.progress import GROUP
+from medflare.flare.exchange.progress import GROUP, NOTED
 from medflare.flare.jobs.explaining import explained, server_log
 from medflare.flare.jobs.sessions import LOST, REFUSALS, RUNNING, Job, Unreachable, found_job, id_of, jobs_of, session
 
@@ -20,7 +20,8 @@ _GONE = 300.0  # seconds without statistics of a job that is called running afte
 _QUIET = 10.0  # seconds without a sign of life until a site is named; it is named again whenever they have doubled
 _RESUME = "the server was started again meanwhile; a new job takes it up after the last step that it finished (`medflare resume`)"
 _FINISHED = "FINISHED:"  # what FLARE's words for the end of a job begin with
-_STEP = re.compile(r"(?:round \d+ \(\d+/\d+\)|after round \d+|without a round) \w+: .+")  # as `evaluation.console.round_line` writes it
+_STEP = r"(?:round \d+ \(\d+/\d+\)|after round \d+|without a round) \w+: .+"  # as `evaluation.console.round_line` writes it
+_TOLD = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP})")  # in the server's log
 
 
 class Follower:
@@ -59,16 +60,16 @@ class Follower:
             del self._named[site]
 
     def complete(self, log: str) -> None:
-        """The steps that ended after the last look.
+        """The steps that ended after the last look, and what was noted meanwhile.
 
         Args:
             log: the server's, of the whole job.
         """
         for line in log.splitlines():
-            found = _STEP.search(line)
-            if found and found[0] not in self._said:
-                self._say(found[0])
-                self._said.add(found[0])
+            found = _TOLD.search(line)
+            if found and (said := found["event"] or found["step"]) not in self._said:
+                self._say(said)
+                self._said.add(said)
 
 
 def watch_job(

@@ -20,6 +20,7 @@ from medflare.methods.parts.training import epochs, weighted_sum
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # VGG-11: the paper's
+GRADIENT = "selector_gradient"  # entry of a reply
 SQUARE = "exp_avg_sq"  # Adam takes its root
 MOMENTS = ("exp_avg", SQUARE)
 SelectorLoss = Callable[[Tensor, Batch], Tensor]
@@ -99,7 +100,7 @@ def selector_entries(outputs: Callable[[SelectorPlan], int]) -> SelectorEntries:
     purpose = "Adam's {} of the selector: a site sees one label only, the mean has seen all"
     moments = [Entry(f"selector_{name}", purpose.format(name), parameters, moments_too, unsigned=name == SQUARE) for name in MOMENTS]
     answered = (
-        Entry("selector_gradient", "the gradient of the selector, which tells sites apart", parameters, steps_at_server),
+        Entry(GRADIENT, "the gradient of the selector, which tells sites apart", parameters, steps_at_server),
         Entry("selector", "the selector that tells sites apart", whole, steps_at_site),
         *moments,
     )
@@ -156,7 +157,7 @@ class SiteSelector:
         keys = (round, "selector", incoming.facts.get("update", 0))
         if self.hyper.selector_steps == "server":
             value = accumulate_gradient(selector, site, (*keys, 0), loss)
-            return {"selector_gradient": gradient_of(selector)}, value
+            return {GRADIENT: gradient_of(selector)}, value
         memory, synced = self.half.memory, self.hyper.sync_moments
         source = incoming.states if synced else memory.states
         moments = {moment: source.get(f"selector_{moment}", {}) for moment in MOMENTS}
@@ -230,6 +231,17 @@ def _losses(model: nn.Module, site: Site, batches: Iterator[Batch], loss: Select
 def gradient_of(model: nn.Module) -> StateDict:
     """The accumulated gradient by parameter name, on the CPU."""
     return {name: parameter.grad.detach().cpu().clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def head_of(gradient: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(weights (K, F), bias (K,)) of a selector's last layer.
+
+    Args:
+        gradient: by parameter name.
+    """
+    names = [name for name in gradient if name.startswith("head.")]
+    weight, bias = (next(gradient[name] for name in names if name.endswith(kind)) for kind in ("weight", "bias"))
+    return weight, bias
 
 
 def adam_with_moments(model: nn.Module, rate: float, moments: Mapping[str, StateDict], step: int) -> torch.optim.Adam:
@@ -320,7 +332,7 @@ class ServerSelector:
             for entry in self.sent:
                 states[entry] = weighted_mean({site: reply.states[entry] for site, reply in replies.items()}, weights)
             return
-        mean = weighted_mean({site: reply.states["selector_gradient"] for site, reply in replies.items()}, weights)
+        mean = weighted_mean({site: reply.states[GRADIENT] for site, reply in replies.items()}, weights)
         step = self.memory.facts["selector_step"] + 1
         moments = {moment: states[f"selector_{moment}"] for moment in MOMENTS}
         states["selector"], moments = adam_step(self.state, mean, moments, step, selector_rate(self.plan))

@@ -10,10 +10,17 @@ from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, s
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedsm.formulas import GAMMAS as GAMMA_GRID
-from medflare.methods.fedsm.formulas import gamma_candidates, gamma_within_error, median_by_gamma, soft_pull, tuned_gamma
+from medflare.methods.fedsm.formulas import (
+    gamma_candidates,
+    gamma_within_error,
+    impossible_head_gradient,
+    median_by_gamma,
+    soft_pull,
+    tuned_gamma,
+)
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
 from medflare.methods.fedsm.ridge import STATISTICS, impossible_statistics
-from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
+from medflare.methods.fedsm.selector import GRADIENT, ServerSelector, head_of, is_ridge, selector_spec
 from medflare.methods.fedsm.site import (
     CANDIDATES,
     CONFIDENCE,
@@ -186,11 +193,14 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
             self._aggregate_round(step, replies)
 
     def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
-        """Features for the ridge selector that no images have; of patches nobody knows how many there are."""
+        """A gradient of the selector, or features for the ridge selector, that no images of the site have."""
+        if GRADIENT in reply.states:
+            weight, bias = head_of(reply.states[GRADIENT])
+            return impossible_head_gradient(weight, bias, self.context.plan.sites.index(site))
         if step.phase != "describe":
             return None
         task, images = self.context.task, int(reply.facts["n_samples"])
-        known = None if task.fit == "patch" else images
+        known = None if task.fit == "patch" else images  # of patches nobody knows how many there are
         problem = impossible_statistics(reply.states[STATISTICS], task.image_channels, task.spatial_dims, known)
         return problem and f"{STATISTICS}: {problem}"
 

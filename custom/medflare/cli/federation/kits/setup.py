@@ -6,6 +6,7 @@ Kubernetes keeps its launcher.
 
 import copy
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ class Change(NamedTuple):
 
 
 def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
-    """Bring a kit's local/ folder to what is wished; every file is checked before one is written.
+    """Bring a kit's local/ folder to what is wished; every file is checked before one is written. The kit is then for its account alone.
 
     Args:
         kit: of a site or the server.
@@ -89,7 +90,16 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
         else:
             write_json(path, new)
             done.append(Change(path, "added") if old is None else Change(path, "changed", tuple(differences(old, new))))
+    _close(kit.folder)
     return done
+
+
+def _close(folder: Path) -> None:
+    """Take from others what they may do below a folder: FLARE writes scripts for everybody, and archives unpack as the umask says."""
+    for path in (folder, *folder.rglob("*")):
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        if mode & 0o077 and not path.is_symlink():
+            path.chmod(mode & 0o700)
 
 
 def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
@@ -122,7 +132,8 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
 
 def _shown(value: Any) -> str:
     text = "not set" if value is None else json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    half = (_SHOWN - 3) // 2  # of paths it is the end that tells them apart
+    return text if len(text) <= _SHOWN else f"{text[:half]}...{text[half + 3 - _SHOWN :]}"
 
 
 def template(kind: Kind, name: str) -> _Object:

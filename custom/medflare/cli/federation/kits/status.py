@@ -105,7 +105,8 @@ def party_state(kit: Kit, now: datetime | None = None) -> PartyState:
     up = f"{datetime.fromtimestamp(since(found.first)):%F %T}" if found.first is not None else ""
     folders = job_folders(kit)
     jobs = tuple(_job(folder, folder.name in found.jobs) for folder in folders)
-    contact, trouble = _contact([kit.log, *(folder / "log.txt" for folder in folders if folder.name in found.jobs)], now, bool(up))
+    spoke = [folder for place, folder in enumerate(folders) if place == 0 or folder.name in found.jobs]  # the last one also where it ended
+    contact, trouble = _contact([kit.log, *(folder / "log.txt" for folder in spoke)], now, bool(up))
     return PartyState(kit.name, kit.kind, f"{kit.host}:{kit.port}", up, contact, trouble, jobs)
 
 
