@@ -1,6 +1,9 @@
 """`medflare run`, `resume`, `job` and `study` hand on what was asked for; the engines have tests of their own."""
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,15 @@ class Recipe:
 
     def simulate(self, *arguments: Any, **named: Any) -> None:
         Recipe.simulated(*arguments, **named)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """As a run at work there has it."""
+    place = os.open(folder, os.O_RDONLY)
+    fcntl.flock(place, fcntl.LOCK_EX)
+    yield
+    os.close(place)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -131,6 +143,62 @@ def test_a_site_without_data_is_named_with_the_nearest(
     study = refused(capsys, "study", "fedavg", "--sites", "clinic-1,clinic2", "--data-root", str(tmp_path), "--out", str(tmp_path / "o"))
     assert "unknown site 'clinic2'; did you mean clinic-2" in study
     assert not engine.calls and not (tmp_path / "o").exists()
+
+
+def run_once(folder: Path, *options: str) -> int:
+    """`medflare run fedavg` in the plain loop, with results below a folder."""
+    return main(["run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(folder), *options])
+
+
+def test_an_earlier_run_is_kept(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs in one folder: the table of one, the curves of both."""
+    folder = tmp_path / "fedavg-phantom-seed0"
+
+    def work(*_: Any, out: Path, **__: Any) -> None:
+        assert not [*out.iterdir()]
+        (out / "results.json").write_text(str(len([*tmp_path.iterdir()])))
+
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
+    assert [run_once(tmp_path) for _ in range(3)] == [0, 0, 0]
+    assert {path.name: (path / "results.json").read_text() for path in tmp_path.iterdir()} == {
+        folder.name: "3",
+        f"{folder.name}.1": "1",
+        f"{folder.name}.2": "2",
+    }
+    assert f"the earlier run of this name is kept: {folder}.2\n" in capsys.readouterr().out
+
+
+def test_what_is_refused_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    earlier = tmp_path / "fedavg-phantom-seed0" / "results.json"
+    earlier.parent.mkdir()
+    earlier.touch()
+    assert "rounds is 0" in refused(capsys, "run", "fedavg", "--engine", "local", "--sites", "2", "--rounds", "0", "--out", str(tmp_path))
+    assert [*tmp_path.rglob("*")] == [earlier.parent, earlier]
+
+
+def test_a_folder_with_a_run_at_work_is_left_alone(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "fedavg-phantom-seed0"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    with folder_lock(folder):
+        for command in (("run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(tmp_path)), ("resume", str(folder))):
+            assert f"{folder}: a run is at work there; wait for its end" in refused(capsys, *command)
+    assert not engine.calls and [*tmp_path.iterdir()] == [folder]
+    assert run_once(tmp_path) == 0, "its end ends the lock"
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "two words" / "fedavg-phantom-seed0"
+
+    def work(*_: Any, out: Path, **__: Any) -> None:
+        (out / "checkpoint.safetensors").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
+    assert run_once(folder.parent) == 130
+    assert capsys.readouterr().err == f"medflare: interrupted; go on with: medflare resume '{folder}'\n"
 
 
 def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path) -> None:

@@ -1,6 +1,12 @@
 """`medflare run` and `medflare resume`: a federation on this machine, and one that was interrupted."""
 
 import argparse
+import fcntl
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from medflare.cli.options import (
@@ -37,7 +43,9 @@ def _add_run(commands: Commands) -> None:
         "run",
         _run,
         help="run a federation on this machine",
-        description="Run a federation here and print its results.",
+        description="Run a federation here and print its results. The folder METHOD-TASK-seedSEED below --out gets results.json, "
+        "report.html, the models, and what each site would keep at home; an earlier run of that name is kept beside it. What Ctrl-C "
+        "interrupts in the plain loop, medflare resume takes up.",
         examples=(
             "medflare run fedsm --sites 4                                      # synthetic images, FLARE's simulator",
             "medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4 never trains",
@@ -88,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.federation.local.loop import run_local
 
         inside = [site for site in sites if site not in settings["outside"]]
-        with data_root(options.data_root), weights_place(weights):
+        with _new(folder), _resumable(folder), data_root(options.data_root), weights_place(weights):
             run_local(
                 options.method, task, inside, rounds=options.rounds, out=folder, workers=options.workers, say=print, **settings, **hyper
             )
@@ -98,9 +106,83 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.flare.recipes import MedflareRecipe
 
         recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **settings, **hyper)
-        with data_root(options.data_root), weights_place(weights):
+        with _new(folder), data_root(options.data_root), weights_place(weights):
             recipe.simulate(sites, folder, threads=options.threads)
     return 0 if show_results(folder) else 1
+
+
+# -- the folder of a run ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _new(folder: Path) -> Iterator[None]:
+    """An empty folder for a run; an earlier run in it is kept beside it, since what two left in one folder nobody can tell apart.
+
+    Args:
+        folder: of the run; as it was before, where the block writes nothing.
+
+    Raises:
+        ConfigError: a run is at work there.
+    """
+    kept = None
+    if folder.is_dir() and any(folder.iterdir()):
+        kept = next(place for number in count(1) if not (place := folder.with_name(f"{folder.name}.{number}")).exists())
+        with _held(folder):
+            folder.rename(kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _held(folder):
+            yield
+    finally:
+        if any(folder.iterdir()):
+            print(f"the earlier run of this name is kept: {kept}\n" if kept else "", end="")
+        else:
+            folder.rmdir()
+            if kept:
+                kept.rename(folder)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Nobody else begins or takes up a run in a folder meanwhile.
+
+    Raises:
+        ConfigError: somebody has.
+    """
+    if not folder.is_dir():  # whoever reads from it says so
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a disk that knows no locks
+            if not _locked(place):
+                raise ConfigError(f"{folder}: a run is at work there; wait for its end, or name another place with --out")
+        yield
+    finally:
+        os.close(place)  # which ends the lock
+
+
+def _locked(place: int) -> bool:
+    """Lock an open folder; whether nobody else had."""
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    """Ctrl-C in the block says how to go on with the plain loop's run in a folder."""
+    from medflare.core.store import StateStore
+    from medflare.federation.checkpoint import CHECKPOINT
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not StateStore(folder).path(CHECKPOINT).exists():
+            raise
+        raise KeyboardInterrupt(f"go on with: medflare resume {shlex.quote(str(folder))}") from None
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------------
@@ -134,7 +216,7 @@ def _resume(options: argparse.Namespace) -> int:
     from medflare.evaluation.console import show_results
     from medflare.federation.local.loop import resume_local
 
-    with data_root(options.data_root):
+    with _held(options.path), _resumable(options.path), data_root(options.data_root):
         resume_local(options.path, workers=options.workers, say=print)
     return 0 if show_results(options.path) else 1
 

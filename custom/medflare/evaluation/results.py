@@ -100,8 +100,13 @@ def find_results(path: Path) -> Path:
     if path.is_file():
         return path
     found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else [*path.rglob(f"{FOLDER}/{RESULTS_FILE}")]
+    if not path.exists():
+        raise StateError(f"{path}: not there; give the folder of a run, or its {RESULTS_FILE}")
     if not found:
-        raise StateError(f"{path}: no {FOLDER}/{RESULTS_FILE} here; the run never reached its end, see its log for the first error")
+        raise StateError(
+            f"{path}: no {RESULTS_FILE} and no {FOLDER}/{RESULTS_FILE} here; the run has not come to its end: its log says why, and "
+            "`medflare resume` goes on with one of the plain loop"
+        )
     return max(found, key=lambda file: file.stat().st_mtime)
 
 

@@ -65,8 +65,10 @@ def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path)
     report = check_site(tmp_path, make_task())
     assert list(report.sites) == ["A", "B", "C"] and not report.ok
     assert report.shift is not None  # between the two that can be read
-    with pytest.raises(DataError, match=r"no site: neither a datalist.json nor folders that hold one"):
+    with pytest.raises(DataError, match=r"no site: neither a datalist.json nor folders that hold one.*medflare data init '.*no site'$"):
         check_site(tmp_path / "no site", make_task())
+    with pytest.raises(DataError, match=r"nowhere: not a folder"):
+        check_site(tmp_path / "nowhere", make_task())
 
 
 def test_notes_are_shown(make_site: SiteOf, make_task: TaskOf) -> None:
