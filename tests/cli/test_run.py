@@ -11,7 +11,7 @@ import pytest
 
 import small
 from medflare.cli import main
-from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results, write_results
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
 from medflare.studies.archive import write_run
@@ -199,12 +199,31 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
     assert run_once(folder.parent) == 130
     assert capsys.readouterr().err == f"medflare: interrupted; go on with: medflare resume '{folder}'\n"
+    (tmp_path / "datalist.json").touch()
+    assert run_once(folder.parent, "--data-root", str(tmp_path)) == 130
+    assert capsys.readouterr().err.endswith(f"medflare resume '{folder}' --data-root {tmp_path}\n")
 
 
-def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path) -> None:
+def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"sites": ["A"], "outside": [], "task": load_task("phantom").to_dict()}
+    monkeypatch.setattr("medflare.federation.checkpoint.stored_plan", lambda folder: plan)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "datalist.json").touch()
     assert main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data"), "--workers", "3"]) == 0
     assert engine.calls == [((tmp_path,), {"workers": 3, "say": print}, str(tmp_path / "data"))]
     assert ROOT not in os.environ
+
+
+def test_resume_replaces_no_results_before_it_can_go_on(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = {"sites": ["A"], "outside": ["B"], "task": {**load_task("phantom").to_dict(), "embedded": ""}}
+    monkeypatch.setattr("medflare.federation.checkpoint.stored_plan", lambda folder: plan)
+    assert "site A: no data root for task phantom; give --data-root FOLDER" in refused(capsys, "resume", str(tmp_path))
+    record = RunRecord("fedavg", load_task("phantom"), 0, 3, {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})})
+    write_results(tmp_path, record)
+    assert f"{tmp_path}: this run has come to its end; see medflare results" in refused(capsys, "resume", str(tmp_path))
+    assert not engine.calls
 
 
 def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +236,11 @@ def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.
     form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": EMPTY}
     run = {"rounds": 10, "seed": 0, "outside": [], "min_sites": None, "sites_per_round": None, "silence": 60.0, "patience": 4}
     assert named == {**form, **run, "track": "mlflow", "site_half": "fedavg", "server_half": None}
-    assert f"job folder: {tmp_path} (0 B)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"job folder: {tmp_path} (0 B)" in said and f"nvflare simulator {tmp_path} -n 4" in said
+    assert main(["job", "moon", "--task", "brain_lgg", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {tmp_path} -c SITE,SITE" in said, "without data of its own"
 
 
 def test_a_study_gets_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.federation.local.loop import run_local
 
         inside = [site for site in sites if site not in settings["outside"]]
-        with _new(folder), _resumable(folder), data_root(options.data_root), weights_place(weights):
+        with _new(folder), _resumable(folder, options), data_root(options.data_root), weights_place(weights):
             run_local(
                 options.method, task, inside, rounds=options.rounds, out=folder, workers=options.workers, say=print, **settings, **hyper
             )
@@ -172,7 +172,7 @@ def _locked(place: int) -> bool:
 
 
 @contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
+def _resumable(folder: Path, options: argparse.Namespace) -> Iterator[None]:
     """Ctrl-C in the block says how to go on with the plain loop's run in a folder."""
     from medflare.core.store import StateStore
     from medflare.federation.checkpoint import CHECKPOINT
@@ -182,7 +182,8 @@ def _resumable(folder: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         if not StateStore(folder).path(CHECKPOINT).exists():
             raise
-        raise KeyboardInterrupt(f"go on with: medflare resume {shlex.quote(str(folder))}") from None
+        words = ["medflare", "resume", str(folder)] + (["--data-root", str(options.data_root)] if options.data_root else [])
+        raise KeyboardInterrupt(f"go on with: {shlex.join(words)}") from None
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------------
@@ -216,9 +217,31 @@ def _resume(options: argparse.Namespace) -> int:
     from medflare.evaluation.console import show_results
     from medflare.federation.local.loop import resume_local
 
-    with _held(options.path), _resumable(options.path), data_root(options.data_root):
-        resume_local(options.path, workers=options.workers, say=print)
+    with _held(options.path):
+        _refuse_what_cannot_go_on(options)
+        with _resumable(options.path, options), data_root(options.data_root):
+            resume_local(options.path, workers=options.workers, say=print)
     return 0 if show_results(options.path) else 1
+
+
+def _refuse_what_cannot_go_on(options: argparse.Namespace) -> None:
+    """Nothing where an interrupted run is there with its data: an attempt that fails would replace the results.
+
+    Raises:
+        ConfigError: the run has come to its end.
+        DataError: a site without data.
+        StateError: no run that can be taken up is there.
+    """
+    from medflare.evaluation.names import COMPLETED, RESULTS_FILE
+    from medflare.evaluation.results import load_results
+    from medflare.federation.checkpoint import stored_plan
+    from medflare.tasks.config import load_task
+
+    if (options.path / RESULTS_FILE).is_file() and load_results(options.path / RESULTS_FILE)["status"] == COMPLETED:
+        raise ConfigError(f"{options.path}: this run has come to its end; see medflare results {shlex.quote(str(options.path))}")
+    plan = stored_plan(options.path)
+    with data_root(options.data_root):
+        refuse_strangers([*plan["sites"], *plan["outside"]], load_task(plan["task"]))
 
 
 def _resume_job(options: argparse.Namespace) -> int:
