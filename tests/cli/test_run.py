@@ -119,6 +119,24 @@ def test_flares_simulator_gets_everything(engine: Engine, tmp_path: Path, monkey
     assert not engine.calls and ROOT not in os.environ
 
 
+def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simulate(_: Any, sites: list[str], workspace: Path, **__: Any) -> None:
+        deep = workspace / "fedavg-phantom" / "server" / "simulate_job" / "medflare"
+        (deep / "models" / "global").mkdir(parents=True)
+        for name in ("results.json", "checkpoint.safetensors", "models/global/card.json"):
+            (deep / name).write_text(name)
+
+    monkeypatch.setattr("medflare.flare.recipes.MedflareRecipe", Recipe)
+    monkeypatch.setattr(Recipe, "simulate", simulate)
+    for _ in range(2):
+        assert main(["run", "fedavg", "--sites", "2", "--out", str(tmp_path)]) == 0
+    for folder in (tmp_path / "fedavg-phantom-seed0", tmp_path / "fedavg-phantom-seed0.1"):
+        assert {path.name for path in folder.iterdir()} == {"fedavg-phantom", "results.json", "models"}
+        assert all((folder / name).read_text() == name for name in ("results.json", "models/global/card.json"))
+
+
 def test_wrong_commands_say_so_in_one_line(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "rounds is a setting of the run, not a hyper-parameter of fedsm: use --rounds" in refused(
         capsys, "run", "fedsm", "--set", "rounds=3", "--engine", "local"

@@ -108,6 +108,7 @@ def _run(options: argparse.Namespace) -> int:
         recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **settings, **hyper)
         with _new(folder), data_root(options.data_root), weights_place(weights):
             recipe.simulate(sites, folder, threads=options.threads)
+            _bring_up(folder)
     return 0 if show_results(folder) else 1
 
 
@@ -140,6 +141,18 @@ def _new(folder: Path) -> Iterator[None]:
             folder.rmdir()
             if kept:
                 kept.rename(folder)
+
+
+def _bring_up(folder: Path) -> None:
+    """Link results, report and models of a run in FLARE's simulator, deep in its workspace, to where the plain loop has them."""
+    from medflare.core.errors import StateError
+    from medflare.evaluation.results import find_results
+    from medflare.federation.checkpoint import CHECKPOINT
+
+    with suppress(StateError):  # there are none, and whoever shows them says so
+        for path in sorted(find_results(folder).parent.iterdir()):
+            if not path.name.startswith(CHECKPOINT):  # the plain loop does not go on with it
+                (folder / path.name).symlink_to(os.path.relpath(path, folder))
 
 
 @contextmanager
