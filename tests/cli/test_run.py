@@ -188,6 +188,20 @@ def test_an_earlier_run_is_kept(
     assert f"the earlier run of this name is kept: {folder}.2\n" in capsys.readouterr().out
 
 
+def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, model = load_task(small.tiny_phantom()), tmp_path / "fedavg-phantom-seed0" / "models" / "global"
+    save_model(model, task, plain_message(initial_network(task, 0).state_dict()), {})
+    found: list[Path] = []
+
+    def work(*_: Any, out: Path, **__: Any) -> None:
+        found.append(Path(os.environ["MEDFLARE_WEIGHTS"]))
+        (out / "results.json").touch()
+
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
+    assert run_once(tmp_path, "--from", str(model)) == 0
+    assert found == [tmp_path / "fedavg-phantom-seed0.1" / "models" / "global"] and (found[0] / "model.safetensors").is_file()
+
+
 def test_what_is_refused_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     earlier = tmp_path / "fedavg-phantom-seed0" / "results.json"
     earlier.parent.mkdir()

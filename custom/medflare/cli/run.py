@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.federation.local.loop import run_local
 
         inside = [site for site in sites if site not in settings["outside"]]
-        with _new(folder), _resumable(folder, options), data_root(options.data_root), weights_place(weights):
+        with _new(folder, weights) as start, _resumable(folder, options), data_root(options.data_root), weights_place(start):
             run_local(
                 options.method, task, inside, rounds=options.rounds, out=folder, workers=options.workers, say=print, **settings, **hyper
             )
@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.flare.recipes import MedflareRecipe
 
         recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **settings, **hyper)
-        with _new(folder), data_root(options.data_root), weights_place(weights):
+        with _new(folder, weights) as start, data_root(options.data_root), weights_place(start):
             recipe.simulate(sites, folder, threads=options.threads)
             _bring_up(folder)
     return 0 if show_results(folder) else 1
@@ -116,11 +116,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _new(folder: Path) -> Iterator[None]:
+def _new(folder: Path, start: Path | None) -> Iterator[Path | None]:
     """An empty folder for a run; an earlier run in it is kept beside it, since what two left in one folder nobody can tell apart.
 
     Args:
         folder: of the run; as it was before, where the block writes nothing.
+        start: the weights that the run starts from, which may be those of the earlier run.
+
+    Yields:
+        Where these weights are now.
 
     Raises:
         ConfigError: a run is at work there.
@@ -130,10 +134,12 @@ def _new(folder: Path) -> Iterator[None]:
         kept = next(place for number in count(1) if not (place := folder.with_name(f"{folder.name}.{number}")).exists())
         with _held(folder):
             folder.rename(kept)
+        if start is not None and start.absolute().is_relative_to(folder.absolute()):
+            start = kept / start.absolute().relative_to(folder.absolute())
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with _held(folder):
-            yield
+            yield start
     finally:
         if any(folder.iterdir()):
             print(f"the earlier run of this name is kept: {kept}\n" if kept else "", end="")
