@@ -40,6 +40,9 @@ def test_missing_results_are_an_error_that_names_the_place(tmp_path: Path) -> No
         load_results(tmp_path)
     with pytest.raises(StateError, match="nowhere: not there; give the folder of a run"):
         load_results(Path("nowhere"))
+    (tmp_path / "task.json").write_text("{}")
+    with pytest.raises(StateError, match=r"task.json: not the results of a run; give the folder"):
+        load_results(tmp_path / "task.json")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 1}'])

@@ -121,6 +121,8 @@ def load_results(path: Path) -> dict[str, Any]:
         results = json.loads(file.read_bytes())
         validate_results(results)
     except ValueError as error:
+        if file.name != RESULTS_FILE:
+            raise StateError(f"{file}: not the results of a run; give the folder of a run, or its {RESULTS_FILE}") from error
         raise StateError(f"{file}: {error}; run the job again") from error
     return results
 
