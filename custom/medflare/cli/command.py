@@ -64,7 +64,7 @@ _REMEDIES: Final = {
 def _about_a_file(error: OSError) -> str:
     """One line about a file that cannot be used: its path, what the system says, the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "use another place")
-    return f"{os.fsdecode(error.filename)}: {error.strerror}; {remedy}"
+    return f"{error.filename}: {error.strerror}; {remedy}"
 
 
 def _print_anything() -> None:
@@ -83,7 +83,8 @@ def command_line() -> argparse.ArgumentParser:
         "own: medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
     )
     parser.add_argument("--version", action="version", version=f"medflare {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
+    kind: type[argparse.ArgumentParser] = _Parser
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=kind)
     parser.commands = commands.choices
     for group in (run, jobs, watching, site, studies, results, methods, data, starting, models):
         group.add_commands(commands)
@@ -96,8 +97,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, which would first complain of what is missing, and only then of what is misspelt."""
         words = list(sys.argv[1:] if args is None else args)
-        stop = (lambda word: word.startswith("-")) if self._subparsers else (lambda word: word != "--")
-        for word in takewhile(stop, words):
+        for word in takewhile(self._own, words):
             name = word.partition("=")[0]
             if name.startswith("--") and " " not in word and not self._knows(name):
                 from medflare.core.settings import no_such
@@ -107,6 +107,10 @@ class _Parser(argparse.ArgumentParser):
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}")
         return options, left
+
+    def _own(self, word: str) -> bool:
+        """Whether options may still follow that are not those of a subcommand, nor values."""
+        return word.startswith("-") if self._subparsers else word != "--"
 
     def _knows(self, name: str) -> bool:
         """Whether it is an option, or the beginning of some, which argparse completes or calls ambiguous."""
