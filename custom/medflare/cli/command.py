@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from itertools import takewhile
 from typing import Any, Final, NoReturn
 
-from medflare import __version__
+import medflare
 from medflare.cli import data, methods, models, results, run, starting, studies
 from medflare.cli.federation import jobs, site, watching
 from medflare.core.errors import MedflareError
@@ -82,7 +82,7 @@ def command_line() -> argparse.ArgumentParser:
         epilog="Start with: medflare run fedsm --sites 4    (embedded synthetic images, a few minutes on two cores). With images of your "
         "own: medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md)",
     )
-    parser.add_argument("--version", action="version", version=f"medflare {__version__}")
+    parser.add_argument("--version", action="version", version=f"medflare {medflare.__version__}")
     kind: type[argparse.ArgumentParser] = _Parser
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=kind)
     parser.commands = commands.choices
