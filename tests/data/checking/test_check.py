@@ -56,6 +56,15 @@ def test_problems_beyond_single_files(make_site: SiteOf, make_task: TaskOf) -> N
     assert "not valid JSON" in check_site(unreadable, make_task()).sites["B"].problems[0]
 
 
+def test_a_place_for_thumbnails_that_cannot_be_is_said_before_anything_is_read(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medflare.data.checking.check._check_folder", None)
+    (tmp_path / "taken").touch()
+    with pytest.raises(OSError, match="taken"):
+        check_site(make_site(), make_task(), out=tmp_path / "taken" / "check")
+
+
 def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     for name in ("A", "B"):
         make_site(name=name)
