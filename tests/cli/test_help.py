@@ -151,4 +151,4 @@ def test_an_error_that_is_about_no_file_keeps_its_traceback(tmp_path: Path, monk
 def test_letters_that_the_terminal_lacks_are_shown_as_escapes() -> None:
     command = [sys.executable, "-m", "medflare.cli", "methods", "fedprox"]
     ended = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
-    assert rb"mu = 0.01  [\u03bc" in ended.stdout
+    assert rb"mu = 0.1  [\u03bc" in ended.stdout
