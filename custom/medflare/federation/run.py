@@ -94,13 +94,9 @@ class Run:
                 federation = self._federation(server, exchange, outcome)
                 federation.run(self._resumed(federation) if resume else 0)
                 keep_what_is_left(self, server, outcome)
-        except Aborted as error:
-            reason = f"aborted: {error}"
-            self.events.add("aborted", str(error))
-            raise
-        except KeyboardInterrupt:
-            reason = "interrupted from the keyboard"
-            self.events.add("aborted", reason)
+        except (Aborted, KeyboardInterrupt) as error:
+            reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
+            self.events.add("aborted", str(error) or reason)
             raise
         except MedflareError as error:
             reason = str(error)
