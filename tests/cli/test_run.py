@@ -1,6 +1,9 @@
 """`medflare run`, `resume`, `job` and `study` hand on what was asked for; the engines have tests of their own."""
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 
 import small
 from medflare.cli import main
-from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results, write_results
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
 from medflare.studies.archive import write_run
@@ -53,6 +56,15 @@ class Recipe:
 
     def simulate(self, *arguments: Any, **named: Any) -> None:
         Recipe.simulated(*arguments, **named)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """As a run at work there has it."""
+    place = os.open(folder, os.O_RDONLY)
+    fcntl.flock(place, fcntl.LOCK_EX)
+    yield
+    os.close(place)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -110,6 +122,24 @@ def test_flares_simulator_gets_everything(engine: Engine, tmp_path: Path, monkey
     assert not engine.calls and ROOT not in os.environ
 
 
+def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simulate(_: Any, sites: list[str], workspace: Path, **__: Any) -> None:
+        deep = workspace / "fedavg-phantom" / "server" / "simulate_job" / "medflare"
+        (deep / "models" / "global").mkdir(parents=True)
+        for name in ("results.json", "checkpoint.safetensors", "models/global/card.json"):
+            (deep / name).write_text(name)
+
+    monkeypatch.setattr("medflare.flare.recipes.MedflareRecipe", Recipe)
+    monkeypatch.setattr(Recipe, "simulate", simulate)
+    for _ in range(2):
+        assert main(["run", "fedavg", "--sites", "2", "--out", str(tmp_path)]) == 0
+    for folder in (tmp_path / "fedavg-phantom-seed0", tmp_path / "fedavg-phantom-seed0.1"):
+        assert {path.name for path in folder.iterdir()} == {"fedavg-phantom", "results.json", "models"}
+        assert all((folder / name).read_text() == name for name in ("results.json", "models/global/card.json"))
+
+
 def test_wrong_commands_say_so_in_one_line(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "rounds is a setting of the run, not a hyper-parameter of fedsm: use --rounds" in refused(
         capsys, "run", "fedsm", "--set", "rounds=3", "--engine", "local"
@@ -136,10 +166,99 @@ def test_a_site_without_data_is_named_with_the_nearest(
     assert not engine.calls and not (tmp_path / "o").exists()
 
 
-def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path) -> None:
+def run_once(folder: Path, *options: str) -> int:
+    """`medflare run fedavg` in the plain loop, with results below a folder."""
+    return main(["run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(folder), *options])
+
+
+def test_an_earlier_run_is_kept(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs in one folder: the table of one, the curves of both."""
+    folder = tmp_path / "fedavg-phantom-seed0"
+
+    def work(*_: Any, out: Path, **__: Any) -> None:
+        assert not [*out.iterdir()]
+        (out / "results.json").write_text(str(len([*tmp_path.iterdir()])))
+
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
+    assert [run_once(tmp_path) for _ in range(3)] == [0, 0, 0]
+    assert {path.name: (path / "results.json").read_text() for path in tmp_path.iterdir()} == {
+        folder.name: "3",
+        f"{folder.name}.1": "1",
+        f"{folder.name}.2": "2",
+    }
+    assert f"the earlier run of this name is kept: {folder}.2\n" in capsys.readouterr().out
+
+
+def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, model = load_task(small.tiny_phantom()), tmp_path / "fedavg-phantom-seed0" / "models" / "global"
+    save_model(model, task, plain_message(initial_network(task, 0).state_dict()), {})
+    found: list[Path] = []
+
+    def work(*_: Any, out: Path, **__: Any) -> None:
+        found.append(Path(os.environ["MEDFLARE_WEIGHTS"]))
+        (out / "results.json").touch()
+
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
+    assert run_once(tmp_path, "--from", str(model)) == 0
+    assert found == [tmp_path / "fedavg-phantom-seed0.1" / "models" / "global"] and (found[0] / "model.safetensors").is_file()
+
+
+def test_what_is_refused_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    earlier = tmp_path / "fedavg-phantom-seed0" / "results.json"
+    earlier.parent.mkdir()
+    earlier.touch()
+    assert "rounds is 0" in refused(capsys, "run", "fedavg", "--engine", "local", "--sites", "2", "--rounds", "0", "--out", str(tmp_path))
+    assert [*tmp_path.rglob("*")] == [earlier.parent, earlier]
+
+
+def test_a_folder_with_a_run_at_work_is_left_alone(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "fedavg-phantom-seed0"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    with folder_lock(folder):
+        for command in (("run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(tmp_path)), ("resume", str(folder))):
+            assert f"{folder}: a run is at work there; wait for its end" in refused(capsys, *command)
+    assert not engine.calls and [*tmp_path.iterdir()] == [folder]
+    assert run_once(tmp_path) == 0, "its end ends the lock"
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "two words" / "fedavg-phantom-seed0"
+
+    def work(*_: Any, out: Path, **__: Any) -> None:
+        (out / "checkpoint.safetensors").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
+    assert run_once(folder.parent) == 130
+    assert capsys.readouterr().err == f"medflare: interrupted; go on with: medflare resume '{folder}'\n"
+    (tmp_path / "datalist.json").touch()
+    assert run_once(folder.parent, "--data-root", str(tmp_path)) == 130
+    assert capsys.readouterr().err.endswith(f"medflare resume '{folder}' --data-root {tmp_path}\n")
+
+
+def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"sites": ["A"], "outside": [], "task": load_task("phantom").to_dict()}
+    monkeypatch.setattr("medflare.federation.checkpoint.stored_plan", lambda folder: plan)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "datalist.json").touch()
     assert main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data"), "--workers", "3"]) == 0
     assert engine.calls == [((tmp_path,), {"workers": 3, "together": False, "say": print}, str(tmp_path / "data"))]
     assert ROOT not in os.environ
+
+
+def test_resume_replaces_no_results_before_it_can_go_on(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = {"sites": ["A"], "outside": ["B"], "task": {**load_task("phantom").to_dict(), "embedded": ""}}
+    monkeypatch.setattr("medflare.federation.checkpoint.stored_plan", lambda folder: plan)
+    assert "site A: no data root for task phantom; give --data-root FOLDER" in refused(capsys, "resume", str(tmp_path))
+    record = RunRecord("fedavg", load_task("phantom"), 0, 3, {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})})
+    write_results(tmp_path, record)
+    assert f"{tmp_path}: this run has come to its end; see medflare results" in refused(capsys, "resume", str(tmp_path))
+    assert not engine.calls
 
 
 def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +271,11 @@ def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.
     form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": EMPTY}
     run = {"rounds": 10, "seed": 0, "outside": [], "min_sites": None, "sites_per_round": None, "silence": 60.0, "patience": 4}
     assert named == {**form, **run, "track": "mlflow", "site_half": "fedavg", "server_half": None}
-    assert f"job folder: {tmp_path} (0 B)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"job folder: {tmp_path} (0 B)" in said and f"nvflare simulator {tmp_path} -n 4" in said
+    assert main(["job", "moon", "--task", "brain_lgg", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {tmp_path} -c SITE,SITE" in said, "without data of its own"
 
 
 def test_a_study_gets_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_embedded_data_stand_in_only_when_nothing_is_given(tmp_path: Path, make_
     with pytest.raises(DataError, match="site A: no data root for task squares"):
         resolve_data_root("A", make_task())
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
-    with pytest.raises(DataError, match=f"data root {tmp_path} \\({ENVIRONMENT}\\) holds no datalist.json"):
+    with pytest.raises(DataError, match=f"data root {tmp_path} \\(--data-root or {ENVIRONMENT}\\) holds no datalist.json"):
         resolve_data_root("A", phantom)
 
 

@@ -36,10 +36,13 @@ def test_newest_results_below_a_workspace_are_found(tmp_path: Path, record: RunR
 
 
 def test_missing_results_are_an_error_that_names_the_place(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=f"{tmp_path}.*no medflare/results.json"):
+    with pytest.raises(StateError, match=f"{tmp_path}.*no medflare/results.json here.*medflare resume"):
         load_results(tmp_path)
-    with pytest.raises(StateError, match="nowhere"):
+    with pytest.raises(StateError, match="nowhere: not there; give the folder of a run"):
         load_results(Path("nowhere"))
+    (tmp_path / "task.json").write_text("{}")
+    with pytest.raises(StateError, match=r"task.json: not the results of a run; give the folder"):
+        load_results(tmp_path / "task.json")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 1}'])

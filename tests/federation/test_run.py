@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from medflare.evaluation import report
-from medflare.evaluation.results import read_rounds
+from medflare.evaluation.results import load_results, read_rounds
 from medflare.federation.local.loop import run_local
 from medflare.federation.run import Run
 from medflare.federation.settings import WAITS, RunSettings
@@ -74,3 +74,21 @@ def test_a_run_may_be_taken_up_with_other_patience(tmp_path: Path) -> None:
         return checkpoint.plan
 
     assert plan() == plan(**dict.fromkeys(WAITS, 5.0)) != plan(max_share=0.5)
+
+
+def test_a_run_that_was_interrupted_says_so(tmp_path: Path) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_local("fedavg", TINY, 2, rounds=2, seed=3, out=tmp_path, observe=stop)
+    results = load_results(tmp_path)
+    assert (results["status"], results["reason"]) == ("FAILED", "interrupted from the keyboard")
+    assert [event["kind"] for event in results["events"]] == ["aborted"]
+
+
+def test_a_run_that_begins_anew_has_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+    run_local("fedavg", TINY, 2, rounds=2, seed=3, out=tmp_path)
+    there: list[bool] = []
+    run_local("fedavg", TINY, 2, rounds=1, seed=3, out=tmp_path, observe=lambda step: there.append((tmp_path / "results.json").exists()))
+    assert there == [False, False] and len(read_rounds(tmp_path)) == 2, "a round and the look at its models"

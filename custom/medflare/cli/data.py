@@ -12,10 +12,27 @@ _TASK = "preset name or a JSON file, see app_configs/"
 
 
 def add_commands(commands: Commands) -> None:
-    """Declare both, `data` with its actions."""
+    """Declare both, `data` with its actions in the order in which a site needs them."""
+    parser = commands.add_parser(
+        "data",
+        help="write a site's datalist, and look at its images before it joins",
+        description="From a folder of images to a site that can join: init writes its datalist, check reads every image as the network "
+        "will see it, fingerprint says in numbers what there is. For the data of a paper, prepare does what init does for others.",
+        epilog="example: medflare data check DATA --task task.json --out check",
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    add_init(actions)
+    _add_check(actions)
+    _add_fingerprint(actions)
+    add_prepare(actions)
+    _add_plan(commands)
+
+
+# -- check -----------------------------------------------------------------------------------------------------------------
+
+
+def _add_check(actions: Commands) -> None:
     example = "medflare data check DATA --task brain_lgg --out check"
-    parser = commands.add_parser("data", help="look at a site's data before it joins", epilog=f"example: {example}")
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
     check = add_command(
         actions,
         "check",
@@ -27,10 +44,6 @@ def add_commands(commands: Commands) -> None:
     check.add_argument("--task", required=True, help=_TASK)
     check.add_argument("--local", type=Path, help="the site's local/medflare.json, for its bounds and data_folders (default: none)")
     check.add_argument("--out", type=Path, help="folder for thumbnails (default: none are written)")
-    add_init(actions)
-    add_prepare(actions)
-    _add_fingerprint(actions)
-    _add_plan(commands)
 
 
 def _check(options: argparse.Namespace) -> int:

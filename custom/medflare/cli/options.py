@@ -132,7 +132,8 @@ def add_rounds(parser: "argparse.ArgumentParser | argparse._ArgumentGroup", firs
 
 def add_data_root(parser: argparse.ArgumentParser) -> None:
     """--data-root, to be entered as `data_root`."""
-    parser.add_argument("--data-root", type=Path, help="folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else embedded)")
+    about = "folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task, where it has some)"
+    parser.add_argument("--data-root", type=Path, metavar="DATA", help=about)
 
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:

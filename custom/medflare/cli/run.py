@@ -1,6 +1,12 @@
 """`medflare run` and `medflare resume`: a federation on this machine, and one that was interrupted."""
 
 import argparse
+import fcntl
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from medflare.cli.options import (
@@ -37,7 +43,9 @@ def _add_run(commands: Commands) -> None:
         "run",
         _run,
         help="run a federation on this machine",
-        description="Run a federation here and print its results.",
+        description="Run a federation here and print its results. The folder METHOD-TASK-seedSEED below --out gets results.json, "
+        "report.html, the models, and what each site would keep at home; an earlier run of that name is kept beside it. What Ctrl-C "
+        "interrupts in the plain loop, medflare resume takes up.",
         examples=(
             "medflare run fedsm --sites 4                                      # synthetic images, FLARE's simulator",
             "medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4 never trains",
@@ -94,8 +102,8 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.federation.local.loop import run_local
 
         inside = [site for site in sites if site not in settings["outside"]]
-        with data_root(options.data_root), weights_place(weights):
-            shared = {"workers": options.workers, "together": options.together}
+        shared = {"workers": options.workers, "together": options.together}
+        with _new(folder, weights) as start, _resumable(folder, options), data_root(options.data_root), weights_place(start):
             run_local(options.method, task, inside, rounds=options.rounds, out=folder, say=print, **shared, **settings, **hyper)
     elif options.workers is not None:
         raise ConfigError("--workers is for --engine local; FLARE's simulator has --threads")
@@ -105,9 +113,103 @@ def _run(options: argparse.Namespace) -> int:
         from medflare.flare.recipes import MedflareRecipe
 
         recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **settings, **hyper)
-        with data_root(options.data_root), weights_place(weights):
+        with _new(folder, weights) as start, data_root(options.data_root), weights_place(start):
             recipe.simulate(sites, folder, threads=options.threads)
+            _bring_up(folder)
     return 0 if show_results(folder) else 1
+
+
+# -- the folder of a run ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _new(folder: Path, start: Path | None) -> Iterator[Path | None]:
+    """An empty folder for a run; an earlier run in it is kept beside it, since what two left in one folder nobody can tell apart.
+
+    Args:
+        folder: of the run; as it was before, where the block writes nothing.
+        start: the weights that the run starts from, which may be those of the earlier run.
+
+    Yields:
+        Where these weights are now.
+
+    Raises:
+        ConfigError: a run is at work there.
+    """
+    kept = None
+    if folder.is_dir() and any(folder.iterdir()):
+        kept = next(place for number in count(1) if not (place := folder.with_name(f"{folder.name}.{number}")).exists())
+        with _held(folder):
+            folder.rename(kept)
+        if start is not None and start.absolute().is_relative_to(folder.absolute()):
+            start = kept / start.absolute().relative_to(folder.absolute())
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _held(folder):
+            yield start
+    finally:
+        if any(folder.iterdir()):
+            print(f"the earlier run of this name is kept: {kept}\n" if kept else "", end="")
+        else:
+            folder.rmdir()
+            if kept:
+                kept.rename(folder)
+
+
+def _bring_up(folder: Path) -> None:
+    """Link results, report and models of a run in FLARE's simulator, deep in its workspace, to where the plain loop has them."""
+    from medflare.core.errors import StateError
+    from medflare.evaluation.results import find_results
+    from medflare.federation.checkpoint import CHECKPOINT
+
+    with suppress(StateError):  # there are none, and whoever shows them says so
+        for path in sorted(find_results(folder).parent.iterdir()):
+            if not path.name.startswith(CHECKPOINT):  # the plain loop does not go on with it
+                (folder / path.name).symlink_to(os.path.relpath(path, folder))
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Nobody else begins or takes up a run in a folder meanwhile.
+
+    Raises:
+        ConfigError: somebody has.
+    """
+    if not folder.is_dir():  # whoever reads from it says so
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a disk that knows no locks
+            if not _locked(place):
+                raise ConfigError(f"{folder}: a run is at work there; wait for its end, or name another place with --out")
+        yield
+    finally:
+        os.close(place)  # which ends the lock
+
+
+def _locked(place: int) -> bool:
+    """Lock an open folder; whether nobody else had."""
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _resumable(folder: Path, options: argparse.Namespace) -> Iterator[None]:
+    """Ctrl-C in the block says how to go on with the plain loop's run in a folder."""
+    from medflare.core.store import StateStore
+    from medflare.federation.checkpoint import CHECKPOINT
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not StateStore(folder).path(CHECKPOINT).exists():
+            raise
+        words = ["medflare", "resume", str(folder)] + (["--data-root", str(options.data_root)] if options.data_root else [])
+        raise KeyboardInterrupt(f"go on with: {shlex.join(words)}") from None
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------------
@@ -141,9 +243,31 @@ def _resume(options: argparse.Namespace) -> int:
     from medflare.evaluation.console import show_results
     from medflare.federation.local.loop import resume_local
 
-    with data_root(options.data_root):
-        resume_local(options.path, workers=options.workers, together=options.together, say=print)
+    with _held(options.path):
+        _refuse_what_cannot_go_on(options)
+        with _resumable(options.path, options), data_root(options.data_root):
+            resume_local(options.path, workers=options.workers, together=options.together, say=print)
     return 0 if show_results(options.path) else 1
+
+
+def _refuse_what_cannot_go_on(options: argparse.Namespace) -> None:
+    """Nothing where an interrupted run is there with its data: an attempt that fails would replace the results.
+
+    Raises:
+        ConfigError: the run has come to its end.
+        DataError: a site without data.
+        StateError: no run that can be taken up is there.
+    """
+    from medflare.evaluation.names import COMPLETED, RESULTS_FILE
+    from medflare.evaluation.results import load_results
+    from medflare.federation.checkpoint import stored_plan
+    from medflare.tasks.config import load_task
+
+    if (options.path / RESULTS_FILE).is_file() and load_results(options.path / RESULTS_FILE)["status"] == COMPLETED:
+        raise ConfigError(f"{options.path}: this run has come to its end; see medflare results {shlex.quote(str(options.path))}")
+    plan = stored_plan(options.path)
+    with data_root(options.data_root):
+        refuse_strangers([*plan["sites"], *plan["outside"]], load_task(plan["task"]))
 
 
 def _resume_job(options: argparse.Namespace) -> int:

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Declare `task` with its action; `data` has `init` from `add_init`."""
-    example = "medflare task init DATA --out task.json"
-    parser = commands.add_parser("task", help="propose a task from a site's images", epilog=f"example: {example}")
-    _add_task_init(parser.add_subparsers(required=True, metavar="ACTION"))
+    parser = commands.add_parser(
+        "task",
+        help="propose a task from a site's images",
+        description="A task says what is learnt: labels, size of the images, network, loss and optimizer. It is a JSON file, there to be "
+        "changed; docs/data.md has every setting.",
+        epilog="example: medflare task init DATA --out task.json",
+    )
+    _add_task_init(parser.add_subparsers(title="actions", required=True, metavar="ACTION"))
 
 
 # -- data init -------------------------------------------------------------------------------------------------------------

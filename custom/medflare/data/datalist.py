@@ -1,6 +1,7 @@
 """A site's `datalist.json` (MONAI / Decathlon layout) and its splits, which no patient ever crosses."""
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ class _Listed:
 class _ListedWithMasks(_Listed):
     """What the file says of an image that is segmented."""
 
-    label: Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], takes("a mask file or a list of mask files")]
+    label: Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], takes("a mask file or a list of them, as the task segments")]
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,13 @@ def site_folders(root: Path) -> list[Path]:
         DataError: there is none.
     """
     folders = [root] if (root / FILE).is_file() else sorted(path.parent for path in root.glob(f"*/{FILE}"))
+    if not root.is_dir():
+        raise DataError(f"{root}: not a folder; give a site's folder or the folder of several sites")
     if not folders:
-        raise DataError(f"{root}: neither a {FILE} nor folders that hold one; give a site's folder or the folder of several sites")
+        raise DataError(
+            f"{root}: neither a {FILE} nor folders that hold one; give a site's folder or the folder of several sites, "
+            f"or write a {FILE} with: medflare data init {shlex.quote(str(root))}"
+        )
     return folders
 
 

@@ -42,14 +42,14 @@ def resolve_data_root(site: str, task: TaskConfig, own: str = "", given: Path | 
     named = [
         (given, "data_root"),
         (own, '"data_root" of local/medflare.json'),
-        (os.environ.get(ENVIRONMENT), ENVIRONMENT),
+        (os.environ.get(ENVIRONMENT), f"--data-root or {ENVIRONMENT}"),
     ]
     for value, origin in named:
         if value:
             return _site_folder(Path(value).expanduser(), site, origin)
     if task.embedded:
         return None
-    remedy = f'write {{"data_root": FOLDER}} to the site\'s local/medflare.json or set {ENVIRONMENT}'
+    remedy = f'give --data-root FOLDER, write {{"data_root": FOLDER}} to the site\'s local/medflare.json, or set {ENVIRONMENT}'
     raise DataError(f"site {site}: no data root for task {task.name}; {remedy}")
 
 
@@ -60,7 +60,7 @@ def _site_folder(root: Path, site: str, origin: str) -> Path:
         if (folder / FILE).is_file():
             return folder
     if (root / site).is_dir():
-        raise DataError(f"site {site}: {root / site} holds no {FILE}; add one (MONAI / Decathlon layout)")
+        raise DataError(f"site {site}: {root / site} holds no {FILE}; `medflare data init` writes one")
     known = sorted(folder.parent.name for folder in root.glob(f"*/{FILE}"))
     if known:
         raise DataError(no_such("site", site, known, f"data root {root} ({origin})"))

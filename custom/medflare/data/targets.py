@@ -64,7 +64,7 @@ def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
             raise DataError(f"{place}: the label must be a list of {len(task.labels)} zeros and ones ({names}), got {label!r}")
         return np.array(label, np.int64)
     if not isinstance(label, int) or isinstance(label, bool):
-        raise DataError(f"{place}: the label must be a whole number, got {label!r}")
+        raise DataError(f"{place}: the label must be a whole number, as the task classifies, got {label!r}")
     values = stored_values(task) if task.target == "multiclass" else [[0], stored_values(task)[0]]
     for index, listed in enumerate(values):
         if label in listed:

@@ -100,8 +100,13 @@ def find_results(path: Path) -> Path:
     if path.is_file():
         return path
     found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else [*path.rglob(f"{FOLDER}/{RESULTS_FILE}")]
+    if not path.exists():
+        raise StateError(f"{path}: not there; give the folder of a run, or its {RESULTS_FILE}")
     if not found:
-        raise StateError(f"{path}: no {FOLDER}/{RESULTS_FILE} here; the run never reached its end, see its log for the first error")
+        raise StateError(
+            f"{path}: no {RESULTS_FILE} and no {FOLDER}/{RESULTS_FILE} here; the run has not come to its end: its log says why, and "
+            "`medflare resume` goes on with one of the plain loop"
+        )
     return max(found, key=lambda file: file.stat().st_mtime)
 
 
@@ -116,6 +121,8 @@ def load_results(path: Path) -> dict[str, Any]:
         results = json.loads(file.read_bytes())
         validate_results(results)
     except ValueError as error:
+        if file.name != RESULTS_FILE:
+            raise StateError(f"{file}: not the results of a run; give the folder of a run, or its {RESULTS_FILE}") from error
         raise StateError(f"{file}: {error}; run the job again") from error
     return results
 

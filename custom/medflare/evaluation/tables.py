@@ -57,7 +57,7 @@ def print_table(results: Mapping[str, Any], terminal: IO[str]) -> None:
 
 def _summary(results: Mapping[str, Any]) -> Text:
     """Method, task, status and cost; the reason where the run failed."""
-    text = Text(f"{results['method']} on {results['task']}, {results['rounds']} rounds, seed {results['seed']}: ")
+    text = Text(f"{results['method']} on {results['task']}, {_counted(results['rounds'], 'round')}, seed {results['seed']}: ")
     text.append(results["status"], "bold green" if results["status"] == COMPLETED else "bold red")
     if results["reason"]:
         text.append(f": {results['reason']}", "red")
@@ -66,9 +66,13 @@ def _summary(results: Mapping[str, Any]) -> Text:
     traffic, total = results["traffic"], results["seconds"].get("total")
     cost = [f"{format_bytes(traffic['down_bytes'])} to the sites, {format_bytes(traffic['up_bytes'])} from them"]
     cost += [format_seconds(total)] if total is not None else []
-    cost += [f"{len(results['events'])} event{'s' if len(results['events']) > 1 else ''}"] if results["events"] else []
+    cost += [f"{_counted(len(results['events']), 'event')}, told in the report"] if results["events"] else []
     text.append("\n" + "; ".join(cost))
     return text.append(f"\n{event_counts(results['events'])}") if results["events"] else text
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _table(results: Mapping[str, Any], metrics: Sequence[str]) -> Table:

@@ -17,6 +17,7 @@ from medflare.core.states import state_bytes
 from medflare.core.store import make_folder, write_json
 from medflare.data.sites.local import MODELS_GB
 from medflare.evaluation.console import round_line
+from medflare.evaluation.names import RESULTS_FILE, ROUNDS_FILE
 from medflare.evaluation.results import UNKNOWN, LiveReport, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.exchange import Exchange
@@ -82,9 +83,10 @@ class Run:
 
         Raises:
             Aborted: stopped from outside, after the results were written.
+            KeyboardInterrupt: stopped by Ctrl-C, after the results were written.
         """
         started, outcome, reason = time.monotonic(), Outcome(), ""
-        _make_readable(self.folder)
+        _begin(self.folder, anew=not resume)
         try:
             plan = self._plan()
             with _backing(self, plan):
@@ -92,9 +94,9 @@ class Run:
                 federation = self._federation(server, exchange, outcome)
                 federation.run(self._resumed(federation) if resume else 0)
                 keep_what_is_left(self, server, outcome)
-        except Aborted as error:
-            reason = f"aborted: {error}"
-            self.events.add("aborted", str(error))
+        except (Aborted, KeyboardInterrupt) as error:
+            reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
+            self.events.add("aborted", str(error) or reason)
             raise
         except MedflareError as error:
             reason = str(error)
@@ -298,7 +300,13 @@ def _renew(live: LiveReport, folder: Path, record: Callable[[], RunRecord], even
         events.add("warning", f"the report is no longer renewed while the run goes on: {problem}")
 
 
-def _make_readable(folder: Path | None) -> None:
-    """The run's folder, before anything private is written deeper in it: a report lies there, which others may read (`core.store`)."""
-    if folder is not None:
-        make_folder(folder, public=True)
+def _begin(folder: Path | None, *, anew: bool) -> None:
+    """The run's folder, before anything private is written deeper in it: a report lies there, which others may read (`core.store`).
+
+    A run that begins anew finds nothing there of an earlier one that could be taken for its own, should it come to no end.
+    """
+    if folder is None:
+        return
+    make_folder(folder, public=True)
+    for name in (RESULTS_FILE, ROUNDS_FILE) if anew else ():
+        (folder / name).unlink(missing_ok=True)

@@ -212,7 +212,7 @@ class TaskConfig:
         source: citation and licence of the data; says so where images are synthetic.
     """
 
-    name: Name
+    name: Annotated[str, Field(pattern=r"^[^/\\]*[^/\\\s][^/\\]*$"), takes("a non-empty text without / and \\")]  # folders bear it
     kind: Literal["segmentation", "classification"]
     target: Literal["binary", "multiclass", "multilabel"]
     labels: Annotated[tuple[Name, ...], AfterValidator(_different)]

@@ -56,6 +56,15 @@ def test_problems_beyond_single_files(make_site: SiteOf, make_task: TaskOf) -> N
     assert "not valid JSON" in check_site(unreadable, make_task()).sites["B"].problems[0]
 
 
+def test_a_place_for_thumbnails_that_cannot_be_is_said_before_anything_is_read(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medflare.data.checking.check._check_folder", None)
+    (tmp_path / "taken").touch()
+    with pytest.raises(OSError, match="taken"):
+        check_site(make_site(), make_task(), out=tmp_path / "taken" / "check")
+
+
 def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
     for name in ("A", "B"):
         make_site(name=name)
@@ -65,8 +74,10 @@ def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path)
     report = check_site(tmp_path, make_task())
     assert list(report.sites) == ["A", "B", "C"] and not report.ok
     assert report.shift is not None  # between the two that can be read
-    with pytest.raises(DataError, match=r"no site: neither a datalist.json nor folders that hold one"):
+    with pytest.raises(DataError, match=r"no site: neither a datalist.json nor folders that hold one.*medflare data init '.*no site'$"):
         check_site(tmp_path / "no site", make_task())
+    with pytest.raises(DataError, match=r"nowhere: not a folder"):
+        check_site(tmp_path / "nowhere", make_task())
 
 
 def test_notes_are_shown(make_site: SiteOf, make_task: TaskOf) -> None:

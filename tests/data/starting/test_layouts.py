@@ -132,6 +132,14 @@ def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:
     assert found == {f"img/{name}.png": (label, patient) for name, label, patient in rows}
 
 
+@pytest.mark.parametrize(("second", "whose"), [("note", "lesion_id"), ("patient_id", "patient_id")])
+def test_where_no_patient_is_told_lesions_stay_together(second: str, whose: str, tmp_path: Path) -> None:
+    rows = [(picture(tmp_path / f"{n}.png").name, "nv" if n % 2 else "mel", f"l{n // 2}", f"p{n // 3}") for n in range(18)]
+    table(tmp_path / "list.csv", ("file", "dx", "lesion_id", second), *rows)
+    written = init(tmp_path)
+    assert written.found.by == f"list.csv: image file, label dx, patient {whose}" and not written.warnings
+
+
 def test_columns_of_zeros_and_ones_are_classes_or_findings(tmp_path: Path) -> None:
     for n in range(8):
         picture(tmp_path / f"{n}.png")

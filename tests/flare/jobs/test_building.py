@@ -127,6 +127,11 @@ def test_an_older_job_is_replaced_and_anything_else_is_not(tmp_path: Path) -> No
     (tmp_path / "precious" / "data.txt").write_text("not a job")
     with pytest.raises(ConfigError, match="is no job folder"):
         build_job("fedavg", "phantom", out=tmp_path / "precious")
+    own = folder / "app" / "custom" / "filter.py"
+    own.write_text("a class of the user's own")
+    with pytest.raises(ConfigError, match=r"filter.py would be lost"):
+        build_job("fedsm", "phantom", out=folder)
+    assert own.exists()
 
 
 def test_wrong_settings_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`medflare job`: a federation as a FLARE job folder."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from medflare.cli.options import Commands, add_command, add_federation_options, chosen_method, hyper_and_task, run_arguments
@@ -51,5 +52,9 @@ def _job(options: argparse.Namespace) -> int:
     if options.model is not None:
         sent = task.network["weights"]
         print(f"the server reads {sent['file']} of {options.model} (sha256 {sent['sha256'][:16]}...): name it in its local/medflare.json")
-    print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: nvflare simulator {folder} -n 4 -t 4 -w workspace")
+    place = shlex.quote(str(folder))
+    trial = f"nvflare simulator {place} -n 4 -t 4 -w workspace"
+    if not task.embedded:
+        trial = f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {place} -c SITE,SITE -t 2 -w workspace    (DATA has a folder per site)"
+    print(f"job folder: {folder} ({format_bytes(size_of(folder))})\ntry it with: {trial}")
     return 0

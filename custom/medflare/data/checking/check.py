@@ -8,6 +8,7 @@ import torch
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_generator, seeded
+from medflare.core.store import make_folder
 from medflare.data.cache.folder import CacheSettings, placed
 from medflare.data.checking.contact_sheet import write_contact_sheet
 from medflare.data.checking.intensity import IntensityCheck
@@ -42,11 +43,14 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     Raises:
         ConfigError: the task asks more than the site's bounds allow, or itself cannot work, see `check_task`.
         DataError: `root` holds no site. Problems of a site's data are listed in the report instead.
+        OSError: `out` cannot be made.
     """
     root = Path(root)
     refuse_large_task(task, own.bounds, "this site")
     check_task(task)
     folders = site_folders(root)
+    if out is not None:
+        make_folder(Path(out))  # one that cannot be is said before hours of reading
     report = CheckReport(task, root, {})
     data = {}
     for folder in folders:

@@ -144,7 +144,7 @@ def _learnt(found: Sequence[Fingerprint]) -> dict[str, Any]:
     for item in found:
         task = load_task({**item.learnt, **UNDECIDED, "size": [1] * (3 if item.learnt.get("spatial_dims") == 3 else 2)})
         if task.kind != "segmentation":
-            raise ConfigError(f"site {item.site}: task {task.name} classifies, the rules are for masks; choose size and network by hand")
+            raise ConfigError(f"site {item.site}: task {task.name} classifies, the rules are for masks; use medflare task init")
         axes = {len(spread.median) for spread in (item.sizes, item.spacings, item.extents) if spread is not None}
         if axes != {task.spatial_dims} or len(item.channels) != task.image_channels:
             raise ConfigError(f"site {item.site}: axes or channels are not those of task {task.name}; write the fingerprint anew")

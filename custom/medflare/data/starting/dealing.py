@@ -52,7 +52,7 @@ def _matched(items: Sequence[Item], held: Holdings, pattern: str) -> list[Item]:
     try:
         expression = re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"--patient {pattern!r}: no regular expression ({error}); write for example '^(p\\d+)'") from error
+        raise ConfigError(f"--patient '{pattern}': no regular expression ({error}); write for example '^(p\\d+)'") from error
     found, failed = [], []
     for item in items:
         text = held.named(item.first) if "/" in pattern else item.first.name
@@ -61,7 +61,7 @@ def _matched(items: Sequence[Item], held: Holdings, pattern: str) -> list[Item]:
         found.append(replace(item, patient=patient))
         failed += [] if patient else [text]
     if failed:
-        raise DataError(f"--patient {pattern!r} fits {len(items) - len(failed)} of {len(items)} names, not {failed[0]!r}; widen it")
+        raise DataError(f"--patient '{pattern}' fits {len(items) - len(failed)} of {len(items)} names, not {failed[0]!r}; widen it")
     return found
 
 
@@ -154,7 +154,8 @@ def _part(items: Sequence[Item], share: float, seed: int, key: str) -> list[bool
     """Which images make up a share of the patients: whole folds, as many as come nearest to it."""
     patients = len({_patient(item) for item in items})
     if patients < 2:
-        raise DataError(f"{key}: {patients} patient(s) cannot be split; add patients, or name them otherwise (--patient)")
+        remedy = "add patients, ask for fewer --sites, or name patients otherwise (--patient)"
+        raise DataError(f"{key}: {patients} patient(s) cannot be split; {remedy}")
     most = min(_FINEST, patients)
     part = min(max(Fraction(share).limit_denominator(most), Fraction(1, most)), Fraction(most - 1, most))
     numbers = _folds(items, part.denominator, [item.stratum for item in items], seed, key)

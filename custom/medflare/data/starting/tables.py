@@ -22,7 +22,10 @@ _GUESSES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "label": ("label", "labels", "class", "class name", "diagnosis", "dx", "category", "target", "grade", "retinopathy grade", "finding"),
     "mask": ("mask", "mask path", "mask file", "mask name", "segmentation", "seg", "annotation"),
-    "patient": ("patient", "patient id", "subject", "subject id", "participant", "participant id", "case", "case id", "person"),
+    "patient": (
+        *("patient", "patient id", "subject", "subject id", "participant", "participant id", "case", "case id", "person"),
+        *("lesion", "lesion id"),  # of dermoscopy, where no patient is told: pictures of one lesion stay together
+    ),
     "split": ("split", "set", "subset", "partition"),
 }
 
