@@ -304,7 +304,7 @@ def _read_nifti(path: Path) -> np.ndarray:
 
 
 def stored_nifti(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """What a NIfTI file holds, (i, j[, k][, channels]), and its affine to millimetres, float64 (4, 4).
+    """What a NIfTI file holds, (i, j), (i, j, k) or (i, j, k, channels), and its affine to millimetres, float64 (4, 4).
 
     Args:
         path: of the file.
