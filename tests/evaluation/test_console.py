@@ -73,7 +73,7 @@ def test_table_is_plain_and_complete(record: RunRecord) -> None:
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
     assert "COMPLETED" in text
     assert "Synthetic discs" in text
-    assert "; 2 events\nrejected C 1; undefined A 1\n" in text, "who is to be looked at"
+    assert "; 2 events, told in the report\nrejected C 1; undefined A 1\n" in text, "who is to be looked at"
     assert lines["A"] == ["A", "inside", "4/1/3", "0.400", "0.500", "–", "0.250", "0.333", "–", "8.0", "–", "–"]
     assert lines["C"][:3] == ["C", "inside", "3/?/?"]
     assert lines["X"][1] == "outside"

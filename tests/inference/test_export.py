@@ -245,7 +245,7 @@ def test_monais_own_check_of_a_bundle(untrained: Callable[..., Path], tmp_path: 
     [
         {"labels": ("$__import__('os').system('touch owned')",), "label_values": {}},
         {"source": "@run"},
-        {"name": "%configs/secret.json"},
+        {"name": "%secret.json"},
         {"intensity": {"name": "ScaleIntensity", "_mode_": "callable"}},
     ],
 )
