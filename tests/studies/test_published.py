@@ -48,7 +48,7 @@ def test_no_other_table_holds_numbers(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_figures_are_there_and_small(page: Path) -> None:
     figures = [page.parent / target for target in re.findall(r"!\[.*?\]\((.+?)\)", page.read_text(encoding="utf-8"))]
-    assert [figure for figure in figures if not 0 < figure.stat().st_size < 80_000] == []
+    assert [figure for figure in figures if not 0 < figure.stat().st_size < 60_000] == []
 
 
 def test_a_table_with_another_number_is_found(runs: list[Run], tmp_path: Path) -> None:

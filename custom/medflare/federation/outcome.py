@@ -1,5 +1,6 @@
 """What the schedule leaves behind: a report after every step, and the outcome of the whole."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +16,8 @@ class StepReport:
         facts: site -> facts of its usable reply.
         rejected: site -> why there is none.
         aggregation: site -> numbers that the server half noted about it, see `ServerContext.note`.
-        similarity: entry -> site -> site -> cosine of what they sent, see `Screened.similarity`.
+        similarity: gives entry -> site -> site -> cosine of their updates, see `screening.evidence.similarity`; numbers that grow with
+            the square of the sites, for who asks.
     """
 
     step: Step
@@ -26,7 +28,7 @@ class StepReport:
     down_bytes: int
     up_bytes: int
     aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    similarity: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    similarity: Callable[[], dict[str, dict[str, dict[str, float]]]] = dict
 
     def line(self) -> dict[str, Any]:
         """The step as metrics.jsonl and the report have it."""

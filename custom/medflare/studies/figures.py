@@ -142,15 +142,16 @@ def similarity_of_updates(groups: Groups) -> str | None:
                     panels.setdefault(label, {}).setdefault(site, {}).setdefault(other, []).append(value)
     if not panels:
         return None
+    sites = sorted({site for found in panels.values() for site in found})
 
     def draw(figure: "Figure") -> None:
-        for axis, (label, found) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True):
-            sites = sorted(found)
-            means = np.array([[np.mean(found[site].get(other, [np.nan])) for other in sites] for site in sites])
+        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)  # the hospitals' names once
+        for axis, (label, found) in zip(axes.flat, panels.items(), strict=True):
+            means = np.array([[np.mean(found.get(site, {}).get(other, [np.nan])) for other in sites] for site in sites])
             _heatmap(axis, means, sites, sites)
             axis.set_title(label, fontsize=9, loc="left")
 
-    return as_svg(draw, width=max(4.0, 3.4 * len(panels)), height=3.2)
+    return as_svg(draw, width=max(4.0, 2.6 * len(panels)), height=2.8)
 
 
 def selector_confusion(groups: Groups) -> str | None:
@@ -212,7 +213,7 @@ def routing_coefficients(groups: Groups) -> str | None:
 
 def _heatmap(axis: "Axes", shares: NDArray[np.float64], rows: Sequence[str], columns: Sequence[str]) -> None:
     """Numbers of which those from 0 to 1 differ in colour, each written into its cell."""
-    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="none")  # the cells as they are: a smaller file
     axis.set_xticks(range(len(columns)), columns, rotation=30, ha="right")
     axis.set_yticks(range(len(rows)), rows)
     for (row, column), share in np.ndenumerate(shares):

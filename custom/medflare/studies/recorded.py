@@ -34,7 +34,7 @@ def recorded_run(*arguments: Any, models: Models | None = None, **settings: Any)
             for model, value in (facts.get("validation") or {}).items():
                 if value is not None:
                     curves.setdefault(model, {}).setdefault(site, {})[report.step.round] = round(value, 5)
-        for entry, sites in report.similarity.items():
+        for entry, sites in report.similarity().items():
             for site, row in sites.items():
                 for other, value in row.items():
                     pairs.setdefault(entry, {}).setdefault(site, {}).setdefault(other, []).append(value)

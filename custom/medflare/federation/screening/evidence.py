@@ -44,12 +44,6 @@ class Evidence:
         """site -> Euclidean length of its update."""
         return dict(zip(self.sites, self.products.diagonal().clamp(min=0).sqrt().tolist(), strict=True))
 
-    @property
-    def cosines(self) -> dict[str, dict[str, float]]:
-        """site -> site -> cosine of their updates; 0 with one of length 0."""
-        rows = zip(self.sites, cosines(self.products).tolist(), strict=True)
-        return {site: dict(zip(self.sites, row, strict=True)) for site, row in rows}
-
     def of(self, sites: tuple[str, ...]) -> "Evidence":
         """The same for some of the sites.
 
@@ -89,6 +83,16 @@ def gathered(
             products += updates @ updates.T
     new = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
     return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), step or new, step)
+
+
+def similarity(updates: Mapping[str, Evidence]) -> dict[str, dict[str, dict[str, float]]]:
+    """entry -> site -> site -> cosine of their updates; 0 with one of length 0.
+
+    Args:
+        updates: entry -> its evidence.
+    """
+    rows = {entry: zip(found.sites, cosines(found.products).tolist(), strict=True) for entry, found in updates.items()}
+    return {entry: {site: dict(zip(updates[entry].sites, row, strict=True)) for site, row in of} for entry, of in rows.items()}
 
 
 def cosines_to_the_others(products: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from medflare.core.manifest import Fact, Manifest, negative, non_finite, violation
 from medflare.core.message import Message
-from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered, sum_with_and_without
+from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered, similarity, sum_with_and_without
 from medflare.federation.screening.past import MARGIN, Past, Taken
 from medflare.federation.screening.plain import one_line
 from medflare.federation.screening.replies import METRIC, unfit
@@ -28,14 +28,14 @@ class Screened:
 
     Attributes:
         taken: what this step adds to the memory of the screening, once it has come to its end.
-        similarity: entry -> site -> site -> cosine of their accepted updates, of entries that are new versions of what was sent, or steps.
+        similarity: of the accepted updates of entries that are new versions of what was sent, or steps, see `evidence.similarity`.
     """
 
     accepted: dict[str, Message]
     rejected: dict[str, str]
     suspicious: dict[str, str] = field(default_factory=dict)
     taken: Taken = field(default_factory=Taken)
-    similarity: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    similarity: Callable[[], dict[str, dict[str, dict[str, float]]]] = dict
 
 
 def screen(
@@ -96,8 +96,8 @@ def screen(
         rejected, suspicious = rejected | suspicious, {}
         accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
         left = _of(found, list(accepted))
-    similarity = {_entry(key): evidence.cosines for key, evidence in left.items() if evidence.whole}
-    return Screened(accepted, dict(sorted(rejected.items())), suspicious, _taken(left, digests, past), similarity)
+    updates = {_entry(key): evidence for key, evidence in left.items() if evidence.whole}
+    return Screened(accepted, dict(sorted(rejected.items())), suspicious, _taken(left, digests, past), partial(similarity, updates))
 
 
 def _reason(
