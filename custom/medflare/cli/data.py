@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from medflare.cli.options import Commands, add_command
-from medflare.cli.starting import add_init, add_prepare
+from medflare.cli.starting import add_features, add_init, add_prepare
 
 _ROOT = "folder with datalist.json, or with one such folder per site"
 _TASK = "preset name or a JSON file, see app_configs/"
@@ -17,7 +17,8 @@ def add_commands(commands: Commands) -> None:
         "data",
         help="write a site's datalist, and look at its images before it joins",
         description="From a folder of images to a site that can join: init writes its datalist, check reads every image as the network "
-        "will see it, fingerprint says in numbers what there is. For the data of a paper, prepare does what init does for others.",
+        "will see it, fingerprint says in numbers what there is. For the data of a paper, prepare does what init does for others. features "
+        "puts the images through a pretrained network once and keeps what it sees.",
         epilog="example: medflare data check DATA --task task.json --out check",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -25,6 +26,7 @@ def add_commands(commands: Commands) -> None:
     _add_check(actions)
     _add_fingerprint(actions)
     add_prepare(actions)
+    add_features(actions)
     _add_plan(commands)
 
 

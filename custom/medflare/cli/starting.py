@@ -1,4 +1,4 @@
-"""`medflare data init`, `data prepare` and `task init`: from downloaded images to datalists and a task."""
+"""`medflare data init`, `data prepare`, `data features` and `task init`: from downloaded images to datalists and a task."""
 
 import argparse
 import shlex
@@ -136,6 +136,38 @@ def _prepare(options: argparse.Namespace) -> int:
         raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --to DATA; --list shows the names")
     choices = Choices(**{name: getattr(options, name) for name in ("strict", "redraw", "seed", "copy", "force")})
     print(prepare(get_preparation(options.name), options.source, options.to, choices).render())
+    return 0
+
+
+# -- data features ---------------------------------------------------------------------------------------------------------
+
+
+def add_features(actions: Commands) -> None:
+    """Declare `medflare data features` among the actions of `data`."""
+    parser = add_command(
+        actions,
+        "features",
+        _features,
+        help="put every image through a pretrained body once, and keep what it sees: heads then train in seconds",
+        description="Makes a site, or a folder of sites, whose images are features of the task's network as its file of weights has it, "
+        "and a task that trains a head on them. Patients, labels and splits stay as they are. Images are taken without augmentation.",
+        examples=(
+            "medflare data features DATA --task task.json --to FEATURES",
+            "medflare run grace --task FEATURES/task.json --data-root FEATURES --sites a,b,c --rounds 40 --engine local",
+        ),
+    )
+    parser.add_argument("root", type=Path, metavar="DATA", help="folder with datalist.json, or with one such folder per site")
+    parser.add_argument("--task", required=True, help="classification, with network.weights: preset name or a JSON file")
+    parser.add_argument("--to", type=Path, required=True, metavar="FEATURES", help="folder for the sites and their task.json")
+    parser.add_argument("--weights", type=Path, help="the file, or its folder (default: MEDFLARE_WEIGHTS, or a package that brings it)")
+    parser.add_argument("--force", action="store_true", help="write a datalist.json anew that exists")
+
+
+def _features(options: argparse.Namespace) -> int:
+    from medflare.data.starting.features import write_features
+    from medflare.tasks.config import load_task
+
+    print(write_features(options.root, load_task(options.task), options.to, weights=options.weights, force=options.force).render())
     return 0
 
 

@@ -24,6 +24,7 @@ NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
     "deeplab": segmenters.deeplab,
     "efficientnet_b0": classifiers.efficientnet_b0,
     "efficientnet_lite0": classifiers.efficientnet_lite0,
+    "mlp": classifiers.mlp,
     "resnet18": classifiers.resnet18,
     "resnet50": classifiers.resnet50,
     "ridge_selector": classifiers.ridge_selector,
@@ -55,7 +56,7 @@ def build_network(
     name = settings.pop("name", None)
     sides = tuple(size or [_SIDE] * spatial_dims)
     if name in NETWORKS:
-        network = _own(name, settings, in_channels, out_channels, spatial_dims)
+        network = _own(name, settings, in_channels, out_channels, {"spatial_dims": spatial_dims, "size": sides})
     else:
         whole = library_network(str(name), _found(str(name)), settings, in_channels, out_channels, spatial_dims, sides)
         if isinstance(whole, FeatureNetwork):
@@ -76,21 +77,22 @@ def _found(name: str) -> Callable[..., Any]:
     return library_names()[name]
 
 
-def _own(name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, spatial_dims: int) -> FeatureNetwork:
+def _own(name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, images: Mapping[str, Any]) -> FeatureNetwork:
+    """One of `NETWORKS`; `images` says their "spatial_dims" and "size", for those that want to know."""
     build = NETWORKS[name]
-    refuse_arguments(build, settings, f"network {name}", taken=["in_channels", "out_channels", "spatial_dims"])
-    dims: dict[str, Any] = {"spatial_dims": spatial_dims} if _has_dims(build) else {}
-    if not dims and spatial_dims != 2:
-        others = ", ".join(sorted(other for other, made in NETWORKS.items() if _has_dims(made)))
-        raise ConfigError(f"network {name}: it is for pictures, spatial_dims is {spatial_dims}; take {others} or one of MONAI's")
+    refuse_arguments(build, settings, f"network {name}", taken=["in_channels", "out_channels", *images])
+    told = {key: value for key, value in images.items() if _asks(build, key)}
+    if "spatial_dims" not in told and (dims := images["spatial_dims"]) != 2:
+        others = ", ".join(sorted(other for other, made in NETWORKS.items() if _asks(made, "spatial_dims")))
+        raise ConfigError(f"network {name}: it is for pictures, spatial_dims is {dims}; take {others} or one of MONAI's")
     try:
-        return build(in_channels, out_channels, **settings, **dims)
+        return build(in_channels, out_channels, **settings, **told)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"network {name}: {' '.join(str(error).split())}; check its arguments {dict(settings)}") from error
 
 
-def _has_dims(build: Callable[..., FeatureNetwork]) -> bool:
-    return "spatial_dims" in inspect.signature(build).parameters
+def _asks(build: Callable[..., FeatureNetwork], argument: str) -> bool:
+    return argument in inspect.signature(build).parameters
 
 
 @lru_cache(maxsize=64)

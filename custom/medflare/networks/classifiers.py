@@ -1,5 +1,7 @@
 """Classification networks: VGG variants, ResNet and EfficientNets (MONAI); FedSM's selectors are among them."""
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -118,6 +120,27 @@ def small_cnn(
         layers.append(nn.ReLU())
     body = nn.Sequential(*layers, Pool["adaptiveavg", spatial_dims](1), nn.Flatten())
     return _initialised(FeatureNetwork(body, nn.Linear(channels[-1], out_channels)))
+
+
+def mlp(
+    in_channels: int, out_channels: int, hidden: Sequence[int] = (64,), batch_norm: bool = False, size: Sequence[int] = (64, 64)
+) -> FeatureNetwork:
+    """Linear layers on all numbers of an image: a head, for images that are features already (`medflare data features`).
+
+    Args:
+        in_channels: image channels.
+        out_channels: logits.
+        hidden: widths of the layers before the last one.
+        batch_norm: normalise after every one of them.
+        size: of the images.
+    """
+    layers: list[nn.Module] = [nn.Flatten()]
+    widths = [in_channels * math.prod(size), *hidden]
+    for width_in, width_out in itertools.pairwise(widths):
+        layers.append(nn.Linear(width_in, width_out, bias=not batch_norm))
+        layers += [nn.BatchNorm1d(width_out)] if batch_norm else []
+        layers.append(nn.ReLU())
+    return FeatureNetwork(nn.Sequential(*layers), nn.Linear(widths[-1], out_channels))
 
 
 def vgg16_slim(in_channels: int, out_channels: int, dimension: int = 64) -> FeatureNetwork:

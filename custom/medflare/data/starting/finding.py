@@ -10,8 +10,8 @@ from typing import Any
 from medflare.core.errors import DataError
 from medflare.core.packages import require
 from medflare.data.datalist import FILE
+from medflare.data.files.cutting import Window
 from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, suffix
-from medflare.data.starting.cutting import Window
 
 _TABLES = (".csv", ".tsv")
 _ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".7z", ".rar")

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from medflare.core.errors import DataError
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SPLITS
+from medflare.data.files.cutting import check_picture, write_windows
 from medflare.data.files.readers import NIFTI, PICTURES, explained, suffix
-from medflare.data.starting.cutting import check_picture, write_windows
 from medflare.data.starting.finding import Item
 
 Recode: TypeAlias = Callable[[Path], Any]  # a mask file -> the values that the task lists, as a uint8 array (H, W)

@@ -8,7 +8,7 @@ from PIL import Image
 
 from downloads import picture
 from medflare.core.errors import DataError
-from medflare.data.starting.cutting import Window, check_picture, window_around, write_windows
+from medflare.data.files.cutting import Window, check_picture, window_around, write_windows
 
 SIZE = (40, 30)
 
