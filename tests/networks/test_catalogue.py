@@ -23,6 +23,8 @@ CLASSIFIERS = [
     ({"name": "ridge_selector"}, 151),
     ({"name": "small_cnn"}, 64),
     ({"name": "small_cnn", "batch_norm": True}, 64),
+    ({"name": "mlp"}, 64),
+    ({"name": "mlp", "hidden": [16, 8], "batch_norm": True}, 8),
     ({"name": "vgg16_slim"}, 64),
     ({"name": "vgg16_slim", "dimension": 16}, 16),
     ({"name": "resnet18"}, 512),
@@ -44,7 +46,7 @@ def test_segmentation_networks(spec: dict[str, Any], width: int) -> None:
 
 @pytest.mark.parametrize(("spec", "width"), CLASSIFIERS, ids=str)
 def test_classification_networks(spec: dict[str, Any], width: int) -> None:
-    network = build_network(spec, 1, 5)
+    network = build_network(spec, 1, 5, size=(32, 32))
     images = torch.randn(3, 1, 32, 32)
     features, logits = network.features_and_output(images)
     assert features.shape == (3, width) and logits.shape == (3, 5)

@@ -1,5 +1,6 @@
 """A study on disk: runs, rows in their order, and the same tables without training."""
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_models_that_score_alike_share_their_scores(runs: list[Run], tmp_path: P
     one, other = ({"patients": ["p"], "values": {"dice": [value]}} for value in (0.25, 0.5))
     scores = {"A": {"global": one, "personal": other, "deployed": dict(other)}, "B": {"global": other, "deployed": dict(other)}}
     (run,) = kept(tmp_path, "fedavg", [{**runs[0], "scores": scores}])
-    written = json.loads((run_folder(tmp_path, "fedavg", run["seed"]) / SCORES_FILE).read_text())
+    written = json.loads(gzip.decompress((run_folder(tmp_path, "fedavg", run["seed"]) / SCORES_FILE).read_bytes()))
     assert written == {"A": {"global": one, "personal": other, "deployed": "personal"}, "B": {"global": other, "deployed": "global"}}
     assert read_study(tmp_path)["fedavg"][0]["scores"] == scores
 
@@ -68,8 +69,10 @@ def test_what_cannot_be_read_is_one_line(runs: list[Run], tmp_path: Path) -> Non
     with pytest.raises(StateError, match="no run of a study here"):
         read_study(tmp_path)
     kept(tmp_path, "a", runs[:1])
-    for file, text in ((STUDY_FILE, "[]"), (f"a/seed0/{SCORES_FILE}", "{"), (f"a/seed0/{SCORES_FILE}", '{"A": {"global": "personal"}}')):
-        (tmp_path / file).write_text(text)
+    whole = gzip.compress(b'{"A": {"global": "personal"}}')
+    damaged = (b"{", whole[:-9], whole[:12] + b"?" * 9 + whole[21:], gzip.compress(b"{"), whole)
+    for file, content in ((STUDY_FILE, b"[]"), *((f"a/seed0/{SCORES_FILE}", content) for content in damaged)):
+        (tmp_path / file).write_bytes(content)
         with pytest.raises(StateError, match=file.rpartition("/")[2]) as refused:
             read_study(tmp_path)
         assert "\n" not in str(refused.value)

@@ -1,15 +1,17 @@
 """A study on disk: a folder for every run, small enough to be committed, from which the tables can be made again.
 
     OUT/study.json                            the rows in their order
-    OUT/<row>/seed<seed>[-<outside>]/results.json, scores.json
+    OUT/<row>/seed<seed>[-<outside>]/results.json, scores.json.gz
     OUT/table.md
 
-scores.json holds what single patients scored, under their names. It is read where it is there; without it the tables lack what needs
+scores.json.gz holds what single patients scored, under their names. It is read where it is there; without it the tables lack what needs
 it. A study whose patients nobody may name is handed on without. Of a site's models that score alike one has its scores, and the others name
 it.
 """
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -20,7 +22,7 @@ from medflare.evaluation.results import RESULTS_FILE, load_results
 from medflare.studies.recorded import CURVES, SCORES
 
 STUDY_FILE: Final = "study.json"
-SCORES_FILE: Final = "scores.json"
+SCORES_FILE: Final = "scores.json.gz"
 Groups: TypeAlias = dict[str, list[dict[str, Any]]]  # row -> results of all its runs
 
 
@@ -49,7 +51,8 @@ def write_run(folder: Path, results: Mapping[str, Any]) -> None:
 
     Of elections the rounds are kept: the votes are the points of the learning curves.
     """
-    write_atomically(folder / SCORES_FILE, _compact({site: _once(models) for site, models in results.get(SCORES, {}).items()}))
+    scores = _compact({site: _once(models) for site, models in results.get(SCORES, {}).items()})
+    write_atomically(folder / SCORES_FILE, gzip.compress(scores, mtime=0))  # the same scores, the same bytes
     kept = {name: content for name, content in results.items() if name != SCORES}
     if "elections" in kept and CURVES in kept:
         kept["elections"] = {model: {"round": election["round"]} for model, election in kept["elections"].items()}
@@ -88,8 +91,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return results
     try:
-        return results | {SCORES: {site: _everywhere(models) for site, models in json.loads(file.read_bytes()).items()}}
-    except (ValueError, KeyError, AttributeError) as error:
+        return results | {SCORES: {site: _everywhere(models) for site, models in json.loads(gzip.decompress(file.read_bytes())).items()}}
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, AttributeError) as error:
         raise StateError(f"{file}: {error!r}; delete it to do without, or the run's folder to run it again") from error
 
 

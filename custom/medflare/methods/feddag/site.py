@@ -6,6 +6,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from medflare.core.errors import ConfigError
 from medflare.core.manifest import Entry, Fact, Phase, merged_phases, number, table
 from medflare.core.message import Message
 from medflare.core.packages import installed
@@ -21,6 +22,7 @@ from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.scoring import ScoredSite
 from medflare.methods.parts.training import run_epochs
 from medflare.networks.features import FeatureNetwork
+from medflare.tasks.config import TaskConfig
 
 
 def _generator(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:
@@ -68,6 +70,18 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
         """Generated images are judged by them."""
         return hyper.ndag
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: FedDAGSiteHyper, server_hyper: Any) -> None:
+        """Refuse images that the generator cannot look around in, beside what scores need.
+
+        Raises:
+            ConfigError: a side of a single pixel, as features have.
+        """
+        super().check(task, hyper, server_hyper)
+        if hyper.ndag and min(task.size) < 2:
+            sides = " x ".join(map(str, task.size))
+            raise ConfigError(f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {sides}; set ndag=false")
 
     def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
         super().__init__(site, plan)
