@@ -38,9 +38,13 @@ def test_the_page_shows_the_chosen_round_and_every_vote(record: RunRecord) -> No
         {"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}},
         {"round": 2, "value": 0.5, "votes": {"A": 0.5, "B": 0.4, "C": 0.9}},
     ]
-    page = Page(render_report(build_results(dataclasses.replace(record, elections={"global": {"round": 1, "candidates": candidates}}))))
+    page = Page(
+        render_report(
+            build_results(dataclasses.replace(record, elections={"global": {"round": 1, "rule": "mean", "candidates": candidates}}))
+        )
+    )
     (table,) = [table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Validation of the global")]
-    assert table[0][2:] == ["A", "B", "C"]
+    assert table[0] == ["after rounds", "mean", "A", "B", "C"]
     assert table[1:] == [["1delivered", "0.700", "0.700", "0.700", "–"], ["2", "0.500", "0.500", "0.400", "0.900"]]
 
 
@@ -63,7 +67,7 @@ def test_hyper_parameters_stand_under_their_half(record: RunRecord) -> None:
 
 
 def test_pages_are_whole_named_and_legible(record: RunRecord, history: list[dict[str, Any]], classified: RunRecord) -> None:
-    elections = {"global": {"round": 1, "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7}}]}}
+    elections = {"global": {"round": 1, "rule": "median", "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7}}]}}
     rich = dataclasses.replace(record, elections=elections, tables={"Training images": {"A": {"images": 4}}})
     html = render_report(build_results(rich), history, {"Generated images": b"\x89PNG"})
     failed = RunRecord("fedavg", record.task, 0, 5, {}, reason="site B: <empty> split")
@@ -94,7 +98,9 @@ def test_a_long_run_of_many_sites_is_a_page_that_opens(record: RunRecord) -> Non
         events.add("rejected", f"update of round {round} not used: {'x' * 200}", site="A", round=round)
     votes = {f"site-{number:02d}": 0.5 for number in range(16)}
     candidates = [{"round": round, "value": 0.5, "votes": votes} for round in range(1, 501)]
-    long = dataclasses.replace(record, events=events.to_list(), elections={"global": {"round": 7, "candidates": candidates}})
+    long = dataclasses.replace(
+        record, events=events.to_list(), elections={"global": {"round": 7, "rule": "median", "candidates": candidates}}
+    )
     html = render_report(build_results(long))
     page = Page(html)
     assert not faults(html) and len(html) < 2_000_000
@@ -248,7 +254,7 @@ def test_traffic_and_time_of_every_site(classified: RunRecord) -> None:
 
 
 def test_the_chosen_round_stands_at_the_top_and_in_the_curves(record: RunRecord, history: list[dict[str, Any]]) -> None:
-    elections = {"global": {"round": 1, "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}}]}}
+    elections = {"global": {"round": 1, "rule": "median", "candidates": [{"round": 1, "value": 0.7, "votes": {"A": 0.7, "B": 0.7}}]}}
     results = build_results(dataclasses.replace(record, elections=elections))
     text = render_report(results)
     assert '<dd class="number">1 of 2</dd><dd class="note">of training behind the global model, elected by 2 sites</dd>' in text

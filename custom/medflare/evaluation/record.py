@@ -55,8 +55,8 @@ class RunRecord:
         costs: site -> {"down_bytes", "up_bytes", "seconds" that it was at work}.
         history: one mapping a step, as `results.append_round` takes them.
         pictures: title -> PNG file content, shown in the report.
-        elections: model that the sites chose together -> {"round": of training behind the delivered one, "candidates": [{"round",
-            "value": what the votes came to, "votes": site -> metric}]}.
+        elections: model that the sites chose together -> {"round": of training behind the delivered one, "rule": that decided,
+            "candidates": [{"round", "value": what the votes came to, "votes": site -> metric}]}.
         tables: title -> site -> column -> number or text: what a method tells of its sites beside metrics.
         running: the run goes on: there is a report of it, and no results yet.
     """

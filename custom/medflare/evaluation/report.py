@@ -60,7 +60,6 @@ def render_report(
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
         elections=_elections(results),
-        rule=results["configuration"]["hyper"]["server"].get("selection", ""),
         reports=_reports(results),
         tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
         privacy=privacy_costs(results),
@@ -123,8 +122,12 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Model -> {"round", "candidates": the latest and the delivered one, "sites", "favourites": site -> the first round with its highest
-    vote}."""
+    """What the page shows of every election.
+
+    Returns:
+        Model -> {"round", "rule", "candidates": the latest and the delivered one, "sites", "favourites": site -> the first round with its
+        highest vote, "cut": whether there were more}.
+    """
     shown: dict[str, dict[str, Any]] = {}
     for model, election in results.get("elections", {}).items():
         sites = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})

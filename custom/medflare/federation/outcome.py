@@ -60,7 +60,7 @@ class Outcome:
         history: one line a step, see `StepReport.line`.
         seconds: stage -> wall-clock seconds.
         costs: site -> what it has cost.
-        elections: model -> {"round": of training behind the delivered one, "candidates": see `Election.record`}.
+        elections: model -> {"round": of training behind the delivered one, "rule": that decided, "candidates": see `Election.record`}.
         tables: see `Telling.tables`.
         rounds: of training that were done; None in a run that failed before its end.
     """

@@ -71,6 +71,7 @@ def test_a_gain_needs_sites_that_measured_both() -> None:
 @pytest.mark.parametrize(("rivals", "chosen"), [(False, 1), (True, 3)])
 def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equals(rivals: bool, chosen: int) -> None:
     held = Election(Message(), "selector", "median", rivals=rivals)
+    assert held.rule == ("mean" if rivals else "median"), "reports say which decided"
     for round, third in ((1, 0.0), (2, 1.0), (3, 1.0)):
         held.hold(replies(A=1.0, B=1.0, C=third), "global", round, {"w": torch.tensor(float(round))})
     assert held.round == chosen

@@ -17,7 +17,7 @@ def close_elections(server: ServerHalf[Any], outcome: Outcome, events: EventLog)
         events: takes the names.
     """
     for model, election in server.elections().items():
-        outcome.elections[model] = {"round": election.round, "candidates": election.record}
+        outcome.elections[model] = {"round": election.round, "rule": election.rule, "candidates": election.record}
         for site, (round, loss) in ({} if election.rivals else contradictions(election.record)).items():
             text = (
                 f"its votes on the {model} model contradict the others': by them the model after {round} rounds would be delivered, "

@@ -85,12 +85,15 @@ class Election(Best):
         rivals: whether a site gains where others lose, as with a network that tells sites apart: votes then contradict by nature, and
             their mean, every site counting once, decides whatever the rule says, since a network that never knows one site of three is
             perfect by the median. With few validation images many rounds are equal, of which the first have hardly learnt: the latest wins.
+
+    Attributes:
+        rule: that decides.
     """
 
     def __init__(self, memory: Message, name: str, rule: str, rivals: bool = False):
         super().__init__(memory, name, latest=rivals)
         self.rivals = rivals
-        self._rule, self._votes = "mean" if rivals else rule, f"{name}/votes"
+        self.rule, self._votes = "mean" if rivals else rule, f"{name}/votes"
 
     def hold(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
         """Count the sites' votes on a candidate and take it where it beats what is kept.
@@ -104,8 +107,8 @@ class Election(Best):
         given = {site: (reply.facts.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
         votes = {site: value for site, value in given.items() if value is not None}
         shares = {site: 1.0 if self.rivals else float(replies[site].facts.get("n_samples", 1)) for site in votes}
-        value = agreed(votes, shares, self._rule)
-        if self._rule == "paired" and self.value is not None:
+        value = agreed(votes, shares, self.rule)
+        if self.rule == "paired" and self.value is not None:
             kept = [found["votes"] for found in self.record if found["round"] == self.round]
             value = paired(votes, kept[0], self.value) if kept else value
         self.offer(value, round, state)
