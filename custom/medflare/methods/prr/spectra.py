@@ -14,8 +14,8 @@ from torch import Tensor
 
 from medflare.core.backing import empty
 
-_BLOCK: Final = 2**20  # numbers transformed along rows at a time: enough that the tables, made for every call, cost little beside them
-_TILE: Final = 2**17  # bins transformed along columns at a time: they and their transform fit a second-level cache
+_BLOCK: Final = 2**21  # numbers transformed along rows at a time: enough that the tables, made for every call, cost little beside them
+_TILE: Final = 2**18  # bins transformed along columns at a time: 2 MB, about a second-level cache; smaller tiles mean many small copies
 
 Change = Callable[[list[Tensor], slice], None]
 
