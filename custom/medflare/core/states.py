@@ -109,13 +109,13 @@ def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
     return total
 
 
-def offsets(parts: Sequence[Tensor], starts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+def offsets(parts: Sequence[Tensor], starts: Sequence[Tensor], into: Sequence[Tensor] | Tensor) -> None:
     """into_k = parts_k - starts_k in the precision of `into`, without room of its own.
 
     Args:
         parts: K tensors.
         starts: K of their shapes, in the precision of `into`.
-        into: K of their shapes.
+        into: K of their shapes, or their stack.
 
     Examples:
         >>> found = torch.zeros(1, 2, dtype=torch.float64)

@@ -302,8 +302,8 @@ def aggregate_models(
     for name in mixed:
         treatment, given = plan[name], [states[site][name].detach() for site in sites]
         found = [empty(states[site][name].shape, states[site][name].dtype) for site in sites]
-        layer = [[tensor.transpose(0, 1) if treatment.inputs_first else tensor for tensor in of] for of in (given, found)]
-        _aggregate_layer(*layer, r, treatment.kind == "classifier", options)
+        weights, into = ([tensor.transpose(0, 1) if treatment.inputs_first else tensor for tensor in of] for of in (given, found))
+        _aggregate_layer(weights, into, r, treatment.kind == "classifier", options)
         for site, weight in zip(sites, found, strict=True):
             aggregated[site][name] = weight
     return {site: {name: aggregated[site][name] for name in states[site]} for site in sites}
