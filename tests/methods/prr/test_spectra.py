@@ -83,7 +83,12 @@ def test_the_spectra_lie_in_the_results_memory_where_they_fit(
 ) -> None:
     made: list[Any] = []
     empty = spectra.empty
-    monkeypatch.setattr(spectra, "empty", lambda *given: made.append(given) or empty(*given))
+
+    def noted(*given: Any) -> Tensor:
+        made.append(given)
+        return empty(*given)
+
+    monkeypatch.setattr(spectra, "empty", noted)
     weights = normal(2, 11, columns)
     change_spectra(weights.unbind(), torch.empty_like(weights).unbind(), 1, kept, mixed)
     assert len(made) == expected
