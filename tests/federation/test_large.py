@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,15 @@ def test_what_the_gate_will_not_let_pass_is_left_as_it_is(tmp_path: Path) -> Non
     found = message.states["model"]
     assert all(found[name] is value for name, value in other.items())
     assert found["good"] is not large and found["good"].is_shared() and torch.equal(found["good"], large)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedsm", "prr", "grace", "sha"])
+def test_the_benchmark_of_a_round_stores_answers_that_are_taken(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("MEDFLARE_NETWORKS", "server")
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    found = import_module("server").measure(method, sites=3, narrow=64, models_gb=0.0, scratch=tmp_path)
+    assert found["round"] > 0 and found["sent"] > 0
 
 
 def most_memory(folder: Path, models_gb: float) -> float:

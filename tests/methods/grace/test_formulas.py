@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fixture_types import Golden
 from medflare.core.errors import UpdateError
-from medflare.core.states import StateDict
+from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.grace import formulas as grace
 
 P = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
@@ -87,6 +87,14 @@ class TestConsistencyWeights:
         # BatchNorm's affine weights are trained, so they step by the server rate too; the published code overwrites them
         whole, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=False)
         assert_close(moved["bn1.weight"], (model["bn1.weight"] + whole["bn1.weight"]) / 2)
+
+    def test_a_whole_step_ends_at_the_mean_to_the_bit(self, server: Any) -> None:
+        model, states, p, _ = server
+        moved, weights = grace.consistent_aggregate(model, states, p, PARAMETERS)
+        mean = weighted_mean(states, weights)
+        assert moved.keys() == mean.keys() and all(torch.equal(moved[name], mean[name]) for name in mean)
+        nearly, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, server_rate=1 - 1e-12)
+        assert_close(nearly["conv1.weight"], moved["conv1.weight"])
 
     def test_by_hand(self) -> None:
         deltas = matrix([1, 0], [1, 0], [0, 2])  # cosines: 1 between the first two, 0 with the third

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.message import Message
-from medflare.core.states import StateDict, bytes_of, cosines, stretches
+from medflare.core.states import CACHED, StateDict, bytes_of, cosines, offsets, stretches
 
 _DIGEST: Final = 8  # bytes
 _STRETCH: Final = 2**12  # numbers of 8 bytes
@@ -71,6 +71,7 @@ def gathered(
     origins: list[StateDict] = [outgoing[site].states.get(entry, {}) if site in outgoing else {} for site in sites]
     products = torch.zeros(len(sites), len(sites), dtype=torch.float64)
     sent = [0.0] * len(sites)
+    room = torch.empty(len(sites) * CACHED, dtype=torch.float64)
     for name in [name for name, tensor in states[0].items() if tensor.is_floating_point()]:
         begun = [origin.get(name, _NOTHING) for origin in origins]
         different = {id(tensor): tensor.expand_as(states[0][name]) for tensor in begun}  # one, where all were sent the same
@@ -78,8 +79,8 @@ def gathered(
             starts = {which: part.double() for which, part in zip(different, parts, strict=False)}
             squares = {which: float(start.square().sum()) for which, start in starts.items()}
             sent = [length + squares[id(tensor)] for length, tensor in zip(sent, begun, strict=True)]
-            own = zip(parts[len(different) :], begun, strict=True)
-            updates = torch.stack([part.double() - starts[id(tensor)] for part, tensor in own])
+            updates = room[: len(sites) * parts[0].numel()].view(len(sites), parts[0].numel())
+            offsets(parts[len(different) :], [starts[id(tensor)] for tensor in begun], updates)
             products += updates @ updates.T
     new = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
     return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), step or new, step)

@@ -186,6 +186,8 @@ def consistent_aggregate(
     weights = reweighted(average_consistency(similarity(grams, granularity), include_self), shares, negative).tolist()
     by_site = dict(zip(sites, weights, strict=True))
     mean = weighted_mean(states, by_site)
+    if server_rate == 1:  # the step ends at the mean itself, to the bit
+        return mean, by_site
     stepped = blend({name: model[name] for name in parameters}, mean, server_rate)  # sum p' = 1: theta_g + eta_g (mean - theta_g)
     return {**mean, **stepped}, by_site
 

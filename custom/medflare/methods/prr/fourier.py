@@ -4,8 +4,10 @@ Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward
 2022, Sec. III-B. "Official" is the authors' published code where it differs from the printed equations.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,10 +15,10 @@ from torch import Tensor, nn
 
 from medflare.core.backing import empty
 from medflare.core.states import StateDict, batch_norm_entries, split_state, weighted_mean
+from medflare.methods.prr.spectra import change_spectra
 
 _TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
-_BINS_AT_ONCE = 2**18  # frequency bins aggregated at a time: few enough for the processor's cache
 
 
 def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0.48) -> float:
@@ -37,19 +39,11 @@ def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0
     return r0 + (r1 - r0) * round / num_rounds
 
 
-def fourier_aggregate(
-    weights: Tensor,
-    r: float,
-    *,
-    classifier: bool = False,
-    layout: str = "in_major",
-    window: str = "closed",
-    components: str = "both",
-    phase_mean: str = "arithmetic",
-) -> Tensor:
+def fourier_aggregate(weights: Tensor, r: float, *, classifier: bool = False, **reading: str) -> Tensor:
     """Average one layer's low frequencies over the sites and keep each site's high frequencies (PRR, Eq. 1-4).
 
-    A real FFT is enough, although the official window is not symmetric and the mean phase of a self-conjugate bin (DC,
+    What is added to a site's weights is the inverse transform of the change inside the window, so that nothing else of the spectrum is
+    needed. A real FFT is enough, although the official window is not symmetric and the mean phase of a self-conjugate bin (DC,
     Nyquist) may be neither 0 nor pi: the real part of an inverse transform depends on the Hermitian half
     (S(k) + conj S(-k)) / 2 of the spectrum S alone, and that half is what is built here.
 
@@ -58,12 +52,7 @@ def fourier_aggregate(
             volumes: a kernel (kh, kw, kd) has its depth beside kw, so one of depth 1 is aggregated as the plane that it is.
         r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
         classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
-        layout: the matrix of a convolution: "in_major" (I kh, kw O) as in the official code, "out_major" (O kh, I kw) as printed;
-            with a depth (I kh, kw kd O) and (O kh, I kw kd).
-        window: "closed" |k| <= floor(r N), Eq. 2, or "official" -floor(r N) <= k < floor(r N).
-        components: what is averaged: "amplitude" (as in the MICCAI 2021 paper), "phase" or "both".
-        phase_mean: "arithmetic" mean of the angles, Eq. 4, or "circular", the angle of the mean unit phasor. Phasors that
-            cancel have no mean direction; the circular mean then leaves the bin empty.
+        reading: see `Reading`.
 
     Returns:
         (K, ...) aggregated weights, one version per site, of the dtype of `weights`, without a graph. A single site gets its own weights
@@ -78,71 +67,104 @@ def fourier_aggregate(
         tensor([[2., 4.],
                 [4., 2.]])
     """
-    check_choice("layout", layout, ("in_major", "out_major"))
-    check_choice("window", window, ("closed", "official"))
-    check_choice("components", components, ("both", "amplitude", "phase"))
-    check_choice("phase_mean", phase_mean, ("arithmetic", "circular"))
-    if not 0 <= r <= 0.5:
-        raise ValueError(f"r = {r} is outside [0, 0.5]: a band cannot be wider than the spectrum")
     if weights.dim() not in (3, 5, 6):
         raise ValueError(f"weights of shape {tuple(weights.shape)} are neither (K, O, I) nor (K, O, I, kh, kw[, kd]); average them plainly")
-    weights = weights.detach()
-    if len(weights) == 1:
-        return weights.clone()
-    order = _axis_order(weights.dim(), classifier, layout)
-    turned = weights.permute(order)
-    matrices = turned.flatten(2) if classifier else turned.flatten(3).flatten(1, 2) if weights.dim() > 3 else turned
-    if matrices.dtype in (torch.float16, torch.bfloat16):
-        matrices = matrices.float()  # the CPU has no FFT of half precision
-    axes = (-1,) if classifier else (-2, -1)
-    rows, columns = matrices.shape[1:]
-    spectra = empty((*matrices.shape[:-1], columns // 2 + 1), matrices.dtype.to_complex())
-    torch.fft.rfftn(matrices, dim=axes, out=spectra)
-    _settle_real_bins(spectra, rows, columns, classifier)
-    share = _band_share(rows, columns, r, classifier, window).to(matrices)
-    block = max(1, _BINS_AT_ONCE // (len(weights) * max(1, share.shape[1])))
-    for start in range(0, len(share), block):
-        part = slice(start, start + block)
-        if bool(share[part].any()):
-            band = spectra[:, part, : share.shape[1]]
-            band.copy_(share[part] * _aggregate(band, components, phase_mean) + (1 - share[part]) * band)
-    mixed = empty(weights.shape, weights.dtype)
-    back = torch.fft.irfftn(spectra, s=matrices.shape[-len(axes) :], dim=axes)
-    mixed.permute(order).copy_(back.reshape(turned.shape))
-    return mixed
+    found = empty(weights.shape, weights.dtype)
+    _aggregate_layer(weights.detach().unbind(), found.unbind(), r, classifier, Reading(**reading))
+    return found
 
 
-def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[int, ...]:
-    """The order of the axes (K, O, I, kh, kw[, kd]) in which merging neighbours makes the matrix."""
-    if dimensions == 3 or classifier:
-        return tuple(range(dimensions))
-    further = tuple(range(4, dimensions))
-    return (0, 2, 3, *further, 1) if layout == "in_major" else (0, 1, 3, 2, *further)
+@dataclass(frozen=True)
+class Reading:
+    """How the paper's equations are read, see `PRRServerHyper`.
 
-
-def _settle_real_bins(spectra: Tensor, rows: int, columns: int, classifier: bool) -> None:
-    """Give self-conjugate bins (DC, Nyquist) the imaginary part +0 instead of rounding noise.
-
-    The phase of a negative number is then +pi at every site; with noise it would be +pi or -pi by chance, and so would the mean.
+    Attributes:
+        layout: the matrix of a convolution: "in_major" (I kh, kw O) as in the official code, "out_major" (O kh, I kw) as printed;
+            with a depth (I kh, kw kd O) and (O kh, I kw kd).
+        window: "closed" |k| <= floor(r N), Eq. 2, or "official" -floor(r N) <= k < floor(r N).
+        components: what is averaged: "amplitude" (as in the MICCAI 2021 paper), "phase" or "both".
+        phase_mean: "arithmetic" mean of the angles, Eq. 4, or "circular", the angle of the mean unit phasor. Phasors that
+            cancel have no mean direction; the circular mean then leaves the bin empty.
     """
-    real_rows = slice(None) if classifier else _self_conjugate(rows)
-    for column in _self_conjugate(columns):
-        spectra.imag[:, real_rows, column] = 0.0
+
+    layout: str = "in_major"
+    window: str = "closed"
+    components: str = "both"
+    phase_mean: str = "arithmetic"
+
+    def __post_init__(self) -> None:
+        check_choice("layout", self.layout, ("in_major", "out_major"))
+        check_choice("window", self.window, ("closed", "official"))
+        check_choice("components", self.components, ("both", "amplitude", "phase"))
+        check_choice("phase_mean", self.phase_mean, ("arithmetic", "circular"))
+
+
+def _aggregate_layer(weights: Sequence[Tensor], into: Sequence[Tensor], r: float, classifier: bool, reading: Reading) -> None:
+    """`fourier_aggregate` of K tensors (O, I, ...), written to K others."""
+    if not 0 <= r <= 0.5:
+        raise ValueError(f"r = {r} is outside [0, 0.5]: a band cannot be wider than the spectrum")
+    order, lead = _axis_order(weights[0].dim(), classifier, reading.layout)
+    turned = [weight.permute(order) for weight in weights]
+    shape = turned[0].shape
+    band = _Band.of(math.prod(shape[:lead]), math.prod(shape[lead:]), r, classifier, reading.window)
+    if len(weights) == 1 or not band.columns.numel():
+        for target, weight in zip(into, weights, strict=True):
+            target.copy_(weight)
+        return
+    change = partial(_share_band, band=band, reading=reading)
+    change_spectra(turned, [target.permute(order) for target in into], lead, band.columns.shape[1], change, planes=not classifier)
+
+
+def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[tuple[int, ...], int]:
+    """The order of the axes (O, I, kh, kw[, kd]) in which merging neighbours makes the matrix, and how many of them are its rows."""
+    if dimensions == 2 or classifier:
+        return tuple(range(dimensions)), 1
+    further = tuple(range(3, dimensions))
+    return ((1, 2, *further, 0) if layout == "in_major" else (0, 2, 1, *further)), 2
+
+
+@dataclass(frozen=True)
+class _Band:
+    """The low frequencies of a half spectrum: the Hermitian half of the window.
+
+    Attributes:
+        rows: (2, R) 1 where a row's frequency k lies inside, and where -k does; (2, 1) where only columns are transformed.
+        columns: (2, c) the same of the columns up to the last one of the band.
+        real_rows: rows of bins that are real, where the column is one of `real_columns`.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    real_rows: slice | list[int]
+    real_columns: list[int]
+
+    @classmethod
+    def of(cls, rows: int, columns: int, r: float, classifier: bool, window: str) -> "_Band":
+        """The band of matrices with so many rows and columns."""
+        row = torch.ones(2, 1) if classifier else _low_band(rows, r, window)
+        column = _low_band(columns, r, window)[:, : columns // 2 + 1]
+        real_rows = slice(None) if classifier else _self_conjugate(rows)
+        return cls(row, column[:, : int(column.any(dim=0).sum())], real_rows, _self_conjugate(columns))
+
+    def runs(self) -> Iterator[tuple[slice, bool]]:
+        """Neighbouring rows, and whether they have a part in the band."""
+        if self.rows.shape[1] == 1:
+            yield slice(None), True
+            return
+        inside, counts = torch.unique_consecutive(self.rows.any(dim=0), return_counts=True)
+        ends = [0, *counts.cumsum(0).tolist()]
+        yield from zip(map(slice, ends, ends[1:]), inside.tolist(), strict=True)
+
+    def share(self, rows: slice, columns: slice) -> Tensor | None:
+        """Share of the aggregate in each bin: 1 where k and -k lie inside, 1/2 where one of them does; None where it is 1 everywhere."""
+        row, column = self.rows[:, rows], self.columns[:, columns]
+        if bool(row.all() and column.all()):
+            return None
+        return (torch.outer(row[0], column[0]) + torch.outer(row[1], column[1])) / 2
 
 
 def _self_conjugate(bins: int) -> list[int]:
     return [0, bins // 2] if bins % 2 == 0 else [0]
-
-
-def _band_share(rows: int, columns: int, r: float, classifier: bool, window: str) -> Tensor:
-    """Share of the aggregate in each bin of a half spectrum: (R, c) with c the last column of the band.
-
-    The Hermitian half of the window: 1 where k and -k lie inside, 1/2 where one of them does.
-    """
-    row, mirrored_row = (torch.ones(2, rows)) if classifier else _low_band(rows, r, window)
-    column, mirrored_column = _low_band(columns, r, window)[:, : columns // 2 + 1]
-    share = (torch.outer(row, column) + torch.outer(mirrored_row, mirrored_column)) / 2
-    return share[:, : int(share.any(dim=0).sum())]
 
 
 def _low_band(bins: int, r: float, window: str) -> Tensor:
@@ -154,18 +176,45 @@ def _low_band(bins: int, r: float, window: str) -> Tensor:
     return torch.stack([inside, inside[-torch.arange(bins) % bins]])
 
 
-def _aggregate(band: Tensor, components: str, phase_mean: str) -> Tensor:
+def _share_band(spectra: list[Tensor], columns: slice, *, band: _Band, reading: Reading) -> None:
+    """Write what aggregation adds to some columns of all sites' spectra in their place.
+
+    Bins that are their own conjugates (DC, Nyquist) first get the imaginary part +0 instead of rounding noise. The phase of a negative
+    number is then +pi at every site; with noise it would be +pi or -pi by chance, and so would the mean.
+    """
+    for column in set(band.real_columns) & set(range(columns.start, columns.stop)):
+        for spectrum in spectra:
+            spectrum.imag[band.real_rows, column - columns.start] = 0.0
+    for rows, inside in band.runs():
+        parts = [spectrum[rows] for spectrum in spectra]
+        if not inside:
+            for part in parts:
+                part.zero_()
+            continue
+        real, imaginary = (torch.stack(numbers) for numbers in ([part.real for part in parts], [part.imag for part in parts]))
+        aggregate = _aggregate(real, imaginary, reading)
+        share = band.share(rows, columns)
+        for part, target in zip(parts, aggregate.expand(len(parts), -1, -1), strict=True):
+            torch.sub(target, part, out=part)
+            if share is not None:
+                part.mul_(share)
+
+
+def _aggregate(real: Tensor, imaginary: Tensor, reading: Reading) -> Tensor:
     """Eq. 3-4 for spectra (K, R, C): mean amplitude, mean phase or both, as (K, R, C) or, where all sites agree, (1, R, C)."""
-    amplitude = band.abs()
+    amplitude = torch.hypot(real, imaginary)  # of parts that lie apart: several times as fast as of complex numbers, and so is the angle
     mean_amplitude = amplitude.mean(dim=0, keepdim=True)
-    if components == "amplitude":
-        return torch.where(amplitude > 0, band * (mean_amplitude / amplitude), mean_amplitude)
-    magnitude = amplitude if components == "phase" else mean_amplitude
-    if phase_mean == "circular":
-        phasors = torch.where(amplitude > 0, band.sgn(), 1.0)  # the phase of zero is 0
-        return magnitude * phasors.mean(dim=0, keepdim=True).sgn()
-    phase = torch.angle(band).mean(dim=0, keepdim=True)
-    return torch.polar(*torch.broadcast_tensors(magnitude, phase))
+    if reading.components == "amplitude":
+        scale = mean_amplitude / amplitude
+        silent = amplitude == 0  # the phase of zero is 0
+        return torch.complex(torch.where(silent, mean_amplitude, real * scale), torch.where(silent, 0.0, imaginary * scale))
+    magnitude = amplitude if reading.components == "phase" else mean_amplitude
+    if reading.phase_mean == "circular":
+        cosine = torch.where(amplitude > 0, real / amplitude, 1.0).mean(dim=0, keepdim=True)
+        sine = torch.where(amplitude > 0, imaginary / amplitude, 0.0).mean(dim=0, keepdim=True)
+        return magnitude * torch.complex(cosine, sine).sgn()
+    phase = torch.atan2(imaginary, real).mean(dim=0, keepdim=True)
+    return torch.complex(magnitude * phase.cos(), magnitude * phase.sin())
 
 
 Kind = Literal["local", "mean", "kernel", "classifier"]
@@ -225,7 +274,7 @@ def without_rule(network: nn.Module) -> str | None:
 
 
 def aggregate_models(
-    states: Mapping[str, StateDict], plan: Mapping[str, Treatment], r: float, *, fourier: bool = True, **options: str
+    states: Mapping[str, StateDict], plan: Mapping[str, Treatment], r: float, *, fourier: bool = True, **reading: str
 ) -> dict[str, StateDict]:
     """The aggregated model S_k of each site (PRR, Alg. 1 line 7): Fourier aggregation by layer, the plain mean elsewhere.
 
@@ -234,7 +283,7 @@ def aggregate_models(
         plan: how each entry is treated, see `treatments`.
         r: low-frequency threshold of the round, see `frequency_ratio`.
         fourier: False averages everything plainly, which with local batch normalisation is FedBN.
-        options: `layout`, `window`, `components` and `phase_mean` of `fourier_aggregate`.
+        reading: see `Reading`.
 
     Returns:
         Site -> aggregated state.
@@ -248,16 +297,15 @@ def aggregate_models(
     mixed = [name for name in states[sites[0]] if fourier and plan[name].kind in ("kernel", "classifier")]
     averaged = {site: split_state(states[site], frozenset(mixed))[1] for site in sites}
     mean = weighted_mean(averaged, dict.fromkeys(sites, 1.0))
+    options = Reading(**reading)
     aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
     for name in mixed:
-        treatment = plan[name]
-        stacked = empty((len(sites), *states[sites[0]][name].shape), states[sites[0]][name].dtype)
-        torch.stack([states[site][name] for site in sites], out=stacked)
-        stacked = stacked.transpose(1, 2) if treatment.inputs_first else stacked
-        found = fourier_aggregate(stacked, r, classifier=treatment.kind == "classifier", **options)
-        found = found.transpose(1, 2) if treatment.inputs_first else found
+        treatment, given = plan[name], [states[site][name].detach() for site in sites]
+        found = [empty(states[site][name].shape, states[site][name].dtype) for site in sites]
+        weights, into = ([tensor.transpose(0, 1) if treatment.inputs_first else tensor for tensor in of] for of in (given, found))
+        _aggregate_layer(weights, into, r, treatment.kind == "classifier", options)
         for site, weight in zip(sites, found, strict=True):
-            aggregated[site][name] = weight.contiguous()
+            aggregated[site][name] = weight
     return {site: {name: aggregated[site][name] for name in states[site]} for site in sites}
 
 
