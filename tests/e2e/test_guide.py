@@ -98,6 +98,7 @@ def person(checkout: Path, tmp_path: Path) -> Iterator[Person]:
     project = (ROOT / "poc_workspace" / "project.yml").read_text()
     assert project.count("8002") == 1
     (checkout / "poc_workspace" / "project.yml").write_text(project.replace("8002", str(federation.port)))
+    federation.environment["MISSING_PACKAGES"] = ""
     yield Person(federation, checkout)
     federation.end_all_below(checkout)
 
@@ -114,6 +115,7 @@ def test_the_page_leads_to_delivered_models(person: Person, checkout: Path, task
     assert "fedsm" in person.types(commands("Member"))
 
     results = load_results(checkout / "results")
+    assert all("<svg" in report.read_text() for report in (checkout / "results").rglob("report.html")), "nothing is missing: figures"
     plain = run_local("fedsm", task, SITES, rounds=ROUNDS, seed=0, data_root=tmp_path / "data")
     assert results["sites"] == plain["sites"]
     for site in SITES:
