@@ -9,7 +9,7 @@
 # constraints.txt change. Another interpreter: make demo PYTHON=/usr/bin/python3.11
 
 VENV      ?= .venv
-WORKERS   ?= 3
+WORKERS   ?= 4
 WORKSPACE ?= workspace/demo
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
@@ -28,8 +28,8 @@ demo: $(VENV)/.installed
 	rm -rf $(WORKSPACE)
 	nvflare simulator jobs/fedsm -n 4 -t 4 -w $(WORKSPACE); status=$$?; medflare results $(WORKSPACE) && exit $$status
 
-# File by file in three processes (WORKERS), which two cores can serve: most end-to-end tests wait for FLARE's processes more than they
-# compute. Each process takes up to 4 GB.
+# File by file in four processes (WORKERS), which two cores can serve: about half of the time is that of end-to-end tests, which wait for
+# FLARE's processes, and tests/conftest.py mixes them with those that compute. Each process takes up to 4 GB.
 test: $(VENV)/.installed-dev
 	$(MAKE) --jobs=2 --output-sync=target lint docs
 	$(COVERED) $(PYTEST) --cov --cov-report=term:skip-covered --cov-report=xml

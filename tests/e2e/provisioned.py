@@ -28,7 +28,6 @@ PEOPLE = {
     "it": "it@hospital-one.org",
 }
 HOUR = 3600.0  # seconds
-_SKEWED = Path(__file__).parent / "components" / "skewed"
 _LAST_WORD = {"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"}  # see poc_workspace/start.sh
 
 
@@ -171,8 +170,7 @@ class ProvisionedFederation:
 
 def skewed(environment: Mapping[str, str], ahead: float) -> dict[str, str]:
     """The environment of processes whose clock is ahead by so many seconds."""
-    paths = [str(_SKEWED), *filter(None, [environment.get("PYTHONPATH")])]
-    return {**environment, "CLOCK_SKEW": str(ahead), "PYTHONPATH": os.pathsep.join(paths)}
+    return {**environment, "CLOCK_SKEW": str(ahead)}
 
 
 def wait_until(true: Callable[[], bool], otherwise: str, every: float = 0.25) -> None:

@@ -13,19 +13,24 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+MACHINE = Path(__file__).parent / "components" / "machine"
 FINISHED_AFTER = 600  # seconds that any simulation may take, also on a busy machine
 END_TO_END = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3 * FINISHED_AFTER)]
 
 
 def importing(*folders: Path) -> dict[str, str]:
     """The environment variable with which these folders, and this checkout, are importable in every process."""
-    return {"PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT / "custom")))}
+    return {"PYTHONPATH": os.pathsep.join(map(str, (MACHINE, *folders, ROOT / "custom")))}
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The caller's environment with this checkout importable and one thread for every site."""
-    paths = [str(ROOT / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    """The caller's environment with this checkout importable and one thread for every site.
+
+    Reports come without figures, which take longer to draw than a tiny network to train: matplotlib looks as if it was not installed,
+    unless MISSING_PACKAGES says otherwise.
+    """
+    paths = [str(MACHINE), str(ROOT / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MISSING_PACKAGES": "matplotlib"}
     return {**{name: value for name, value in os.environ.items() if name != "MEDFLARE_DATA_ROOT"}, **own, **more}
 
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation
-from e2e.simulation import ROOT, Simulate, environment
+from e2e.simulation import MACHINE, ROOT, Simulate, environment
 from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROUNDS, SEED = 1, 5
 SPLITS = ("training", "validation", "test")
-BARE = Path(__file__).parent / "components" / "bare"
 
 
 def brought_along(names: set[str]) -> set[str]:
@@ -47,7 +46,7 @@ def missing_modules() -> set[str]:
 def bare_site() -> dict[str, str]:
     """Environment variables of a process to which all of that, and this checkout, is not installed."""
     missing = ",".join(sorted(missing_modules()))
-    return {"MISSING_PACKAGES": missing, "MISSING_FOLDER": str(ROOT / "custom"), "PYTHONPATH": str(BARE)}
+    return {"MISSING_PACKAGES": missing, "MISSING_FOLDER": str(ROOT / "custom"), "PYTHONPATH": str(MACHINE)}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import downloads
 import small
 from e2e.provisioned import PATIENCE, ProvisionedFederation
 from e2e.simulation import END_TO_END, ROOT
-from medflare.evaluation.results import load_results
+from medflare.evaluation.results import find_results, load_results
 from medflare.federation.local.loop import run_local
 
 pytestmark = END_TO_END
@@ -98,6 +98,7 @@ def person(checkout: Path, tmp_path: Path) -> Iterator[Person]:
     project = (ROOT / "poc_workspace" / "project.yml").read_text()
     assert project.count("8002") == 1
     (checkout / "poc_workspace" / "project.yml").write_text(project.replace("8002", str(federation.port)))
+    federation.environment["MISSING_PACKAGES"] = ""
     yield Person(federation, checkout)
     federation.end_all_below(checkout)
 
@@ -114,6 +115,8 @@ def test_the_page_leads_to_delivered_models(person: Person, checkout: Path, task
     assert "fedsm" in person.types(commands("Member"))
 
     results = load_results(checkout / "results")
+    report = find_results(checkout / "results").with_name("report.html").read_text()
+    assert "<svg" in report, "where nothing is missing, the report has its figures"
     plain = run_local("fedsm", task, SITES, rounds=ROUNDS, seed=0, data_root=tmp_path / "data")
     assert results["sites"] == plain["sites"]
     for site in SITES:
