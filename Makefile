@@ -9,7 +9,7 @@
 # constraints.txt change. Another interpreter: make demo PYTHON=/usr/bin/python3.11
 
 VENV      ?= .venv
-WORKERS   ?= 4
+WORKERS   ?= 3
 WORKSPACE ?= workspace/demo
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
@@ -28,7 +28,7 @@ demo: $(VENV)/.installed
 	rm -rf $(WORKSPACE)
 	nvflare simulator jobs/fedsm -n 4 -t 4 -w $(WORKSPACE); status=$$?; medflare results $(WORKSPACE) && exit $$status
 
-# File by file in four processes (WORKERS), which two cores can serve: about half of the time is that of end-to-end tests, which wait for
+# File by file in three processes (WORKERS), which two cores can serve: about half of the time is that of end-to-end tests, which wait for
 # FLARE's processes, and tests/conftest.py mixes them with those that compute. Each process takes up to 4 GB.
 test: $(VENV)/.installed-dev
 	$(MAKE) --jobs=2 --output-sync=target lint docs

@@ -26,6 +26,7 @@ MINUTES = {
     "e2e/test_recipes": 2,
     "federation/test_resume": 2,
     "test_contributing": 2,
+    "studies/test_published": 2,
     "methods/test_catalogue": 1.5,
     "test_speed": 1,
     "federation/test_gate": 1,
