@@ -4,7 +4,8 @@
     pip install 'flwr[simulation]' pfl blazefl       # in an environment of its own; those that are there are measured too
 
 `floor` trains the network on every site's images in turn and averages, with nothing around it: no message, no metric, no file. All
-of ours run the whole federation: enrolment, validation in every round, selection, delivery, results. Other frameworks (`rivals/`) train
+of ours run the whole federation: enrolment, validation in every round, selection, delivery, results. The simulator runs a job that was
+written before. Other frameworks (`rivals/`) train
 and average as the floor does, in their own simulation. Each is a process of its own on one thread a site; they take turns, so that a
 busy machine slows all of them alike, and what counts is the ratio to the floor. Seconds, processor seconds and memory are of the
 process and everything that it started. A test (tests/test_speed.py) calls `processor_seconds` on small runs.
@@ -107,27 +108,31 @@ def loop(sites: int, rounds: int, workers: int) -> None:
     assert results["status"] == "COMPLETED", results["reason"]
 
 
-def simulator(sites: int, rounds: int, threads: int) -> None:
-    """The job under `nvflare simulator`."""
+def written_job(rounds: int, out: Path) -> Path:
+    """What the simulator runs: written once, as `medflare job` writes it, before anything is measured."""
     from medflare.flare.jobs.building import build_job
 
+    return build_job("fedavg", task_settings(), rounds=rounds, out=out)
+
+
+def simulator(job: Path, sites: int, threads: int) -> None:
+    """The job under `nvflare simulator`."""
     with tempfile.TemporaryDirectory() as scratch:
-        job = build_job("fedavg", task_settings(), rounds=rounds, out=Path(scratch) / "job")
         command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), "-w", f"{scratch}/w", "-n", str(sites), "-t", str(threads)]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
         results = json.loads((Path(scratch) / "w/server/simulate_job/medflare/results.json").read_text())
     assert results["status"] == "COMPLETED", results["reason"]
 
 
-def engines(sites: int, rounds: int) -> dict[str, Callable[[], None]]:
-    """name -> what runs it in this process."""
+def engines(sites: int, rounds: int, job: Path) -> dict[str, Callable[[], None]]:
+    """name -> what runs it in this process; `job` is that of `written_job`."""
     return {
         "floor": lambda: floor([hospital(number) for number in range(sites)], rounds),
         "loop": lambda: loop(sites, rounds, 1),
         "loop, 2 workers": lambda: loop(sites, rounds, 2),
-        f"simulator -t {sites}": lambda: simulator(sites, rounds, sites),
-        "simulator -t 2": lambda: simulator(sites, rounds, 2),
-        "simulator -t 1": lambda: simulator(sites, rounds, 1),
+        f"simulator -t {sites}": lambda: simulator(job, sites, sites),
+        "simulator -t 2": lambda: simulator(job, sites, 2),
+        "simulator -t 1": lambda: simulator(job, sites, 1),
         **{f"{name} {version(package)}": partial(rival, package, sites, rounds) for name, package in RIVALS.items() if find_spec(package)},
     }
 
@@ -175,9 +180,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def measured(name: str, sites: int, rounds: int) -> dict[str, float]:
+def measured(name: str, sites: int, rounds: int, job: Path) -> dict[str, float]:
     """Seconds, processor seconds and peak memory (proportional share of pages, MB) of an engine with everything that it starts."""
     command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--sites", str(sites), "--rounds", str(rounds)]
+    command += ["--job", str(job)]
     started = time.monotonic()
     mark = f"{os.getpid()}-{started}"  # also found in what leaves the tree of processes
     process = subprocess.Popen(command, env={**environment(), "MEDFLARE_BENCHMARK": mark})
@@ -216,17 +222,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--only", help="beginnings of names, separated by commas: floor, loop, simulator")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    known = engines(options.sites, options.rounds)
     if options.one:
-        processor_seconds(known[options.one])
+        processor_seconds(engines(options.sites, options.rounds, options.job)[options.one])
         return
+    with tempfile.TemporaryDirectory() as scratch:
+        show(options, written_job(options.rounds, Path(scratch) / "job"))
+
+
+def show(options: argparse.Namespace, job: Path) -> None:
+    """Measure what was asked for, engine by engine in turns, and print the table."""
+    known = engines(options.sites, options.rounds, job)
     wanted = tuple((options.only or "").split(","))
     chosen = [name for name in known if name == "floor" or name.startswith(wanted)]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for _ in range(options.repeats):
         for name in chosen:
-            found[name].append(measured(name, options.sites, options.rounds))
+            found[name].append(measured(name, options.sites, options.rounds, job))
             print(name, found[name][-1], file=sys.stderr, flush=True)  # where a later one fails
     middle = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in found.items()}
     for name, package in RIVALS.items():

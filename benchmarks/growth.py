@@ -116,12 +116,14 @@ def simulator(scratch: Path, sites: int, rounds: int, width: int) -> Steps:
     config.write_text(json.dumps(server))
     command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), "-w", str(scratch / "w")]
     command += ["-c", ",".join(names_of(sites)), "-t", str(sites)]
-    with (scratch / "simulator.log").open("w") as log:
-        subprocess.run(
-            command, env={**environment(), "MEDFLARE_DATA_ROOT": str(scratch / "data")}, stdout=log, stderr=subprocess.STDOUT, check=True
-        )
+    data, said = {"MEDFLARE_DATA_ROOT": str(scratch / "data")}, scratch / "simulator.log"
+    with said.open("w") as log:
+        code = subprocess.run(command, env={**environment(), **data}, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     place = scratch / "w" / "server" / "simulate_job"
-    results = json.loads((place / "medflare" / "results.json").read_text())
+    found = place / "medflare" / "results.json"
+    if not found.exists():
+        raise SystemExit(f"the simulator ended with exit code {code} and without results:\n{said.read_text()[-4000:]}")
+    results = json.loads(found.read_text())
     assert results["status"] == "COMPLETED", results["reason"]
     used, lines = ((place / file).read_text().splitlines() for file in ("usage.jsonl", "medflare/metrics.jsonl"))
     return [{**json.loads(line), **json.loads(use)} for line, use in zip(lines, used, strict=True)]

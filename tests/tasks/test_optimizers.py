@@ -63,6 +63,16 @@ def test_what_torch_does_not_take() -> None:
         check_optimizer({"name": "Adam", "lr": 0.1, "betas": [0.9, 0.99], "capturable": True, "foreach": True}, "task x")
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_usual_numbers_are_checked_without_an_optimiser(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where another torch takes parameters before it looks at values, and where the check makes it import what trains."""
+    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", lambda *_: pytest.fail("an optimiser was made"))
+    check_optimizer({"name": name, "lr": 0.1}, "task x")
+    for wrong in ({"lr": -1.0}, {"lr": 0.1, "weight_decay": -1.0}, {"lr": "fast"}):
+        with pytest.raises(ConfigError, match=f"^task x: optimizer {name}: "):
+            check_optimizer({"name": name, **wrong}, "task x")
+
+
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Muon"])
 def test_those_that_cannot_train_here_say_why(name: str) -> None:
     with pytest.raises(

@@ -13,6 +13,7 @@ import medflare
 from medflare.cli import data, methods, models, results, run, starting, studies
 from medflare.cli.federation import jobs, site, watching
 from medflare.core.errors import MedflareError
+from medflare.core.packages import end_quickly
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: an option is unknown or help was asked for.
     """
     _print_anything()
+    end_quickly()
     options = command_line().parse_args(arguments)
     try:
         return int(options.command(options))

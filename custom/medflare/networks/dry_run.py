@@ -1,7 +1,11 @@
-"""The task's network tried without memory (meta device): whether the task's size suits it, and what a training step needs at least."""
+"""The task's network tried before anything starts: whether the task's size suits it, and what a training step needs at least."""
 
 import math
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +22,11 @@ _DIVISORS = (2, 4, 8, 16, 32, 64)
 _COPIES = 4  # of every weight: itself, its gradient and Adam's two moments
 _BYTES = 4  # of a float32
 _HALF = 2  # of a bfloat16 or float16
+_SMALL = 10**10  # multiplications at most of a pass that is computed: it takes less than what it saves, see `_logits`
 
 
 def check_network(task: TaskConfig) -> FeatureNetwork:
-    """Before anything starts: the task's network takes the task's images and gives what the task's kind needs; nothing is computed.
+    """Before anything starts: the task's network takes the task's images and gives what the task's kind needs.
 
     Returns:
         The network without memory, see `catalogue.meta_network`.
@@ -112,14 +117,30 @@ def _tried(task: TaskConfig) -> FeatureNetwork:
     network, place = meta_network(task), f"task {task.name}: network {task.network['name']}"
     wanted = (2, task.outputs, *(task.size if task.kind == "segmentation" else ()))
     try:
-        with torch.no_grad():
-            found = tuple(network.eval()(example(task.image_channels, task.size, "meta")).shape)
+        found = tuple(_logits(network, task).shape)
     except PROBLEMS as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{place}: images of size {list(task.size)} do not pass ({reason}); change size or network") from error
     if found != wanted:
         raise ConfigError(f"{place}: two images give logits of shape {list(found)}, a {task.kind} task needs {list(wanted)}")
     return network
+
+
+@torch.no_grad()
+def _logits(network: nn.Module, task: TaskConfig) -> Tensor:
+    """What two empty images give.
+
+    To pass a normalisation without memory torch imports a third of itself, in more than a second. A server and who writes a job
+    need nothing of it otherwise, and have a small network compute zeros sooner.
+    """
+    weights = sum(weight.numel() for weight in network.parameters())
+    if weights * 2 * math.prod(task.size) <= _SMALL:
+        with suppress(*PROBLEMS):  # some cannot be given memory afterwards
+            computing = deepcopy(network).eval().to_empty(device="cpu")
+            for tensor in chain(computing.parameters(), computing.buffers()):
+                tensor.zero_()
+            return cast(Tensor, computing(example(task.image_channels, task.size, "cpu")))
+    return cast(Tensor, network.eval()(example(task.image_channels, task.size, "meta")))
 
 
 def _passes(task: TaskConfig) -> bool:

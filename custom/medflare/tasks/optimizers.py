@@ -1,7 +1,8 @@
 """The optimisers that a task may name: torch's, by their classes' names or by the short names of the first three. Light to import."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from medflare.core.errors import ConfigError
@@ -17,6 +18,7 @@ _REFUSED: Final = {
     "Muon": "it takes weight matrices alone",
     "SparseAdam": "it takes sparse gradients alone",
 }
+_NUMBERS: Final = {"name", "lr", "momentum", "weight_decay", "eps"}  # with which every optimiser that can be made can take a step
 
 
 def optimizer_class(name: str, place: str) -> "type[Optimizer]":
@@ -70,6 +72,9 @@ def build_optimizer(
 def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
     """Before anything starts: the optimiser can be built, and takes a step.
 
+    For its first optimiser torch imports a third of itself, in a second of processor time. A server and who writes a job never train:
+    where settings are but the usual numbers, torch looks at these and gets no parameters.
+
     Args:
         settings: see `build_optimizer`.
         place: the beginning of a message.
@@ -79,6 +84,10 @@ def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
     """
     import torch
 
+    if settings.keys() <= _NUMBERS:
+        with suppress(_ValuesChecked):
+            build_optimizer(settings, _no_parameters(), place)
+        return
     weights = torch.nn.Parameter(torch.ones(2, 2))
     weights.grad = torch.ones(2, 2)
     optimizer = build_optimizer(settings, [weights], place)
@@ -86,6 +95,15 @@ def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
         optimizer.step()
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
         raise ConfigError(f"{place}: optimizer {settings['name']}: a step fails ({' '.join(str(error).split())[:200]})") from error
+
+
+class _ValuesChecked(Exception):
+    """torch has found all values right, and asks for the parameters."""
+
+
+def _no_parameters() -> "Iterator[nn.Parameter]":
+    raise _ValuesChecked
+    yield
 
 
 def clip_gradients(optimizer: "Optimizer", norm: float | None = None, value: float | None = None) -> None:

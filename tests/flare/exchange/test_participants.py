@@ -1,5 +1,6 @@
 """What a party allows: methods of other distributions are asked for by name, and not imported before they are allowed."""
 
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -76,6 +77,14 @@ def test_nothing_of_it_is_imported_ahead() -> None:
     load_ahead(METHOD)
     assert METHOD not in sys.modules and "medflare.methods.fedavg.site" in sys.modules
     load_ahead("no such method")
+
+
+def test_what_is_imported_ahead_is_shared_by_forks() -> None:
+    """A collection writes into whatever it looks at, and a fork copies what it writes into."""
+    gc.unfreeze()
+    load_ahead("fedavg")
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()
 
 
 def test_the_server_asks_its_own_list(tmp_path: Path) -> None:

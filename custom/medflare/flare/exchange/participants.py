@@ -3,6 +3,7 @@
 The imports at the top are light, see `executors`.
 """
 
+import gc
 import logging
 import os
 import re
@@ -252,6 +253,9 @@ def load_ahead(method: str) -> None:
     """Import what a site needs of a method; an unknown one is reported by the first task.
 
     Of another distribution's method only what it stands on: the party has not been asked yet, see `authorize`.
+
+    What was imported is not searched for circles of references any more. A fork that searches torch and MONAI copies more than 100 MB
+    of memory, which it shares otherwise, and a process that ends takes a second.
     """
     from medflare.federation.participant import import_ahead
     from medflare.methods.catalogue import get_method
@@ -259,6 +263,7 @@ def load_ahead(method: str) -> None:
     import_ahead()
     with suppress(MedflareError):
         _ = get_method("fedavg" if foreign_module(method) else method).site_class
+    gc.freeze()
 
 
 def interrupted(job: str) -> str:
