@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,33 +18,51 @@ from medflare.data.datalist import FILE
 from medflare.data.loading import load_site_data
 from medflare.data.starting.features import TASK, write_features
 from medflare.networks.catalogue import initial_network
+from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig, load_task
 
 NETWORK = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
 
 
+MONAIS = {"name": "DenseNet", "init_features": 4, "growth_rate": 2, "block_config": [1, 1]}
+
+
 @pytest.fixture
-def task(make_task: Callable[..., TaskConfig], tmp_path: Path) -> TaskConfig:
-    """Three classes, and a body whose weights and running statistics lie in a file."""
-    drawn = initial_network(make_task("classification", network=NETWORK), 5)
-    drawn(torch.rand(8, 1, 16, 16))  # running statistics that are not the initial ones
-    file = tmp_path / "weights.safetensors"
-    save_file(drawn.state_dict(), file)
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    weights = {"file": file.name, "sha256": digest, "format": "safetensors", "part": "body"}
-    return make_task("classification", network=NETWORK | {"weights": weights}, sampling="balanced")
+def pretrained(make_task: Callable[..., TaskConfig], tmp_path: Path) -> Callable[[dict[str, Any]], TaskConfig]:
+    """Three classes, and a network whose weights and running statistics lie in a file."""
+
+    def write(network: dict[str, Any]) -> TaskConfig:
+        drawn = initial_network(make_task("classification", network=network), 5)
+        drawn(torch.rand(8, 1, 16, 16))  # running statistics that are not the initial ones
+        file = tmp_path / "weights.safetensors"
+        save_file(drawn.state_dict(), file)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        weights = {"file": file.name, "sha256": digest, "format": "safetensors", "part": "body"}
+        return make_task("classification", network=network | {"weights": weights}, sampling="balanced")
+
+    return write
 
 
-def test_features_are_those_of_the_frozen_body(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:
-    folder = make_site(kind="classification")
+@pytest.fixture
+def task(pretrained: Callable[[dict[str, Any]], TaskConfig]) -> TaskConfig:
+    """The task with a network of our own."""
+    return pretrained(NETWORK)
+
+
+@pytest.mark.parametrize("spec", [NETWORK, MONAIS], ids=["ours", "MONAI's"])
+def test_features_are_those_of_the_frozen_body(
+    spec: dict[str, Any], pretrained: Callable[[dict[str, Any]], TaskConfig], make_site: Callable[..., Path], tmp_path: Path
+) -> None:
+    task, folder = pretrained(spec), make_site(kind="classification")
     found = write_features(folder, task, tmp_path / "features", weights=tmp_path)
     images, features = load_site_data("A", task, folder), load_site_data("A", found.task, tmp_path / "features")
     for before, after in ((images.train, features.train), (images.validation, features.validation), (images.test, features.test)):
         assert before.patients == after.patients and torch.equal(before.targets, after.targets)
     network = initial_network(task, 0, start=load_file(tmp_path / "weights.safetensors")).eval()
-    seen, expected = features.test.take(torch.arange(3))[0], network.body(images.test.take(torch.arange(3))[0])
-    assert seen.shape == (3, 1, 1, 8)
-    torch.testing.assert_close(seen.flatten(1), expected.detach())
+    seen, images_of = features.test.take(torch.arange(3))[0], images.test.take(torch.arange(3))[0]
+    with torch.no_grad():
+        torch.testing.assert_close(network.head(seen.flatten(1)), network(images_of))
+    assert seen.shape == (3, 1, 1, found.task.size[1])
 
 
 def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:
@@ -82,6 +101,14 @@ def test_what_cannot_be_made(
     with pytest.raises(DataError, match=r"3.png: cannot be read as an image"):
         write_features(folder, task, tmp_path / "other", weights=tmp_path)
     assert not (tmp_path / "other" / FILE).exists(), "without a datalist it is no site"
+
+
+def test_a_network_without_features_is_refused(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:
+    with (
+        patch.object(FeatureNetwork, "has_features", False),
+        pytest.raises(ConfigError, match=r"^task shades: network small_cnn has no last layer whose input could be kept; take another one$"),
+    ):
+        write_features(make_site(kind="classification"), task, tmp_path / "features", weights=tmp_path)
 
 
 def test_generated_features_are_refused_before_training(task: TaskConfig, make_site: Callable[..., Path], tmp_path: Path) -> None:

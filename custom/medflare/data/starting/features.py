@@ -22,7 +22,7 @@ from medflare.data.starting.finding import Item
 from medflare.data.starting.writing import folder_of, refuse_existing, write_datalist
 from medflare.data.targets import encode_label
 from medflare.networks.catalogue import initial_network
-from medflare.networks.features import FeatureNetwork
+from medflare.networks.features import FeatureNetwork, pooled
 from medflare.networks.weights import starting_state
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -67,7 +67,7 @@ def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | 
         force: datalists of the same sites are written anew.
 
     Raises:
-        ConfigError: a task that segments, or whose network starts from random weights; weights that do not fit.
+        ConfigError: a task that segments, or whose network starts from random weights or has no features; weights that do not fit.
         DataError: an image that cannot be used, `home` within `root`, or datalists that exist.
     """
     if task.kind != "classification":
@@ -79,6 +79,8 @@ def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | 
     folders = {"" if folder == root else folder.name: folder for folder in site_folders(root)}
     refuse_existing(home, folders, force=force)
     network = initial_network(task, 0, start=starting_state(task, 0, weights)).eval()
+    if not network.has_features:
+        raise ConfigError(f"task {task.name}: network {task.network['name']} has no last layer whose input could be kept; take another one")
     images = {site: _write_site(site, folder, task, network, folder_of(home, site)) for site, folder in sorted(folders.items())}
     head = head_task(task, _width(network, task))
     write_json(home / TASK, head.to_dict(), public=True)
@@ -101,7 +103,12 @@ def head_task(task: TaskConfig, width: int) -> TaskConfig:
 
 def _width(network: FeatureNetwork, task: TaskConfig) -> int:
     with torch.no_grad():
-        return int(network.body(torch.zeros(1, task.image_channels, *task.size)).shape[1])
+        return _features(network, torch.zeros(1, task.image_channels, *task.size)).shape[1]
+
+
+def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
+    """(N, D) of images (N, C, ...): what the last layer is given."""
+    return pooled(network.features_and_output(images)[0])
 
 
 def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwork, to: Path) -> int:
@@ -125,7 +132,7 @@ def _through(network: FeatureNetwork, rows: Iterable[tuple[int, Tensor]]) -> Ite
     """(entry, features (D,)) of every row (entry, image), batch by batch."""
     rows = iter(rows)
     while batch := list(islice(rows, _BATCH)):
-        yield from zip((entry for entry, _ in batch), network.body(torch.stack([image for _, image in batch])), strict=True)
+        yield from zip((entry for entry, _ in batch), _features(network, torch.stack([image for _, image in batch])), strict=True)
 
 
 def _picture(features: Tensor) -> bytes:
