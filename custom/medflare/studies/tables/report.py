@@ -1,5 +1,7 @@
 """table.md: what a study found, as Markdown tables that say how their models were selected and what warns of them."""
 
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Final
 
 from medflare.studies.constant import CONSTANT
@@ -14,12 +16,13 @@ from medflare.studies.tables.summary import summary_table
 TABLE_FILE: Final = "table.md"
 
 
-def study_tables(groups: Groups) -> dict[str, str]:
+def study_tables(groups: Groups, wanted: Container[str] | None = None) -> dict[str, str]:
     """Title -> Markdown table: for each of the task's metrics, its main one first, what every site reached and what the mean hides; then
     paired differences, what selectors and routing chose, and learning curves in the main one.
 
     Args:
         groups: label -> results dicts that differ in their seed and in who is outside.
+        wanted: titles of the tables to make, since intervals over patients take their time; None: all.
 
     Raises:
         StateError: no run got as far as its task.
@@ -29,16 +32,17 @@ def study_tables(groups: Groups) -> dict[str, str]:
     every = [run for runs in groups.values() for run in runs]
     found = dict.fromkeys(metric for run in every for site in run["sites"].values() for of in site["metrics"].values() for metric in of)
     groups = with_oracle(groups, main)
-    tables = {}
+    tables: dict[str, Callable[[], str]] = {}
     for metric in sorted(found, key=lambda metric: metric != main):
-        tables[metric] = sites_table(groups, metric)
-        tables[f"{metric}, what the mean hides"] = summary_table(groups, metric)
-    tables[f"{main}, differences"] = differences_table(groups, main)
-    tables[f"{main}, differences within a row"] = own_differences_table(groups, main)
-    tables["selector"] = selector_table(groups)
-    tables[f"{main}, routing"] = routing_table(groups, main)
-    tables[f"{main}, learning curves"] = curves_table(groups, main)
-    return {title: table for title, table in tables.items() if table}
+        tables[metric] = partial(sites_table, groups, metric)
+        tables[f"{metric}, what the mean hides"] = partial(summary_table, groups, metric)
+    tables[f"{main}, differences"] = partial(differences_table, groups, main)
+    tables[f"{main}, differences within a row"] = partial(own_differences_table, groups, main)
+    tables["selector"] = partial(selector_table, groups)
+    tables[f"{main}, routing"] = partial(routing_table, groups, main)
+    tables[f"{main}, learning curves"] = partial(curves_table, groups, main)
+    chosen = {title: make() for title, make in tables.items() if wanted is None or title in wanted}
+    return {title: table for title, table in chosen.items() if table}
 
 
 def study_report(groups: Groups) -> str:
