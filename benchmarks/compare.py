@@ -5,10 +5,10 @@
 
 `floor` trains the network on every site's images in turn and averages, with nothing around it: no message, no metric, no file. All
 of ours run the whole federation: enrolment, validation in every round, selection, delivery, results. The simulator runs a job that was
-written before. Other frameworks (`rivals/`) train
-and average as the floor does, in their own simulation. Each is a process of its own on one thread a site; they take turns, so that a
-busy machine slows all of them alike, and what counts is the ratio to the floor. Seconds, processor seconds and memory are of the
-process and everything that it started. A test (tests/test_speed.py) calls `processor_seconds` on small runs.
+written before. Other frameworks (`rivals/`) train and average as the floor does, in their own simulation. Each is a process of its own on
+one thread a site; they take turns, so that a busy machine slows all of them alike, and what counts is the ratio to the floor. Seconds,
+processor seconds and memory are of the process and everything that it started. A test (tests/test_speed.py) calls `processor_seconds` on
+small runs.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.store import write_atomically, write_json
-from medflare.data.datalist import Entry, listed_splits, site_folders
+from medflare.data.datalist import site_folders
 from medflare.data.files.decoding import decoded_rows
 from medflare.data.loading import refuse_too_many, source_of
 from medflare.data.starting.finding import Item
@@ -121,9 +121,10 @@ def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwo
     for number, (entry, features) in enumerate(_through(network, rows)):
         file = to / "features" / f"{number:06d}.tiff"
         write_atomically(file, _picture(features))
-        items.append(_item(file, entries[entry]))
+        listed = entries[entry]
+        items.append(Item((file,), listed.label, patient=listed.patient, split=listed.split))
     refuse_too_many(failed, len(entries), task, site or str(folder))
-    write_datalist(to, items, to, splits=listed_splits(folder))
+    write_datalist(to, items, to, splits=source.listed())
     return len(items)
 
 
@@ -142,7 +143,3 @@ def _picture(features: Tensor) -> bytes:
     content = BytesIO()
     Image.fromarray(features.float().numpy()[None]).save(content, format="TIFF")
     return content.getvalue()
-
-
-def _item(file: Path, entry: Entry) -> Item:
-    return Item((file,), entry.label, patient=entry.patient, split=entry.split)
