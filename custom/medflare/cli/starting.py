@@ -112,13 +112,15 @@ def add_prepare(actions: Commands) -> None:
             "medflare data prepare --list",
             "medflare data prepare fed_isic2019 --from DOWNLOADS --to DATA",
             "medflare data prepare prostate --from DOWNLOADS --to DATA --strict",
+            "medflare data prepare midog2022 --from DOWNLOADS --to DATA --checksums md5sums.txt",
         ),
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="see --list")
     parser.add_argument("--list", action="store_true", help="show what can be prepared: sites, sizes, licence, where to download")
     parser.add_argument("--from", dest="source", type=Path, metavar="DOWNLOADS", help="folder of the downloads, unpacked")
     parser.add_argument("--to", type=Path, metavar="DATA", help="folder for the sites, with hard links to the files, or patches of them")
-    parser.add_argument("--strict", action="store_true", help="fail where counts differ from the paper's")
+    parser.add_argument("--checksums", type=Path, metavar="LIST", help="compare with published checksums first: lines as md5sum writes")
+    parser.add_argument("--strict", action="store_true", help="fail where counts differ from the paper's, or listed files are not there")
     parser.add_argument("--redraw", action="store_true", help="draw the split by patient, also where the download names one")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--copy", action="store_true", help="copy the files: where links cannot be, on another disk")
@@ -134,9 +136,26 @@ def _prepare(options: argparse.Namespace) -> int:
         return 0
     if options.name is None or options.source is None or options.to is None:
         raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --to DATA; --list shows the names")
+    preparation = get_preparation(options.name)
+    if options.checksums is not None:
+        print(_compared(options.checksums, options.source, strict=options.strict))
     choices = Choices(**{name: getattr(options, name) for name in ("strict", "redraw", "seed", "copy", "force")})
-    print(prepare(get_preparation(options.name), options.source, options.to, choices).render())
+    print(prepare(preparation, options.source, options.to, choices).render())
     return 0
+
+
+def _compared(listing: Path, downloads: Path, *, strict: bool) -> str:
+    """What comparing checksums found; on a terminal with a bar, since it reads every byte."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from medflare.data.starting.papers.checksums import compare_checksums
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        shown = bar.add_task("comparing checksums")
+        return compare_checksums(
+            listing, downloads, strict=strict, progress=lambda done, total: bar.update(shown, completed=done, total=total)
+        ).render()
 
 
 # -- data features ---------------------------------------------------------------------------------------------------------

@@ -64,13 +64,14 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
         raise
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal digits.
+def file_digest(path: Path, algorithm: str = "sha256") -> str:
+    """The checksum of a file's content, in hexadecimal digits.
 
     Args:
         path: of the file, which is not read into memory at once.
+        algorithm: as `hashlib` names it; one that is no longer safe against forgery still tells what was damaged.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.new(algorithm, usedforsecurity=False)
     with open(path, "rb") as file:
         while part := file.read(2**20):
             digest.update(part)

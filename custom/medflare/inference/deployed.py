@@ -20,7 +20,7 @@ from medflare.core.message import Message
 from medflare.core.packages import installed_versions
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
-from medflare.core.store import read_message, sha256, write_json, write_message
+from medflare.core.store import file_digest, read_message, write_json, write_message
 from medflare.inference.adaptation import ADAPTATIONS, adapted_model
 from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities
@@ -200,7 +200,7 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
         "fingerprint": task.fingerprint(),
         "entries": {entry: len(state) for entry, state in sorted(message.states.items())},
         "bytes": message.nbytes,
-        "sha256": sha256(folder / WEIGHTS_FILE),
+        "sha256": file_digest(folder / WEIGHTS_FILE),
         "versions": installed_versions(),
     }
     write_json(folder / CARD_FILE, sealed(whole))
@@ -243,6 +243,6 @@ def load_model(folder: Path | str) -> StoredModel:
         _log.warning("%s: the card of an older medflare has no seal; nothing tells whether somebody changed it", folder / CARD_FILE)
     elif sealed(card)[SEAL] != card[SEAL]:
         raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its seal does not fit; fetch the model again")
-    if sha256(folder / WEIGHTS_FILE) != checksum:
+    if file_digest(folder / WEIGHTS_FILE) != checksum:
         raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
     return StoredModel(load_task(described), read_message(folder / WEIGHTS_FILE), card)

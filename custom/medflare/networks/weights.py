@@ -22,7 +22,7 @@ from torch import Tensor
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.states import StateDict, misfit
-from medflare.core.store import read_message, sha256
+from medflare.core.store import file_digest, read_message
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork
 from medflare.networks.structure import WholeNetwork
@@ -49,7 +49,7 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
     if settings is None:
         return None
     path, network = found(settings["file"], place), initial_network(task, seed)
-    if (digest := sha256(path)) != settings["sha256"]:
+    if (digest := file_digest(path)) != settings["sha256"]:
         raise ConfigError(f"weights {path}: the file has the sha256 {digest[:16]}..., task {task.name} wants {settings['sha256'][:16]}...")
     state, own = _FORMATS[settings["format"]](path), network.state_dict()
     whole = settings["part"] == "all"
