@@ -7,8 +7,9 @@
 of ours run the whole federation: enrolment, validation in every round, selection, delivery, results. The simulator runs a job that was
 written before. Other frameworks (`rivals/`) train and average as the floor does, in their own simulation. Each is a process of its own on
 one thread a site; they take turns, so that a busy machine slows all of them alike, and what counts is the ratio to the floor. Seconds,
-processor seconds and memory are of the process and everything that it started. A test (tests/test_speed.py) calls `processor_seconds` on
-small runs.
+processor seconds and memory are of the process and everything that it started. What trains in the process itself is also timed without
+its imports: that is what a call costs in a program which had its imports long ago. A test (tests/test_speed.py) calls `processor_seconds`
+on small runs.
 """
 
 import argparse
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 RIVALS = {"Flower": "flwr", "pfl": "pfl", "BlazeFL": "blazefl"}  # name -> package, and module of `rivals/`
 PIP = {"flwr": "'flwr[simulation]'"}
+SIMULATOR = "simulator"
+RATIO = "beside the floor"
+HEADINGS = ("engine", "seconds", RATIO, "without imports", RATIO, "processor seconds", RATIO, "peak memory, MB")
 _ADOPT = 36  # Linux, prctl(2), PR_SET_CHILD_SUBREAPER: processes whose parent ends become children of this one
 _LAST = 10.0  # seconds for what was started to notice that its time is over
 TASK: dict[str, Any] = {"network": {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}}
@@ -125,16 +129,27 @@ def simulator(job: Path, sites: int, threads: int) -> None:
 
 
 def engines(sites: int, rounds: int, job: Path) -> dict[str, Callable[[], None]]:
-    """name -> what runs it in this process; `job` is that of `written_job`."""
+    """name -> what runs it in this process; `job` is where `written_job` puts one."""
     return {
         "floor": lambda: floor([hospital(number) for number in range(sites)], rounds),
         "loop": lambda: loop(sites, rounds, 1),
         "loop, 2 workers": lambda: loop(sites, rounds, 2),
-        f"simulator -t {sites}": lambda: simulator(job, sites, sites),
-        "simulator -t 2": lambda: simulator(job, sites, 2),
-        "simulator -t 1": lambda: simulator(job, sites, 1),
+        f"{SIMULATOR} -t {sites}": lambda: simulator(job, sites, sites),
+        f"{SIMULATOR} -t 2": lambda: simulator(job, sites, 2),
+        f"{SIMULATOR} -t 1": lambda: simulator(job, sites, 1),
         **{f"{name} {version(package)}": partial(rival, package, sites, rounds) for name, package in RIVALS.items() if find_spec(package)},
     }
+
+
+def import_first(name: str) -> None:
+    """Import what an engine that trains in this process needs."""
+    if name.startswith(SIMULATOR):
+        return
+    from medflare.federation.participant import import_ahead
+
+    import_ahead()
+    if name.split()[0] in RIVALS:
+        import_module(f"rivals.{RIVALS[name.split()[0]]}")
 
 
 def rival(package: str, sites: int, rounds: int) -> None:
@@ -181,7 +196,12 @@ def environment() -> dict[str, str]:
 
 
 def measured(name: str, sites: int, rounds: int, job: Path) -> dict[str, float]:
-    """Seconds, processor seconds and peak memory (proportional share of pages, MB) of an engine with everything that it starts."""
+    """What an engine takes with everything that it starts.
+
+    Returns:
+        "seconds", those of the "call" after the imports of `import_first`, "processor" seconds, and peak memory in "megabytes"
+        (proportional share of pages).
+    """
     command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--sites", str(sites), "--rounds", str(rounds)]
     command += ["--job", str(job)]
     started = time.monotonic()
@@ -197,7 +217,19 @@ def measured(name: str, sites: int, rounds: int, job: Path) -> dict[str, float]:
     if process.returncode:
         raise SystemExit(f"{name}: exit code {process.returncode}")
     processor = max(usage.ru_utime + usage.ru_stime, sum(times.values()))  # Ray's actors end without anybody who waits for them
-    return {"seconds": seconds, "processor": processor, "megabytes": peak[0]}
+    return {"seconds": seconds, "call": float(call_file(job).read_text()), "processor": processor, "megabytes": peak[0]}
+
+
+def call_file(job: Path) -> Path:
+    """Where the measured process says how long its call took."""
+    return job.with_name("call")
+
+
+def timed(work: Callable[[], None], into: Path) -> None:
+    """Do a piece of work and write down its seconds."""
+    started = time.monotonic()
+    work()
+    into.write_text(str(time.monotonic() - started))
 
 
 def _watch(mark: str, peak: list[float], times: dict[int, float], done: threading.Event) -> None:
@@ -225,10 +257,12 @@ def main() -> None:
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        processor_seconds(engines(options.sites, options.rounds, options.job)[options.one])
+        import_first(options.one)
+        run = engines(options.sites, options.rounds, options.job)[options.one]
+        processor_seconds(lambda: timed(run, call_file(options.job)))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        show(options, written_job(options.rounds, Path(scratch) / "job"))
+        show(options, Path(scratch) / "job")
 
 
 def show(options: argparse.Namespace, job: Path) -> None:
@@ -236,6 +270,8 @@ def show(options: argparse.Namespace, job: Path) -> None:
     known = engines(options.sites, options.rounds, job)
     wanted = tuple((options.only or "").split(","))
     chosen = [name for name in known if name == "floor" or name.startswith(wanted)]
+    if any(name.startswith(SIMULATOR) for name in chosen):
+        written_job(options.rounds, job)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for _ in range(options.repeats):
         for name in chosen:
@@ -245,10 +281,12 @@ def show(options: argparse.Namespace, job: Path) -> None:
     for name, package in RIVALS.items():
         if not find_spec(package):
             print(f"{name} is not installed: pip install {PIP.get(package, package)}", file=sys.stderr)
-    print("| engine | seconds | beside the floor | processor seconds | beside the floor | peak memory, MB |\n|---|---|---|---|---|---|")
+    print(f"| {' | '.join(HEADINGS)} |\n{'|---' * len(HEADINGS)}|")
     for name, values in middle.items():
-        both = (f"{values[what]:.1f} | {values[what] / middle['floor'][what]:.2f}" for what in ("seconds", "processor"))
-        print(f"| {name} | {' | '.join(both)} | {values['megabytes']:.0f} |")
+        cells = [f"{values[what]:.1f} | {values[what] / middle['floor'][what]:.2f}" for what in ("seconds", "call", "processor")]
+        if name.startswith(SIMULATOR):
+            cells[1] = "– | –"
+        print(f"| {name} | {' | '.join(cells)} | {values['megabytes']:.0f} |")
 
 
 if __name__ == "__main__":

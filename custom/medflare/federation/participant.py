@@ -50,7 +50,9 @@ def import_ahead() -> None:
     import monai  # noqa: F401
 
     from medflare.data.sites import opening  # noqa: F401
+    from medflare.evaluation.report import template
 
+    template("site.html")
     if installed("matplotlib"):
         import matplotlib.figure  # noqa: F401
 
