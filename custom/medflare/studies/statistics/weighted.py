@@ -84,8 +84,14 @@ def _of_classes(probabilities: Floats, targets: NDArray[Any], metric: str, weigh
 
 
 def _area(scores: Floats, truth: NDArray[np.bool_], weights: Floats) -> Floats:
-    """The area under the ROC curve: the weighted share of (positive, negative) pairs in the right order, ties by half."""
-    above = scores[truth][:, None] > scores[~truth]
-    ordered = above + 0.5 * (scores[truth][:, None] == scores[~truth])
-    positive, negative = weights[..., truth], weights[..., ~truth]
-    return np.asarray(((positive @ ordered) * negative).sum(axis=-1) / (positive.sum(axis=-1) * negative.sum(axis=-1)))
+    """The area under the ROC curve: the weighted share of (positive, negative) pairs in the right order, ties by half.
+
+    All resamples share the order of the scores, so that each costs as much as there are cases, and not pairs of them.
+    """
+    negatives = np.flatnonzero(~truth)[np.argsort(scores[~truth])]
+    below, tied = (np.searchsorted(scores[negatives], scores[truth], side) for side in ("left", "right"))
+    counted = np.zeros((*weights.shape[:-1], len(negatives) + 1))  # of so many negatives, from the lowest score
+    np.cumsum(weights[..., negatives], axis=-1, out=counted[..., 1:])
+    positive = weights[..., truth]
+    ordered = (counted[..., below] + counted[..., tied]) / 2
+    return np.asarray((positive * ordered).sum(axis=-1) / (positive.sum(axis=-1) * counted[..., -1]))

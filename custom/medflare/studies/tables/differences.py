@@ -1,7 +1,7 @@
 """Paired differences: every model against what the first row deploys, and against models of its own run, over seeds and over patients."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from medflare.evaluation.presentation import UNDEFINED
 from medflare.studies.constant import CONSTANT
@@ -26,9 +26,14 @@ def differences_table(groups: Groups, metric: str) -> str:
     (first, reference), *_ = groups.items()
     rows: dict[tuple[str, ...], list[str]] = {}  # what a line says beside its models -> the models it says it of
     for label, runs in groups.items():
+        compared: list[tuple[list[Any], list[str]]] = []  # results of a model, its cells: models with the same results are compared once
         for model in models_of(runs):
             for role in _roles(runs):
-                cells = _cells((reference, "deployed"), (runs, model), metric, role, alike=label == first)
+                results = _results(runs, model, role)
+                cells = next((known for others, known in compared if others == results), None)
+                if cells is None:
+                    cells = _cells((reference, "deployed"), (runs, model), metric, role, alike=label == first)
+                    compared.append((results, cells))
                 if cells:
                     rows.setdefault((label, *cells), []).append(model)
     lines = [["method", "model", "sites", f"difference to {first}", *_OVER]]
@@ -64,6 +69,12 @@ def own_differences_table(groups: Groups, metric: str) -> str:
 
 def _roles(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(role for role, _ in places_of(runs)))
+
+
+def _results(runs: Sequence[Run], model: str, role: str) -> list[Any]:
+    """What the model reached at every site of the role, in every run; nobody else's where it is the name of several (`models_of`)."""
+    several = model if "*" in model else ""
+    return [role, several, *(site["metrics"].get(model) for run in runs for site in run["sites"].values() if site["role"] == role)]
 
 
 def _cells(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str, *, alike: bool) -> list[str]:
