@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 from medflare.studies.statistics.patients import PatientComparison, compare_patients
 from medflare.studies.statistics.seeds import Run
@@ -48,6 +49,16 @@ def test_delong_of_ties_and_of_little() -> None:
     assert np.isnan(delong(same, same, np.array([True, False, False])).variance), "one positive case has no variance"
     assert np.isnan(delong(same, same, np.array([True, True, True])).first), "one kind alone has no area"
     assert delong(np.arange(4.0), np.arange(4.0), np.array([True, False, True, False])).variance == 0
+
+
+def test_weighted_areas_are_scikit_learns() -> None:
+    """With ties, and with cases that a resample leaves out or draws several times; where one class is left out there is none."""
+    rng = np.random.default_rng(0)
+    positive, truth = rng.integers(0, 6, 40) / 5, rng.integers(0, 2, 40)
+    weights = rng.multinomial(40, np.full(40, 1 / 40), size=20).astype(float)
+    found = weighted_metric(answers(positive.tolist(), truth.tolist()), "auc_macro", weights)
+    assert found == pytest.approx([roc_auc_score(truth, positive, sample_weight=drawn) for drawn in weights])
+    assert np.isnan(weighted_metric(answers(positive.tolist(), truth.tolist()), "auc_macro", (truth == 1).astype(float)))
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "balanced_accuracy", "f1_macro", "auc_macro"])
