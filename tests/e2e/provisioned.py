@@ -128,9 +128,10 @@ class ProvisionedFederation:
         return self.script("watch.sh", self.kit("lead"), job, int(PATIENCE), check=check)
 
     def meta(self, job: str) -> dict[str, Any]:
-        """What FLARE knows of a job: status, deployment."""
-        done = self.command("nvflare", "--format", "json", "job", "meta", job, "--startup-kit", self.kit("lead"))
-        return json.loads(done.stdout)["data"]
+        """What FLARE knows of a job: status, deployment. On a busy machine its command sometimes gives up before the server answers."""
+        words = ("nvflare", "--format", "json", "job", "meta", job, "--startup-kit", self.kit("lead"))
+        done = self.command(*words, check=False)
+        return json.loads((self.command(*words) if done.returncode else done).stdout)["data"]
 
     def connected(self) -> list[str]:
         """Names of the sites that the server has at the moment; none while it does not answer."""

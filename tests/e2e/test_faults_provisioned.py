@@ -22,22 +22,28 @@ from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 
-ROUNDS, SEED = 9, 7  # rounds take a second or two, and what interrupts them as long to notice how far they are
+ROUNDS, SEED = 9, 7
 CUT = 60.0  # seconds without network
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any]) -> Path:
-    return build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path_factory.mktemp("jobs") / "fedsm")
+def long_task(tiny_task: dict[str, Any]) -> dict[str, Any]:
+    """A round takes a second or two, also on a fast machine: what interrupts it needs as long to notice how far the job is."""
+    return {**tiny_task, "local_epochs": 10}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, long_task: dict[str, Any]) -> Path:
+    return build_job("fedsm", long_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path_factory.mktemp("jobs") / "fedsm")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(
-    tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any], federation: ProvisionedFederation
+    tmp_path_factory: pytest.TempPathFactory, long_task: dict[str, Any], federation: ProvisionedFederation
 ) -> tuple[dict[str, Any], Path]:
     """Results and folder of the same federation in the plain loop, where nothing goes wrong."""
     folder = tmp_path_factory.mktemp("plain")
-    return run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder), folder
+    return run_local("fedsm", long_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder), folder
 
 
 def steps_done(federation: ProvisionedFederation, job: str) -> int:
@@ -116,13 +122,13 @@ def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
 
 
 def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_resumed(
-    federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path
+    federation: ProvisionedFederation, long_task: dict[str, Any], tmp_path: Path
 ) -> None:
     """kill -9 for everything of one site: no hang, no failed job; rounds end without it where `min_sites` allows, and it is named.
 
     FLARE has no way back into a running job for a site that registered anew; the lead stops the job and takes it up with all sites.
     """
-    job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=40.0, min_sites=1, out=tmp_path / "job")
+    job = build_job("fedsm", long_task, rounds=ROUNDS, seed=SEED, byoc=False, silence=40.0, min_sites=1, out=tmp_path / "job")
     interrupted = federation.submit(job)
     wait_until(lambda: steps_done(federation, interrupted) >= 1, "the job does not get anywhere")
     federation.kill("site-2")

@@ -74,7 +74,7 @@ def executed(where: str, variables: dict[str, str], task: dict[str, Any], folder
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=FINISHED_AFTER, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("results in")]
-    assert said, done.stdout[-3000:] + done.stderr[-3000:]
+    assert said and said[-1] != "results in None", done.stdout[-3000:] + done.stderr[-3000:]
     return Path(said[-1].removeprefix("results in "))
 
 
