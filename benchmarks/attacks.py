@@ -22,9 +22,10 @@ from medflare.core.states import StateDict, difference, moved
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.federation.exchange import ENROL, Reply
+from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.settings import ENROL
 from medflare.methods.base import Step
 from medflare.tasks.config import load_task
 

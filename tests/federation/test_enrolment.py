@@ -8,8 +8,9 @@ import pytest
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.federation.enrolment import Enrolment, listed
-from medflare.federation.exchange import ENROL, Courier, Reply
+from medflare.federation.exchange import Courier, Reply
 from medflare.federation.outcome import Outcome
+from medflare.federation.settings import ENROL
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.catalogue import get_method
 from methods import squares

@@ -14,7 +14,8 @@ from federation.strategies import ALIKE, copied, nested, shared_wide
 from medflare.core.manifest import non_finite
 from medflare.core.message import Message
 from medflare.evaluation.contract import validate_results
-from medflare.federation.exchange import DELIVER, ENROL, Reply
+from medflare.federation.exchange import Reply
+from medflare.federation.settings import DELIVER, ENROL
 
 KINDS: Final = ("rejected", "suspicious", "undefined", "warning")
 METHODS: Final = ("fedavg", "fedsm", "fedsm ridge", "prr", "grace", "iop_fl", "feddag")

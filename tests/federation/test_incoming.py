@@ -16,10 +16,11 @@ from medflare.core.errors import MedflareError, MessageError, StateError
 from medflare.core.manifest import anything
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
-from medflare.federation.exchange import DELIVER, ENROL, numbered
+from medflare.federation.exchange import numbered
 from medflare.federation.participant import Participant
 from medflare.federation.screening.incoming import INVITES, NUMBERED, Incoming, uninviting, unnumbered, unreadable
 from medflare.federation.screening.replies import DELIVERS, ENROLS
+from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.catalogue import get_method, method_names
 from methods import squares
 

@@ -12,8 +12,8 @@ from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.federation import delivery
 from medflare.federation.delivery import KEPT, SiteFolder, chosen_here
-from medflare.federation.exchange import DELIVER, ENROL
 from medflare.federation.participant import Participant
+from medflare.federation.settings import DELIVER, ENROL
 from medflare.inference.deployed import load_model, plain_message
 from medflare.methods.catalogue import get_method
 from methods import squares

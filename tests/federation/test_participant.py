@@ -14,10 +14,10 @@ from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keeper
-from medflare.federation.exchange import DELIVER, ENROL
 from medflare.federation.participant import Participant
 from medflare.federation.screening.replies import unreadable
 from medflare.federation.screening.withholding import too_few, withhold
+from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.catalogue import get_method
 from methods import squares
 from small import stacked

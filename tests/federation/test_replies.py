@@ -8,10 +8,11 @@ import torch
 
 from medflare.core.message import Message
 from medflare.evaluation.contract import validate_results
-from medflare.federation.exchange import DELIVER, ENROL, Reply
+from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.screening.replies import DELIVERS, ENROLS, unfit, unreadable
+from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.base import MEASURED, Step
 from small import tiny_phantom
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,15 +222,6 @@ def test_a_relative_data_root_is_meant_where_the_user_was(monkeypatch: pytest.Mo
         assert os.environ["SOME_ROOT"] == str(meant)
 
 
-@pytest.fixture
-def simulator() -> "Iterator[subprocess.Popen[bytes]]":
-    """A process that a host takes for its simulator."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
-    yield process
-    process.kill()
-    process.wait()
-
-
 @pytest.mark.slow
 def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: "subprocess.Popen[bytes]") -> None:
     """A fork answers as a site's process does, says why it cannot, stops on request, is replaced if killed; all end with the simulator."""
@@ -266,7 +256,7 @@ def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, s
     simulator.kill()
     simulator.wait()
     assert eventually(lambda: not host.folder.exists() and not any(one.is_running() for one in forks))
-    with pytest.raises(MedflareError, match="the simulator's sites live is gone"):
+    with pytest.raises(MedflareError, match="the simulator computes is gone"):
         answer("train", model(task, step=1), round=1)
 
 

@@ -12,6 +12,7 @@ from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
+from medflare.flare.exchange.serving import ServerSpec
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
@@ -34,7 +35,7 @@ def models_of(folder: Path) -> dict[str, bytes]:
 def served(folder: Path, aggregator: MethodAggregator, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The models of a run that the controller makes with this component."""
     exchange = in_this_process(get_method(aggregator.method_name), task, LAST, SEED)
-    monkeypatch.setattr("medflare.flare.exchange.tasks.TaskExchange", exchange)
+    monkeypatch.setattr("medflare.flare.exchange.messages.MessageExchange", exchange)
     server = Server(folder, aggregator, task)
     server.run(MedflareController(rounds=ROUNDS, seed=SEED))
     assert load_results(folder)["status"] == "COMPLETED", server.panics
@@ -103,8 +104,7 @@ class TestWhatShapesTheFormula:
     def test_bare_names_of_two_methods_halves(self, task: TaskConfig, tmp_path: Path) -> None:
         """`mu` is MOON's: the controller, which knows both halves, sorts them before the formula is made."""
         server = Server(tmp_path, MethodAggregator({"mu": 0.7, "server_rate": 0.5}, "grace"), task)
-        controller = MedflareController(rounds=ROUNDS, seed=SEED, site_half="moon")
-        controller._engine = server
-        run = controller._job(server.context()).run()
+        settings = {"rounds": ROUNDS, "seed": SEED}
+        run = ServerSpec.of(server.context(), server.aggregator, "moon", settings, SITES).run(server.aggregator)
         assert run.aggregation is not None and run.aggregation is server.aggregator.aggregation
         assert run.aggregation.hyper.server_rate == 0.5 and run.hyper["site"]["mu"] == 0.7

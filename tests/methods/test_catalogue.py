@@ -23,10 +23,10 @@ from medflare.core.hyper import HALVES, described
 from medflare.core.message import Message
 from medflare.core.store import read_message
 from medflare.evaluation.contract import validate_results
-from medflare.federation.exchange import PHASES_OF_ALL, Reply
+from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
-from medflare.federation.settings import RUN_SETTINGS
+from medflare.federation.settings import PHASES_OF_ALL, RUN_SETTINGS
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods import catalogue
 from medflare.methods.base import ServerContext, Step

@@ -7,8 +7,9 @@ from typing import Any
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.evaluation.record import shares
-from medflare.federation.exchange import ENROL, START, Courier
+from medflare.federation.exchange import START, Courier
 from medflare.federation.screening.shares import capped
+from medflare.federation.settings import ENROL
 from medflare.methods.base import ServerContext, Step
 from medflare.tasks.config import TaskConfig
 

@@ -11,11 +11,10 @@ from medflare.core.message import Message
 from medflare.federation.outcome import Cost, Outcome
 from medflare.federation.screening.plain import not_states, one_line
 from medflare.federation.screening.replies import DELIVERS, ENROLS, stateful, unfit, unreadable
+from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.base import Step
 
-ENROL, DELIVER = "enrol", "deliver"
 START: Final = "start"  # entry of an invitation to enrol: what the task's network starts from, where that is no random draw
-PHASES_OF_ALL: Final = (ENROL, DELIVER)  # answered by the participant, whatever the method
 _FACTS: Final = {ENROL: (ENROLS, ("n", "class_counts")), DELIVER: (DELIVERS, ("metrics",))}  # phase -> (what it reports, what it must)
 
 

@@ -13,12 +13,13 @@ from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated, volume_picture
-from medflare.federation.exchange import DELIVER, ENROL, PHASES_OF_ALL, START
+from medflare.federation.exchange import START
 from medflare.federation.memory import RememberedHalf, WorkingTime
 from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
 from medflare.federation.screening.replies import DELIVERS
 from medflare.federation.screening.rounding import Rounding
 from medflare.federation.screening.withholding import rare_classes, too_few, withhold
+from medflare.federation.settings import DELIVER, ENROL, PHASES_OF_ALL
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger

@@ -19,7 +19,7 @@ from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed
-from medflare.federation.exchange import DELIVER, Courier, Exchange, Reply, numbered
+from medflare.federation.exchange import Courier, Exchange, Reply, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.screening.incoming import STEPS
 from medflare.federation.screening.past import Past
@@ -27,7 +27,7 @@ from medflare.federation.screening.rounding import BF16, Rounding
 from medflare.federation.screening.shares import capped
 from medflare.federation.screening.updates import Screened, lost_votes, screen
 from medflare.federation.screening.votes import close_elections
-from medflare.federation.settings import Rules
+from medflare.federation.settings import DELIVER, Rules
 from medflare.methods.base import ServerHalf, Step
 from medflare.methods.parts.selection import plateau
 

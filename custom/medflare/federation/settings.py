@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from medflare.methods.method import Method
     from medflare.tasks.config import TaskConfig
 
+ENROL, DELIVER = "enrol", "deliver"
+PHASES_OF_ALL: Final = (ENROL, DELIVER)  # of every run: answered by the participant, whatever the method
 FACTS_LIMIT: Final = 65_536  # bytes of JSON in a message: room for counts and metrics, none for a model
 Sites = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -1,12 +1,12 @@
 """The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders.
 
-Light to import, as `executors`: in the simulator torch is loaded while FLARE starts the sites.
+Light to import, as `executors`: in the simulator the run is computed elsewhere (`simulator.office`).
 """
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
@@ -19,19 +19,21 @@ from nvflare.private.fed.simulator.simulator_server import SimulatorServerEngine
 from nvflare.widgets.info_collector import InfoCollector
 
 from medflare.core.errors import Aborted
-from medflare.core.events import EventLog
-from medflare.evaluation.names import FAILED
+from medflare.core.events import Event, EventLog
 from medflare.federation.settings import RUN_SETTINGS
+from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange.desk import Desk
-from medflare.flare.exchange.progress import GROUP, Progress
+from medflare.flare.exchange.progress import GROUP, Journal, Progress
+from medflare.flare.exchange.serving import Ending, ServerSpec, allowed, executed, formula
 from medflare.flare.exchange.streams import share_cleanup_thread
+from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.exchange.tracking import Tracking
 from medflare.flare.exchange.watch import Watch
+from medflare.flare.simulator.lightness import spare_torch
+from medflare.flare.simulator.office import Office
 from medflare.flare.simulator.ports import keep_ports_apart
 from medflare.flare.simulator.relay import Relay
 from medflare.flare.simulator.workers import Workers
-
-if TYPE_CHECKING:
-    from medflare.flare.exchange.serving import ServedJob
 
 
 class MedflareController(Controller):
@@ -75,6 +77,8 @@ class MedflareController(Controller):
         self._progress = Progress(self._events)
         self._stop_reason = ""
         self._workers: Workers | None = None
+        self._relay: Relay | None = None
+        self._note: Callable[[Event], None] = lambda event: self._events.extend([event])
 
     # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
 
@@ -103,83 +107,69 @@ class MedflareController(Controller):
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
         """Note that an answer came after its step was closed; it is not used."""
-        self._events.add("late", f"an answer to '{task_name}' came after its step was closed and was not used", site=client.name)
+        late = f"an answer to '{task_name}' came after its step was closed and was not used"
+        self._note({"kind": "late", "message": late, "site": client.name})
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
-        from medflare.flare.exchange.tasks import TaskExchange
-        from medflare.flare.exchange.wire import register_tensors
-
-        register_tensors()
-        job = self._job(fl_ctx)
-        try:
-            run = job.run()
-        except Exception as error:
-            self._end(job, job.refused(error))
-            return
-        exchange = self._desk.exchange = TaskExchange(
+        tasks = self._desk.exchange = TaskExchange(
             self,
             fl_ctx,
             abort_signal,
             members=self._members,
-            outside=run.outside,
             stop_reason=lambda: self._stop_reason or "stopped on request",
             step_timeout=self.step_timeout,
             enrol_timeout=self.enrol_timeout,
             watch=Watch(self.silence, None if self._workers is None else self._workers.dead),
         )
+        settings = {name: getattr(self, name) for name in RUN_SETTINGS}
+        spec = ServerSpec.of(fl_ctx, self._aggregator(fl_ctx), self.site_half, settings, self._members())
+        journal = Journal(self, fl_ctx, self._events, self._progress, Tracking(self, fl_ctx, self.rounds))
         try:
-            self._end(job, run.execute(exchange, resume=bool(self.resume)))
+            ending = self._ended(spec, tasks, journal, fl_ctx)
         except Aborted as error:
-            self._log_events(fl_ctx)
+            journal.log_events()
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
+            return
+        journal.log_events()
+        self.log_info(fl_ctx, "\n" + ending.table)
+        if ending.reason:
+            self.log_error(fl_ctx, f"medflare: FAILED: {ending.reason}")
+            self.system_panic(ending.reason, fl_ctx)
+        else:
+            shutil.rmtree(spec.checkpoints, ignore_errors=True)  # a failed run may be taken up
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
-    def _job(self, fl_ctx: FLContext) -> "ServedJob":
-        from medflare.flare.exchange.serving import ServedJob
+    def _ended(self, spec: ServerSpec, tasks: TaskExchange, journal: Journal, fl_ctx: FLContext) -> Ending:
+        """What becomes of the job, here or in a fork of the simulator's host."""
+        try:
+            aggregator = formula(self._aggregator(fl_ctx), self.aggregator_id)
+            spec = allowed(spec, fl_ctx)
+            if self._relay is not None and type(aggregator).__module__ == MethodAggregator.__module__:  # another is known here alone
+                spare_torch(self.communicator)
+                office = Office(tasks, journal)
+                self._note = office.note
+                return office.serve(self._relay, spec)
+            run = spec.run(aggregator, say=journal.say, observe=lambda report: journal.observe(report.line()), events=journal.events)
+        except Aborted:
+            raise
+        except Exception as error:
+            return spec.refused(error)
+        return executed(run, tasks)
 
-        def say(line: str) -> None:
-            self._log_events(fl_ctx)
-            self.log_info(fl_ctx, line)
-            self._progress.say(line)
-
-        return ServedJob(
-            controller=self,
-            fl_ctx=fl_ctx,
-            settings={name: getattr(self, name) for name in RUN_SETTINGS},
-            site_half=self.site_half,
-            aggregator_id=self.aggregator_id,
-            members=self._members,
-            say=say,
-            events=self._events,
-        )
+    def _aggregator(self, fl_ctx: FLContext) -> Any:
+        return fl_ctx.get_engine().get_component(self.aggregator_id)
 
     def _start_host(self, fl_ctx: FLContext) -> None:
         """In the simulator: have everything imported for all sites while FLARE starts them; without it they do it themselves."""
-        self._workers = Workers()
-        aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
+        self._workers, relay = Workers(), Relay(os.getpid())
         try:
-            Relay(os.getpid()).start(self.site_half or str(getattr(aggregator, "method_name", "")))
+            relay.start(self.site_half or str(getattr(self._aggregator(fl_ctx), "method_name", "")))
         except OSError as error:
-            self.log_warning(fl_ctx, f"medflare: every site's process imports what it needs: {error}")
+            self.log_warning(fl_ctx, f"medflare: every process imports what it needs: {error}")
+        else:
+            self._relay = relay
 
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]
-
-    def _log_events(self, fl_ctx: FLContext) -> None:
-        """Events go to the log as they come: there finds them who begins to watch when the job is over, see `jobs.watching`."""
-        for line in self._progress.unlogged():
-            self.log_info(fl_ctx, line)
-
-    def _end(self, job: "ServedJob", results: Mapping[str, Any]) -> None:
-        """Show the table; a failed run fails the job, a completed one needs its checkpoints no more."""
-        from medflare.evaluation.console import results_table
-
-        self._log_events(job.fl_ctx)
-        self.log_info(job.fl_ctx, "\n" + results_table(results))
-        if results["status"] == FAILED:
-            self.log_error(job.fl_ctx, f"medflare: FAILED: {results['reason']}")
-            self.system_panic(results["reason"], job.fl_ctx)
-        else:
-            shutil.rmtree(job.place.checkpoints, ignore_errors=True)

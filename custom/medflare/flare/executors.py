@@ -33,7 +33,7 @@ from medflare.flare.exchange.participants import (
     interrupted,
     load_ahead,
 )
-from medflare.flare.exchange.signs import Pulse, expect_answers, wait_for_work
+from medflare.flare.exchange.signs import Pulse, announce_tensors, expect_answers, wait_for_work
 from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.exchange.wire import arrays_bytes, error_reply, register_tensors, to_message, to_shareable
 from medflare.flare.names import by_name, named_classes
@@ -86,6 +86,8 @@ class MedflareExecutor(Executor):
             wait_for_work(fl_ctx)
         elif event_type == EventType.BEFORE_SEND_TASK_RESULT and "torch" in sys.modules:
             register_tensors()  # code that a job or a filter brings may have left a tensor where none belongs
+            if self._relay.there():
+                announce_tensors(fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """The answer to one task; whatever goes wrong becomes a reply that says so on one line.

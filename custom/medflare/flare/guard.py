@@ -66,9 +66,9 @@ def manifest_of(task: SiteTask) -> "Manifest":
     Raises:
         MedflareError: the job names no known method or task, or the site has not enrolled.
     """
-    from medflare.federation.exchange import PHASES_OF_ALL
     from medflare.federation.memory import stored_members
     from medflare.federation.screening.rounding import WIRE, Rounding
+    from medflare.federation.settings import PHASES_OF_ALL
     from medflare.flare.exchange.wire import to_message
     from medflare.methods.catalogue import get_method
     from medflare.tasks.config import load_task

@@ -10,8 +10,9 @@ from nvflare.apis.shareable import Shareable
 from nvflare.fuel.f3.sfm import conn_manager
 from nvflare.fuel.f3.streaming import stream_utils
 
+from medflare.flare.exchange import desk as desk_module
 from medflare.flare.exchange.desk import HELD, Desk
-from medflare.flare.exchange.signs import LATER
+from medflare.flare.exchange.signs import LATER, TENSORS
 from waiting import eventually
 
 
@@ -68,3 +69,16 @@ def test_nobody_waits_before_the_run_begins() -> None:
 def test_flare_has_threads_for_more() -> None:
     """They are no documented numbers of FLARE's: a new version may have fewer."""
     assert min(conn_manager.FRAME_THREAD_POOL_SIZE, stream_utils.CALLBACK_THREAD_POOL_SIZE) >= 2 * HELD
+
+
+def test_the_simulators_server_learns_of_tensors_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not imported torch, and FLARE ends the whole job for a type that its server cannot read."""
+    desk, learnt = Desk(), list[bool]()
+    monkeypatch.setattr(desk_module, "register_tensors", lambda: learnt.append(True))
+    context: Any = SimpleNamespace(get_peer_context=lambda: SimpleNamespace(get_identity_name=lambda: "site-1"))
+    request = Shareable()
+    desk.alive("", request, context)
+    assert not learnt
+    request.set_header(TENSORS, True)
+    desk.alive("", request, context)
+    assert learnt

@@ -2,19 +2,17 @@
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from flare.exchange.test_tasks import STEP, FakeController, answers, asked, exchange, never_answers
-from flare.server import Server
 from medflare.core.events import EventLog
-from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.exchange import progress
-from medflare.flare.exchange.progress import Progress
+from medflare.flare.exchange.progress import Journal, Progress
 
 
 def test_events_stand_before_the_line_of_their_step() -> None:
@@ -41,15 +39,15 @@ def test_a_long_run_keeps_its_last_lines_and_counts_all() -> None:
 def test_whom_the_step_waits_for_and_for_how_long() -> None:
     controller = FakeController(CS=answers(), DU=never_answers)
     carrier = exchange(controller, step_timeout=1.0, silence=30.0)
-    assert carrier.waiting() == {}
+    assert carrier.tasks.waiting() == {}
     step = threading.Thread(target=carrier, args=(STEP, asked(controller)))
     step.start()
     time.sleep(0.5)
-    told = Progress(EventLog()).to_dict(carrier)
+    told = Progress(EventLog()).to_dict(carrier.tasks)
     step.join()
     assert (told["phase"], told["round"], told["silence"]) == ("train", 3, 30.0)
     assert list(told["silent"]) == ["DU"] and 0.2 < told["silent"]["DU"] < 60
-    assert carrier.waiting()["silent"] == {}, "nobody is waited for between two steps"
+    assert carrier.tasks.waiting()["silent"] == {}, "nobody is waited for between two steps"
 
 
 def test_flare_is_told_when_it_asks() -> None:
@@ -60,13 +58,12 @@ def test_flare_is_told_when_it_asks() -> None:
     assert collector.info == {"medflare": {"count": 0, "lines": []}}
 
 
-def test_events_go_to_the_log_before_the_line_of_their_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    controller, server = MedflareController(rounds=1, seed=0), Server(tmp_path, WeightedAggregator())
-    controller._engine = server
-    job = controller._job(server.context())
-    controller._events.add("rejected", "its vote does not count", site="B", round=0)
+def test_events_go_to_the_log_before_the_line_of_their_step(caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog()
+    journal = Journal(FLComponent(), FLContext(), events, Progress(events), lambda step: None)
+    events.add("rejected", "its vote does not count", site="B", round=0)
     with caplog.at_level("INFO"):
-        job.say("round 0")
-        job.say("round 1")
+        journal.say("round 0")
+        journal.say("round 1")
     said = [record.getMessage().rpartition("]: ")[2] for record in caplog.records]
     assert said == ["medflare: noted: rejected: B (round 0): its vote does not count", "round 0", "round 1"]

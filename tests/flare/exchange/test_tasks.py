@@ -22,6 +22,7 @@ from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply
 from medflare.flare.exchange import watch
+from medflare.flare.exchange.messages import MessageExchange
 from medflare.flare.exchange.tasks import TaskExchange
 from medflare.flare.exchange.watch import Watch
 from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
@@ -92,11 +93,23 @@ def received(reply: Reply) -> Message:
     return reply.message
 
 
-def exchange(controller: FakeController, **settings: Any) -> TaskExchange:
-    options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "outside": (), "stop_reason": lambda: "asked to"}
+def tasks(controller: FakeController, **settings: Any) -> TaskExchange:
+    options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "stop_reason": lambda: "asked to"}
     options["watch"] = Watch(settings.pop("silence", 60.0), settings.pop("dead", None))
     options |= settings
     return TaskExchange(controller, FLContext(), Signal(), members=lambda: list(controller.behaviours), **options)  # type: ignore[arg-type]
+
+
+class Carrier(MessageExchange):
+    """The exchange that the schedule has, and the tasks behind it."""
+
+    def __init__(self, tasks: TaskExchange, outside: tuple[str, ...]):
+        super().__init__(tasks, outside)
+        self.tasks = tasks
+
+
+def exchange(controller: FakeController, *, outside: tuple[str, ...] = (), **settings: Any) -> Carrier:
+    return Carrier(tasks(controller, **settings), outside)
 
 
 def test_answers_to_large_models_lie_in_files(tmp_path: Path) -> None:
@@ -158,9 +171,9 @@ def test_who_is_late_for_enrolment_is_asked_again_when_it_asks_for_work() -> Non
     assert replies["CS"].message is not None
     assert (replies["DU"].kind, replies["DU"].problem) == ("late", "'enrol' of round 0 was closed after 0.3 s; the site was still at work")
     assert replies["FG"].problem.endswith("the site had not fetched its task")
-    carrier.watch.sign_of_life("DU")
+    carrier.tasks.watch.sign_of_life("DU")
     assert carrier.present(0) == ["CS"], "it is still reading its images: the others do not wait for it at every step"
-    carrier.wait_for_task("DU", 0.0)
+    carrier.tasks.wait_for_task("DU", 0.0)
     assert carrier.present(1) == ["CS", "DU"]
 
 
@@ -173,7 +186,7 @@ def test_a_site_whose_polls_are_refused_is_named_with_the_remedy(monkeypatch: py
 
     def knock() -> None:
         while not over.wait(0.02):
-            carrier.wait_for_task("DU", 0.02)
+            carrier.tasks.wait_for_task("DU", 0.02)
 
     knocking = threading.Thread(target=knock, daemon=True)
     knocking.start()
@@ -194,7 +207,7 @@ def test_a_site_that_was_served_before_is_not_taken_for_refused(monkeypatch: pyt
 
     def knock() -> None:
         for _ in range(9):
-            carrier.wait_for_task("CS", 0.0)
+            carrier.tasks.wait_for_task("CS", 0.0)
 
     threading.Timer(0.1, knock).start()
     assert carrier(STEP, asked(controller))["CS"].kind == "late"
@@ -207,7 +220,7 @@ def test_a_silent_site_is_given_up_until_it_is_heard_of() -> None:
     assert replies["DU"].kind == "missing"
     assert "no sign of life" in replies["DU"].problem
     assert carrier.present(4) == ["CS"]
-    carrier.watch.sign_of_life("DU")
+    carrier.tasks.watch.sign_of_life("DU")
     assert carrier.present(5) == ["CS", "DU"]
 
 
@@ -215,7 +228,7 @@ def test_a_pulse_keeps_a_site_in_the_step() -> None:
     def slow(task: Any) -> Shareable:
         for _ in range(20):
             time.sleep(0.1)
-            carrier.watch.sign_of_life("CS")
+            carrier.tasks.watch.sign_of_life("CS")
         return answers()(task)
 
     controller = FakeController(CS=slow)
@@ -229,7 +242,7 @@ def test_a_site_may_wait_for_its_turn_while_another_one_works() -> None:
     def first(task: Any) -> Shareable:
         for _ in range(20):
             time.sleep(0.1)
-            carrier.watch.sign_of_life("CS")
+            carrier.tasks.watch.sign_of_life("CS")
         return answers()(task)
 
     def second(task: Any) -> Shareable:
@@ -263,18 +276,18 @@ def test_a_site_whose_process_died_is_named_at_once(monkeypatch: pytest.MonkeyPa
     assert replies["FG"].kind == "late", "with fewer threads than sites it has no process until its turn comes"
     assert carrier.present(4) == ["CS", "FG"]
     controller.behaviours["DU"] = never_fetches
-    carrier.step_timeout = LONG
+    carrier.tasks.step_timeout = LONG
     started = time.monotonic()
     assert carrier(Step("deliver", 4), {"DU": Message({})})["DU"].kind == "missing", "who is dead is not waited for a second time"
     assert time.monotonic() - started < LONG / 2
-    carrier.watch.sign_of_life("DU")
+    carrier.tasks.watch.sign_of_life("DU")
     assert "DU" in carrier.present(5)
 
 
 def test_abort_ends_the_wait() -> None:
     controller = FakeController(CS=never_answers)
     carrier = exchange(controller)
-    threading.Timer(0.2, carrier.abort_signal.trigger, args=(True,)).start()
+    threading.Timer(0.2, carrier.tasks.abort_signal.trigger, args=(True,)).start()
     with pytest.raises(Aborted, match="asked to"):
         carrier(STEP, asked(controller))
     assert set(controller.cancelled) == {"CS"}
@@ -288,7 +301,7 @@ def test_an_answer_to_an_earlier_step_is_not_taken_for_a_later_one() -> None:
     controller.behaviours["CS"] = later(0.3, answers(step=4))
     late = SimpleNamespace(client=SimpleNamespace(name="CS"), task=old, result=answers(step=3)(old))
     threading.Timer(0.1, lambda: old.result_received_cb(client_task=late, fl_ctx=None)).start()
-    carrier.step_timeout = 0.0
+    carrier.tasks.step_timeout = 0.0
     reply = carrier(Step("train", 4), asked(controller))["CS"]
     assert received(reply).facts == {"step": 4}
 
@@ -297,19 +310,19 @@ def test_a_question_for_work_is_answered_when_there_is_some() -> None:
     controller = FakeController(CS=never_fetches)
     carrier = exchange(controller, step_timeout=1.0)
     started = time.monotonic()
-    carrier.wait_for_task("CS", 0.2)
+    carrier.tasks.wait_for_task("CS", 0.2)
     assert time.monotonic() - started > 0.15
     threading.Timer(0.1, carrier, args=(STEP, asked(controller))).start()
     started = time.monotonic()
-    carrier.wait_for_task("CS", LONG)
+    carrier.tasks.wait_for_task("CS", LONG)
     assert time.monotonic() - started < LONG / 2
 
 
 def test_nobody_waits_for_work_after_the_end() -> None:
     carrier = exchange(FakeController(CS=never_fetches))
-    threading.Timer(0.1, carrier.close).start()
+    threading.Timer(0.1, carrier.tasks.close).start()
     started = time.monotonic()
-    carrier.wait_for_task("CS", LONG)
+    carrier.tasks.wait_for_task("CS", LONG)
     assert time.monotonic() - started < LONG / 2
 
 

@@ -25,8 +25,8 @@ from medflare.methods.base import Step
 RECEIVER = "nvflare.app_opt.tracking.mlflow.mlflow_receiver"
 
 
-def report(round: int, aggregation: dict[str, Any] | None = None, **facts: dict[str, Any]) -> StepReport:
-    return StepReport(Step("train", round), round, facts, {}, 1.0, 0, 0, aggregation or {})
+def report(round: int, aggregation: dict[str, Any] | None = None, **facts: dict[str, Any]) -> dict[str, Any]:
+    return StepReport(Step("train", round), round, facts, {}, 1.0, 0, 0, aggregation or {}).line()
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from medflare.flare.exchange.wire import (
     to_bytes,
     to_message,
     to_shareable,
+    together_from_bytes,
+    together_to_bytes,
 )
 
 
@@ -121,6 +123,24 @@ def test_a_relayed_message_stays_what_it_is() -> None:
     assert after.facts == {"n_samples": 4}
     assert all(torch.equal(after.states["model"][name].nan_to_num(), tensor.nan_to_num()) for name, tensor in TENSORS.items())
     assert arrays_bytes(error_reply("no data")) == 0
+
+
+def test_what_messages_share_is_relayed_once() -> None:
+    shared, own = {"model": {**TENSORS, "large": torch.arange(50_000.0)}}, torch.ones(2)
+    messages = {"A": Message(shared, {"step": 1}), "B": Message({**shared, "own": {"w": own}}, {"step": 2})}
+    content = together_to_bytes({site: to_shareable(message) for site, message in messages.items()})
+    assert len(content) < 1.5 * messages["A"].nbytes
+    found = together_from_bytes(content)
+    for site, message in messages.items():
+        after = to_message(found[site])
+        assert after.facts == message.facts and after.states.keys() == message.states.keys()
+        for entry, state in message.states.items():
+            for name, tensor in state.items():
+                other = after.states[entry][name]
+                assert other.dtype == tensor.dtype and other.shape == tensor.shape
+                assert torch.equal(other.nan_to_num(), tensor.nan_to_num())
+    one, other = (dxo_of(found[site]).data["model"] for site in ("A", "B"))
+    assert one.data["large"] is other.data["large"] and one is not other, "a filter of one site's message leaves the other's alone"
 
 
 def test_what_filters_leave_in_place_of_arrays() -> None:

@@ -90,7 +90,7 @@ def run_job(job: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     part = next(part for part in config["components"] if part["id"] == "aggregator")
     spec = participants(job, root)
     exchange = LocalExchange(SITES, lambda site: spec(site).participant(lambda: False))
-    monkeypatch.setattr("medflare.flare.exchange.tasks.TaskExchange", lambda *arguments, **options: exchange)
+    monkeypatch.setattr("medflare.flare.exchange.messages.MessageExchange", lambda *arguments, **options: exchange)
     server = Server(root, load_class(part["path"])(**part["args"]), load_task(job / "app" / "config" / "task.json"))
     workflow = config["workflows"][0]
     server.run(load_class(workflow["path"])(**workflow["args"]))

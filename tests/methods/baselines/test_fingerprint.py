@@ -16,14 +16,15 @@ from medflare.data.checking.planning import plan
 from medflare.data.sites.opening import open_site
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import load_results
-from medflare.federation.exchange import DELIVER, Reply
+from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.participant import Participant
+from medflare.federation.settings import DELIVER
 from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange import tasks
+from medflare.flare.exchange import messages
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.baselines.fingerprint import FILE, FINGERPRINT, FingerprintServer, FingerprintSite
 from medflare.methods.catalogue import get_method, method_names
@@ -74,7 +75,7 @@ def test_pictures_whatever_the_engine(tmp_path: Path, monkeypatch: pytest.Monkey
     for workers in (None, 2):
         looked_at(PHANTOM, list(SITES), tmp_path / f"{workers}", workers=workers)
     method, server = METHOD, Server(tmp_path / "flare", WeightedAggregator(method="fingerprint"), PHANTOM)
-    monkeypatch.setattr(tasks, "TaskExchange", in_this_process(method, PHANTOM, {}, 0))
+    monkeypatch.setattr(messages, "MessageExchange", in_this_process(method, PHANTOM, {}, 0))
     server.run(MedflareController(rounds=0, seed=0))
     results = load_results(tmp_path / "flare")
     assert (results["status"], results["method"], server.panics) == ("COMPLETED", "fingerprint", [])

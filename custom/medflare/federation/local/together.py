@@ -17,8 +17,9 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.data.sites.local import PLACE
 from medflare.data.sites.site import Site
-from medflare.federation.exchange import PHASES_OF_ALL, Reply
+from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange, own_copy
+from medflare.federation.settings import PHASES_OF_ALL
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.method import Method

@@ -12,9 +12,9 @@ from medflare.core.message import Message
 from medflare.federation.screening.plain import not_plain, not_states, shown
 from medflare.federation.screening.replies import unfit
 from medflare.federation.screening.rounding import WIRE, Rounding
+from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.base import Plan, SiteHalf
 
-_ENROL, _DELIVER = "enrol", "deliver"  # as `federation.exchange`, which imports from this room, has them
 _TOLD: Final = 2**18  # bytes of facts: names of all sites and their rounds, and no model
 ROLE, SITES, FINISHED, STEPS = "role", "sites", "finished", "steps"  # what an invitation says
 INVITES: Final = (
@@ -88,7 +88,7 @@ def misplaced(asked: tuple[int, str, int], latest: tuple[int, str, int] | None, 
     if latest is None or step < latest[0]:
         return None
     before, earlier, begun = latest
-    goes_back = round < begun and phase != _DELIVER  # a delivery is of the federation's last round, whatever came after it
+    goes_back = round < begun and phase != DELIVER  # a delivery is of the federation's last round, whatever came after it
     if goes_back or (step == before and (phase, round) != (earlier, begun)):
         return f"its step {step} is '{phase}' of round {round}, after step {before}, '{earlier}' of round {begun}"
     return None
@@ -116,7 +116,7 @@ class SiteGate:
         Raises:
             MessageError: it cannot.
         """
-        self._refuse(_ENROL, round, _unreadable(round, message) or uninviting(message, self.name))
+        self._refuse(ENROL, round, _unreadable(round, message) or uninviting(message, self.name))
         self._latest = None
 
     def refuse_start(self, round: int, message: Message, plan: Plan[Any, Any], start: str) -> None:
@@ -132,7 +132,7 @@ class SiteGate:
             MessageError: it does not.
         """
         sends = (Entry(start),) if plan.task.network.get("weights") else ()
-        self._refuse(_ENROL, round, Incoming(plan).refusal(Phase(_ENROL, sends=sends, tells=INVITES), message))
+        self._refuse(ENROL, round, Incoming(plan).refusal(Phase(ENROL, sends=sends, tells=INVITES), message))
 
     def numbers(self, phase: str, round: int, message: Message, steps: int | None = None) -> tuple[int, int, bool]:
         """(number of the step in the run, rounds of the run, whether weights are rounded), which are taken out of the message.
@@ -167,7 +167,7 @@ class SiteGate:
         Raises:
             MessageError: it is not.
         """
-        declared = half.delivery if phase == _DELIVER else half.phase(phase)
+        declared = half.delivery if phase == DELIVER else half.phase(phase)
         if declared is None:
             return
         if self._known is None or self._known.plan is not half.plan:

@@ -12,7 +12,8 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 
-from medflare.flare.exchange.signs import ALIVE, LATER, PATIENCE, WORK
+from medflare.flare.exchange.signs import ALIVE, LATER, PATIENCE, TENSORS, WORK
+from medflare.flare.exchange.wire import register_tensors
 
 if TYPE_CHECKING:
     from medflare.flare.exchange.tasks import TaskExchange
@@ -41,9 +42,11 @@ class Desk:
 
         Args:
             topic: not read.
-            request: not read.
+            request: may announce tensors.
             fl_ctx: names the site.
         """
+        if request.get_header(TENSORS):
+            register_tensors()
         if self.exchange is not None:
             self.exchange.watch.sign_of_life(_sender(fl_ctx))
         return make_reply(ReturnCode.OK)

@@ -2,7 +2,11 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
+
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_context import FLContext
 
 from medflare.core.events import Event, EventLog
 
@@ -61,6 +65,35 @@ class Progress:
     def _add(self, line: str) -> None:
         self._lines.append(line)
         self._count += 1
+
+
+class Journal:
+    """What a run tells while it goes on: to the job's log, to who asks for statistics, to FLARE's trackers.
+
+    Args:
+        component: writes to the log.
+        fl_ctx: of the job.
+        events: of the run.
+        progress: of the same events.
+        observe: takes steps, see `StepReport.line`.
+    """
+
+    def __init__(
+        self, component: FLComponent, fl_ctx: FLContext, events: EventLog, progress: Progress, observe: Callable[[Mapping[str, Any]], None]
+    ):
+        self.events, self.observe = events, observe
+        self._component, self._fl_ctx, self._progress = component, fl_ctx, progress
+
+    def say(self, line: str) -> None:
+        """Take a line of the run's."""
+        self.log_events()
+        self._component.log_info(self._fl_ctx, line)
+        self._progress.say(line)
+
+    def log_events(self) -> None:
+        """Events go to the log as they come: there finds them who begins to watch when the job is over, see `jobs.watching`."""
+        for line in self._progress.unlogged():
+            self._component.log_info(self._fl_ctx, line)
 
 
 def event_line(event: Event) -> str:

@@ -1,123 +1,117 @@
-"""A job at the server: where its files lie, and the run that its task, its components and its settings describe."""
+"""A job at the server: what a process needs to know to run it, and the run that it becomes.
 
-from collections.abc import Callable, Mapping
+The imports at the top are light, see `executors`.
+"""
+
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nvflare.apis.controller_spec import ControllerSpec
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.core.events import EventLog
-from medflare.data.sites.local import LOCAL_FILE, LocalSettings, local_settings, read_local
-from medflare.evaluation.results import FOLDER
-from medflare.federation.checkpoint import take_up
-from medflare.federation.run import Run, refused_run
+from medflare.data.sites.local import LOCAL_FILE, local_settings, read_local
+from medflare.evaluation.names import FAILED, FOLDER, UNKNOWN
 from medflare.federation.settings import run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange.participants import TASK_FILE, authorize, authorize_network, interrupted, rebuild_hint
-from medflare.flare.exchange.tracking import Tracking
-from medflare.methods.catalogue import get_method
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.flare.exchange.tasks import TaskExchange
+
+if TYPE_CHECKING:
+    from medflare.federation.run import Run
 
 
 @dataclass(frozen=True)
-class JobPlace:
-    """Where a job has its files at the server."""
+class ServerSpec:
+    """JSON-serialisable, so that another process can take it over.
 
-    workspace: Workspace
+    Attributes:
+        method: whose site half the sites run; `server_half` names the other half's method.
+        hyper: the aggregator's, as the job has them.
+        settings: fields of `RunSettings` as the job has them, not checked yet.
+        members: names of the sites that FLARE has in the job.
+        task_file: the job's task.json.
+        local_file: the server's own settings; may not exist.
+        results: the job's folder of results, in what FLARE packs up for download.
+        kept: folder of all jobs' checkpoints, beside their folders, which FLARE packs up when a job ends, however it ends.
+        job: its id.
+        trusted: module of the task's network, where that is one of its own and the server allows it; see `allowed`.
+    """
+
+    method: str
+    server_half: str
+    hyper: Mapping[str, Any] | None
+    settings: Mapping[str, Any]
+    members: tuple[str, ...]
+    task_file: str
+    local_file: str
+    results: str
+    kept: str
     job: str
+    trusted: str = ""
 
-    def of(self, job: str) -> "JobPlace":
-        """Another job's place."""
-        return JobPlace(self.workspace, job)
+    @classmethod
+    def of(
+        cls, fl_ctx: FLContext, aggregator: Any, site_half: str | None, settings: Mapping[str, Any], members: Iterable[str]
+    ) -> "ServerSpec":
+        """What FLARE knows of the job; whatever is wrong with it is found later.
 
-    def task(self) -> TaskConfig:
-        """The job's task.
-
-        Raises:
-            ConfigError: it is wrong.
+        Args:
+            fl_ctx: of the job.
+            aggregator: its component, see `formula`.
+            site_half: method whose site half the sites run; None: the aggregator's.
+            settings: see the attributes.
+            members: see the attributes.
         """
-        return load_task(Path(self.workspace.get_app_config_dir(self.job)) / TASK_FILE)
-
-    def own(self) -> LocalSettings:
-        """The server's own settings.
-
-        Raises:
-            ConfigError: its local/medflare.json is wrong.
-        """
-        return local_settings(read_local(Path(self.workspace.get_site_config_dir()) / LOCAL_FILE))
-
-    @property
-    def results(self) -> Path:
-        """Where the job's results go: into what FLARE packs up for download."""
-        return Path(self.workspace.get_run_dir(self.job)) / FOLDER
+        workspace: Workspace = fl_ctx.get_engine().get_workspace()
+        job, server_half = fl_ctx.get_job_id(), getattr(aggregator, "method_name", "")
+        return cls(
+            method=site_half or server_half,
+            server_half=server_half,
+            hyper=getattr(aggregator, "hyper", None),
+            settings=settings,
+            members=tuple(members),
+            task_file=str(Path(workspace.get_app_config_dir(job)) / TASK_FILE),
+            local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),
+            results=str(Path(workspace.get_run_dir(job)) / FOLDER),
+            kept=str(Path(workspace.get_root_dir()) / FOLDER),
+            job=job,
+        )
 
     @property
     def checkpoints(self) -> Path:
-        """Beside the job folders, which FLARE packs up for download when a job ends, however it ends."""
-        return Path(self.workspace.get_root_dir()) / FOLDER / self.job
+        """Of this job."""
+        return Path(self.kept) / self.job
 
-
-@dataclass(frozen=True)
-class ServedJob:
-    """The job that a controller serves.
-
-    Attributes:
-        controller: whose events and log lines those of the run become.
-        fl_ctx: of the run.
-        settings: fields of `RunSettings` as the job has them, not checked yet.
-        site_half: method whose site half the sites run; None: the aggregator's.
-        aggregator_id: the component that holds the server half's formula.
-        members: names of the sites that FLARE has in the job at the moment.
-        say: takes a line for the log.
-        events: what is noted, beside what the run itself notes.
-    """
-
-    controller: ControllerSpec
-    fl_ctx: FLContext
-    settings: Mapping[str, Any]
-    site_half: str | None
-    aggregator_id: str
-    members: Callable[[], list[str]]
-    say: Callable[[str], None]
-    events: EventLog
-
-    @property
-    def place(self) -> JobPlace:
-        """Where its files lie."""
-        return JobPlace(self.fl_ctx.get_engine().get_workspace(), self.fl_ctx.get_job_id())
-
-    @property
     def aggregator(self) -> MethodAggregator:
-        """The component that holds the server half's formula.
+        """One that does what the job's component does, in a process that has no components."""
+        return MethodAggregator(dict(self.hyper or {}), self.server_half)
 
-        Raises:
-            ConfigError: the job has none.
-        """
-        aggregator = self.fl_ctx.get_engine().get_component(self.aggregator_id)
-        if not isinstance(aggregator, MethodAggregator):
-            raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
-        return aggregator
-
-    def run(self) -> Run:
+    def run(self, aggregator: MethodAggregator, **watching: Any) -> "Run":
         """The run that the job describes.
+
+        Args:
+            aggregator: holds the server half's formula.
+            watching: `say`, `observe` and `events` of the run.
 
         Raises:
             MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
         """
-        settings, place, aggregator = run_settings(self.settings), self.place, self.aggregator
-        own = place.own()
+        from medflare.federation.checkpoint import take_up
+        from medflare.federation.run import Run
+        from medflare.methods.catalogue import get_method
+        from medflare.networks.own import trust
+        from medflare.tasks.config import load_task
+
+        settings, own = run_settings(self.settings), local_settings(read_local(Path(self.local_file)))
         if settings.resume:
-            take_up(place.of(interrupted(settings.resume)).checkpoints, place.checkpoints)
-        halves = self.site_half or aggregator.method_name, aggregator.method_name
-        task = place.task()
-        authorize(halves, self.fl_ctx)
-        authorize_network(task, self.fl_ctx)
-        method = get_method(halves[0], server=halves[1])
+            take_up(Path(self.kept) / interrupted(settings.resume), self.checkpoints)
+        if self.trusted:
+            trust(self.trusted)
+        task, method = load_task(Path(self.task_file)), get_method(self.method, server=self.server_half)
         with rebuild_hint():  # the formula goes by the halves' own values, whichever way the job spells them
             aggregator.hyper = method.effective(aggregator.hyper or {})
         return Run(
@@ -125,31 +119,98 @@ class ServedJob:
             task=task,
             hyper=aggregator.hyper,
             settings=settings,
-            sites=tuple(site for site in sorted(self.members()) if site not in settings.outside),
+            sites=tuple(site for site in sorted(self.members) if site not in settings.outside),
             aggregation=aggregator.aggregation,
-            folder=place.results,
+            folder=Path(self.results),
             weights=Path(own.weights).expanduser() if own.weights else None,
             models_gb=own.models_gb,
-            checkpoints=place.checkpoints,
-            say=self.say,
+            checkpoints=self.checkpoints,
             about={"engine": "flare"},
-            observe=Tracking(self.controller, self.fl_ctx, settings.rounds),
-            events=self.events,
+            **watching,
         )
 
-    def refused(self, error: Exception) -> dict[str, Any]:
-        """The results of a job that cannot even become a run: they say why, and what is known of it.
+    def refused(self, error: Exception) -> "Ending":
+        """The end of a job that cannot even become a run: its results say why, and what is known of it.
 
         Args:
             error: why.
         """
+        from medflare.federation.run import refused_run
+        from medflare.tasks.config import load_task
+
         reason = str(error) if isinstance(error, MedflareError) else f"{type(error).__name__}: {error}"
         known = {name: self.settings[name] for name in ("seed", "rounds")}
         with suppress(Exception):  # what is wrong here is the reason already
-            known["method"] = str(self.aggregator.method_name)
-        with suppress(Exception):
-            known["task"] = self.place.task()
+            known["task"] = load_task(Path(self.task_file))
         outside = self.settings["outside"]
         named = outside if isinstance(outside, list | tuple) else ()
-        roles = {site: "outside" if site in named else "inside" for site in self.members()}
-        return refused_run(self.place.results, reason, roles, **known)
+        roles = {site: "outside" if site in named else "inside" for site in self.members}
+        return Ending.of(refused_run(Path(self.results), reason, roles, method=str(self.server_half) or UNKNOWN, **known))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of a job.
+
+    Attributes:
+        reason: why it failed, one line; "" for a completed one.
+        table: its results, for the log.
+    """
+
+    reason: str
+    table: str
+
+    @classmethod
+    def of(cls, results: Mapping[str, Any]) -> "Ending":
+        """Of what results.json holds."""
+        from medflare.evaluation.console import results_table
+
+        return cls(results["reason"] if results["status"] == FAILED else "", results_table(results))
+
+
+def formula(aggregator: Any, name: str) -> MethodAggregator:
+    """A job's component that holds the server half's formula.
+
+    Args:
+        aggregator: what FLARE has made of it; None: the job has none of that name.
+        name: its id.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(aggregator, MethodAggregator):
+        raise ConfigError(f"component {name!r} of the job is no medflare aggregator; name one in config_fed_server.json")
+    return aggregator
+
+
+def allowed(spec: ServerSpec, fl_ctx: FLContext) -> ServerSpec:
+    """The same with what the server allows, before anything of another distribution is imported; see `participants.authorized`.
+
+    Args:
+        spec: names methods and the task.
+        fl_ctx: finds the server's policy.
+
+    Raises:
+        ConfigError: the method, or the task's network, is code that the server does not allow.
+    """
+    from medflare.tasks.config import load_task
+
+    authorize((spec.method, spec.server_half), fl_ctx)
+    return replace(spec, trusted=authorize_network(load_task(Path(spec.task_file)), fl_ctx))
+
+
+def executed(run: "Run", tasks: TaskExchange) -> Ending:
+    """What becomes of a run in this process.
+
+    Args:
+        run: of the job.
+        tasks: reaches its sites.
+
+    Raises:
+        Aborted: it was stopped, after its results were written.
+    """
+    from medflare.flare.exchange.messages import MessageExchange
+    from medflare.flare.exchange.wire import register_tensors
+
+    register_tensors()
+    return Ending.of(run.execute(MessageExchange(tasks, run.outside), resume=bool(run.settings.resume)))

@@ -7,7 +7,9 @@ stops waiting for the answer.
 
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -16,6 +18,7 @@ from nvflare.fuel.f3.cellnet.fqcn import FQCN
 
 ALIVE = "medflare.alive"  # site to server, while a task runs
 WORK = "medflare.work"  # site to server, before a poll; the answer comes when there is work, at the latest after PATIENCE
+TENSORS = "medflare.tensors"  # header of a sign of life: what the site sends next may hold torch's tensors
 LATER = "medflare.later"  # header of that answer: there is no work, and the site shall itself wait for PATIENCE
 PATIENCE = 0.5  # seconds
 _EVERY = 2.0  # seconds between two signs of life
@@ -64,6 +67,11 @@ def wait_for_work(fl_ctx: FLContext) -> None:
         time.sleep(PATIENCE)
 
 
+def announce_tensors(fl_ctx: FLContext) -> None:
+    """Returns when the server can read torch's tensors: its process in the simulator has not imported torch."""
+    _tell_server(ALIVE, fl_ctx, timeout=_UNREACHABLE, headers={TENSORS: True})
+
+
 def expect_answers(fl_ctx: FLContext, result_bytes: int = 0) -> None:
     """Set how long FLARE waits for the server's answer to the poll or the result that is sent next.
 
@@ -75,9 +83,12 @@ def expect_answers(fl_ctx: FLContext, result_bytes: int = 0) -> None:
     communicator.timeout = _STALLED if result_bytes < _FETCHED_SIZE else _FETCHED
 
 
-def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> Shareable | None:
+def _tell_server(topic: str, fl_ctx: FLContext, timeout: float, headers: Mapping[str, Any] | None = None) -> Shareable | None:
     """The server's answer; None where there is none, or where `timeout` is 0 and nobody waits."""
+    request = Shareable()
+    for name, value in (headers or {}).items():
+        request.set_header(name, value)
     replies = fl_ctx.get_engine().send_aux_request(
-        targets=[FQCN.ROOT_SERVER], topic=topic, request=Shareable(), timeout=timeout, fl_ctx=fl_ctx, optional=True
+        targets=[FQCN.ROOT_SERVER], topic=topic, request=request, timeout=timeout, fl_ctx=fl_ctx, optional=True
     )
     return next((reply for reply in replies.values() if reply.get_return_code() not in _UNANSWERED), None)

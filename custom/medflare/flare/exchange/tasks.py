@@ -1,14 +1,15 @@
 """How a step's messages reach the sites under FLARE and their answers come back: one task per site, one wait for all.
 
 Nothing here can hang on a site: an answer comes, or the step's time is over, or the site shows no sign of life any more. Signs
-of life are its questions for work and the pulse that it sends while a task runs, see `signs`.
+of life are its questions for work and the pulse that it sends while a task runs, see `signs`. What the messages say is not
+looked at (`messages` does), and the imports are light, see `executors`.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.fl_context import FLContext
@@ -17,14 +18,38 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 
-from medflare.core.errors import Aborted, ConfigError, UpdateError
-from medflare.core.message import Message
-from medflare.federation.exchange import DELIVER, ENROL, Reply, laid_aside
+from medflare.core.errors import Aborted, ConfigError
+from medflare.federation.settings import DELIVER, ENROL
 from medflare.flare.exchange.watch import Watch
-from medflare.flare.exchange.wire import error_of, to_message, to_shareable
-from medflare.methods.base import Step
 
 _LOOK = 0.1  # seconds between two looks at the clock and the abort signal; answers wake the wait at once
+A = TypeVar("A")
+Read = Callable[[str, Shareable], A]  # of a site's name and its answer
+
+
+@dataclass
+class Answer(Generic[A]):
+    """What became of a site's task.
+
+    Attributes:
+        content: what `read` made of the answer; None where none came.
+        problem: why none came, one line.
+        kind: the event that a problem becomes, "late" or "missing".
+        seconds: between fetching the task and answering.
+    """
+
+    content: A | None = None
+    problem: str = "no answer"
+    kind: str = "missing"
+    seconds: float = 0.0
+
+
+class _Step(NamedTuple):
+    phase: str
+    round: int
+
+    def __str__(self) -> str:
+        return f"'{self.phase}' of round {self.round}"
 
 
 @dataclass
@@ -35,80 +60,28 @@ class _Asked:
     since: float
     fetched: bool = False
     answer: Shareable | None = None  # until it has been read
-    reply: Reply | None = None
+    taken: Answer[Any] | None = None
     began: float = 0.0
-    seconds: float = 0.0  # between fetching and answering
+    seconds: float = 0.0
 
     @property
     def answered(self) -> bool:
-        return self.answer is not None or self.reply is not None
+        return self.answer is not None or self.taken is not None
 
 
-class TaskExchange:
-    """The exchange that the schedule uses under FLARE.
+class Board:
+    """What lies there for the sites in the step at hand, for who asks beside the tasks.
 
     Args:
-        controller: schedules the tasks.
-        fl_ctx: of the run.
-        abort_signal: of the job.
-        members: names of the sites that FLARE has in this job at the moment.
-        outside: names of sites that never train, as the job has them.
-        stop_reason: why the job is being stopped, asked for when the abort signal is set.
-        step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
-            lives. Delivery always does: the last evaluation may take long.
-        enrol_timeout: the same for enrolment, in which sites read their images; a site that is late joins when it is ready.
         watch: when sites count as gone.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        fl_ctx: FLContext,
-        abort_signal: Signal,
-        *,
-        members: Callable[[], Iterable[str]],
-        outside: Iterable[str],
-        stop_reason: Callable[[], str],
-        step_timeout: float,
-        enrol_timeout: float,
-        watch: Watch,
-    ):
-        self.controller, self.fl_ctx, self.abort_signal = controller, fl_ctx, abort_signal
-        self.members, self.outside = members, tuple(outside)
-        self.stop_reason = stop_reason
-        self.step_timeout, self.enrol_timeout = step_timeout, enrol_timeout
+    def __init__(self, watch: Watch):
         self.watch = watch
-        self._step: Step | None = None
+        self._step: _Step | None = None
         self._asked: dict[str, _Asked] = {}
         self._changed = threading.Condition()
         self._closed = False
-
-    def present(self, round: int) -> list[str]:
-        """The job's sites that are not given up; one that was comes back when it is heard of, see `Watch`.
-
-        Raises:
-            ConfigError: the job names an outside site that FLARE does not know.
-        """
-        unknown = sorted(set(self.outside) - set(self.members()))
-        if unknown:
-            there = ", ".join(sorted(self.members()))
-            raise ConfigError(f"unknown outside site {unknown[0]!r}; this job runs at {there}: correct 'outside' or start the site first")
-        return sorted(site for site in self.members() if self.watch.there(site))
-
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        with self._changed:
-            self._step = step
-            self._asked = {site: self._ask(step, site, message) for site, message in sorted(outgoing.items())}
-            self._changed.notify_all()
-        try:
-            problems = self._wait(step, {ENROL: self.enrol_timeout, DELIVER: 0.0}.get(step.phase, self.step_timeout))
-        finally:
-            with self._changed:
-                asked, self._asked = self._asked, {}
-            for one in asked.values():
-                if not one.answered:
-                    self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
-        return {site: problems.get(site) or _taken(one) for site, one in asked.items()}
 
     def wait_for_task(self, site: str, seconds: float) -> bool:
         """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`, and whether."""
@@ -127,7 +100,7 @@ class TaskExchange:
                 return {}
             since = {site: self.watch.silent_since(site, one.since) for site, one in self._asked.items() if not one.answered}
         silent = {site: round(seconds, 1) for site, seconds in since.items()}
-        return {"phase": self._step.phase, "round": self._step.round, "silent": silent, "silence": self.watch.silence}
+        return {**self._step._asdict(), "silent": silent, "silence": self.watch.silence}
 
     def close(self) -> None:
         """There will be no more tasks: nobody is kept waiting for one."""
@@ -135,12 +108,88 @@ class TaskExchange:
             self._closed = True
             self._changed.notify_all()
 
+
+class TaskExchange(Board):
+    """Asks the sites of a FLARE job.
+
+    Args:
+        controller: schedules the tasks.
+        fl_ctx: of the run.
+        abort_signal: of the job.
+        members: names of the sites that FLARE has in this job at the moment.
+        stop_reason: why the job is being stopped, asked for when the abort signal is set.
+        step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
+            lives. Delivery always does: the last evaluation may take long.
+        enrol_timeout: the same for enrolment, in which sites read their images; a site that is late joins when it is ready.
+        watch: when sites count as gone.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        fl_ctx: FLContext,
+        abort_signal: Signal,
+        *,
+        members: Callable[[], Iterable[str]],
+        stop_reason: Callable[[], str],
+        step_timeout: float,
+        enrol_timeout: float,
+        watch: Watch,
+    ):
+        super().__init__(watch)
+        self.controller, self.fl_ctx, self.abort_signal = controller, fl_ctx, abort_signal
+        self.members, self.stop_reason = members, stop_reason
+        self.step_timeout, self.enrol_timeout = step_timeout, enrol_timeout
+
+    def present(self, outside: Iterable[str]) -> list[str]:
+        """The job's sites that are not given up; one that was comes back when it is heard of, see `Watch`.
+
+        Args:
+            outside: names of sites that never train, as the job has them.
+
+        Raises:
+            ConfigError: FLARE does not know one of them.
+        """
+        unknown = sorted(set(outside) - set(self.members()))
+        if unknown:
+            there = ", ".join(sorted(self.members()))
+            raise ConfigError(f"unknown outside site {unknown[0]!r}; this job runs at {there}: correct 'outside' or start the site first")
+        return sorted(site for site in self.members() if self.watch.there(site))
+
+    def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
+        """Ask every site that is sent something.
+
+        Args:
+            phase: the tasks' name.
+            round: goes along in their headers.
+            outgoing: site -> the task's data.
+            read: is given every answer once, while others may come; nothing else holds the answer then.
+
+        Returns:
+            Site -> what became of its task.
+
+        Raises:
+            Aborted: the job is being stopped.
+        """
+        with self._changed:
+            self._step = _Step(phase, round)
+            self._asked = {site: self._ask(self._step, site, data) for site, data in sorted(outgoing.items())}
+            self._changed.notify_all()
+        try:
+            problems = self._wait(self._step, read, {ENROL: self.enrol_timeout, DELIVER: 0.0}.get(phase, self.step_timeout))
+        finally:
+            with self._changed:
+                asked, self._asked = self._asked, {}
+            for one in asked.values():
+                if not one.answered:
+                    self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
+        return {site: problems.get(site) or _taken(site, one, read) for site, one in asked.items()}
+
     # -- asking ------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, step: Step, site: str, message: Message) -> _Asked:
-        shareable = to_shareable(message)
-        shareable.set_header(AppConstants.CURRENT_ROUND, step.round)
-        task = Task(step.phase, shareable, after_task_sent_cb=self._fetched, result_received_cb=self._answered)
+    def _ask(self, step: _Step, site: str, data: Shareable) -> _Asked:
+        data.set_header(AppConstants.CURRENT_ROUND, step.round)
+        task = Task(step.phase, data, after_task_sent_cb=self._fetched, result_received_cb=self._answered)
         self.controller.send(task, self.fl_ctx, targets=[site])
         return _Asked(task, time.monotonic())
 
@@ -164,13 +213,13 @@ class TaskExchange:
 
     # -- waiting -----------------------------------------------------------------------------------------------------------
 
-    def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
-        """Returns when every site has answered or is given up; gives the replies that stand for missing answers."""
+    def _wait(self, step: _Step, read: Read[A], timeout: float) -> dict[str, Answer[A]]:
+        """Returns when every site has answered or is given up; says why answers are missing."""
         started = busy = time.monotonic()
-        problems: dict[str, Reply] = {}
+        problems: dict[str, Answer[A]] = {}
         while True:
-            for one in self._asked.values():
-                _taken(one)  # while further answers may come
+            for site, one in self._asked.items():
+                _taken(site, one, read)  # while further answers may come
             with self._changed:
                 pending = {site: one for site, one in self._asked.items() if not one.answered and site not in problems}
                 if not pending:
@@ -178,41 +227,32 @@ class TaskExchange:
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
-                    problems |= {site: _overdue(step, one, timeout) for site, one in pending.items()}
+                    problems |= {site: Answer(problem=_overdue(step, one, timeout), kind="late") for site, one in pending.items()}
                     if step.phase == ENROL:
                         self.watch.behind |= pending.keys()
                     return problems
                 self.watch.look()
                 gone = {site: why for site, one in pending.items() if (why := self._gone(step, site, one, busy))}
                 self.watch.lost |= gone.keys()
-                problems |= {site: Reply(problem=why, kind="missing") for site, why in gone.items()}
+                problems |= {site: Answer(problem=why) for site, why in gone.items()}
                 busy = time.monotonic() if any(one.fetched for site, one in pending.items() if site not in gone) else busy
                 self._changed.wait(_LOOK)
 
-    def _gone(self, step: Step, site: str, asked: _Asked, busy: float) -> str:
+    def _gone(self, step: _Step, site: str, asked: _Asked, busy: float) -> str:
         """Why a site cannot be expected to answer; empty as long as it can."""
         if self.controller.get_client_disconnect_time(site):
-            return f"no sign of life in '{step.phase}' of round {step.round}; going on without the site"
-        return self.watch.gone(site, step, asked.fetched, asked.since, busy)
+            return f"no sign of life in {step}; going on without the site"
+        return self.watch.gone(site, str(step), asked.fetched, asked.since, busy)
 
 
-def _overdue(step: Step, asked: _Asked, timeout: float) -> Reply:
+def _overdue(step: _Step, asked: _Asked, timeout: float) -> str:
     state = "was still at work" if asked.fetched else "had not fetched its task"
-    return Reply(problem=f"'{step.phase}' of round {step.round} was closed after {timeout:g} s; the site {state}", kind="late")
+    return f"{step} was closed after {timeout:g} s; the site {state}"
 
 
-def _taken(one: _Asked) -> Reply:
-    """The site's reply; its answer is read once, and laid aside."""
+def _taken(site: str, one: _Asked, read: Read[A]) -> Answer[A]:
+    """What became of the site's task; its answer is read once."""
     if one.answer is not None:
-        one.reply, one.answer = replace(laid_aside(_reply(one.answer)), seconds=one.seconds), None
-    return one.reply or Reply(problem="no answer", kind="missing")
-
-
-def _reply(answer: Shareable) -> Reply:
-    problem = error_of(answer)
-    if problem is not None:
-        return Reply(problem=problem, kind="failed")
-    try:
-        return Reply(to_message(answer))
-    except UpdateError as error:
-        return Reply(problem=str(error), kind="rejected")
+        answer, one.answer = one.answer, None
+        one.taken = Answer(read(site, answer), "", "", one.seconds)
+    return one.taken or Answer()

@@ -19,11 +19,9 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.widgets.streaming import AnalyticsReceiver
 
-from medflare.federation.outcome import StepReport
-
 
 class Tracking:
-    """Observer of a run: one analytics record per curve and step, one line of metrics artefacts per step.
+    """Observes a run: one analytics record per curve and step, one line of metrics artefacts per step.
 
     Args:
         component: fires the events.
@@ -36,26 +34,30 @@ class Tracking:
         self.fl_ctx = fl_ctx
         self.rounds = rounds
 
-    def __call__(self, report: StepReport) -> None:
-        numbers = {site: numbers_of(facts) for site, facts in report.facts.items()}
-        curves = {site: {**numbers.get(site, {}), **aggregation_of(report, site)} for site in {*numbers, *report.aggregation}}
+    def __call__(self, step: Mapping[str, Any]) -> None:
+        """Take a step.
+
+        Args:
+            step: as `federation.outcome.StepReport.line` gives it.
+        """
+        facts, aggregation = step["sites"], step["aggregation"]
+        numbers = {site: numbers_of(found) for site, found in facts.items()}
+        curves = {site: {**numbers.get(site, {}), **aggregation_of(aggregation.get(site, {}))} for site in {*numbers, *aggregation}}
         for tag in sorted({tag for found in curves.values() for tag in found}):
             values = {site: found[tag] for site, found in sorted(curves.items()) if tag in found}
-            dxo = create_analytic_dxo(tag=tag, value=values, data_type=AnalyticsDataType.SCALARS, global_step=report.step.round)
+            dxo = create_analytic_dxo(tag=tag, value=values, data_type=AnalyticsDataType.SCALARS, global_step=step["round"])
             send_analytic_dxo(self.component, dxo, self.fl_ctx)
-        self._fire_aggregation(report, numbers)
+        weights = {site: float(found.get("n_samples", 1.0)) for site, found in facts.items()}
+        self._fire_aggregation(step["phase"], step["round"], numbers, weights)
 
-    def _fire_aggregation(self, report: StepReport, numbers: Mapping[str, Mapping[str, float]]) -> None:
-        weights = {site: float(facts.get("n_samples", 1.0)) for site, facts in report.facts.items()}
+    def _fire_aggregation(self, phase: str, round: int, numbers: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]) -> None:
         metrics = weighted_means(numbers, weights)
         if not metrics:
             return
         sites = [{"name": site, "metrics": dict(found), "weight": weights[site]} for site, found in numbers.items()]
-        info = {"metric_source": report.step.phase, "metric_split": "validation", "sites": sites}
-        model = FLModel(
-            metrics=metrics, current_round=report.step.round, total_rounds=self.rounds, meta={AppConstants.METRICS_AGGREGATION_INFO: info}
-        )
-        self.fl_ctx.set_prop(AppConstants.CURRENT_ROUND, report.step.round, private=True, sticky=True)
+        info = {"metric_source": phase, "metric_split": "validation", "sites": sites}
+        model = FLModel(metrics=metrics, current_round=round, total_rounds=self.rounds, meta={AppConstants.METRICS_AGGREGATION_INFO: info})
+        self.fl_ctx.set_prop(AppConstants.CURRENT_ROUND, round, private=True, sticky=True)
         self.component.fire_event_with_data(AppEventType.AFTER_AGGREGATION, self.fl_ctx, AppConstants.AGGREGATION_RESULT, model)
 
 
@@ -116,9 +118,9 @@ def numbers_of(facts: Mapping[str, Any]) -> dict[str, float]:
     return _finite(found)
 
 
-def aggregation_of(report: StepReport, site: str) -> dict[str, float]:
+def aggregation_of(noted: Mapping[str, Any]) -> dict[str, float]:
     """The curves of what the server's aggregation made of a site: its weight, for example."""
-    return _finite({f"aggregation_{name}": value for name, value in report.aggregation.get(site, {}).items()})
+    return _finite({f"aggregation_{name}": value for name, value in noted.items()})
 
 
 def _finite(found: Mapping[str, Any]) -> dict[str, float]:

@@ -3,10 +3,6 @@
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from medflare.methods.base import Step
 
 _REFUSED = 10.0  # seconds for which a site asks for a task that lies ready and does not get it, until its polls count as refused ...
 _OFTEN = 5  # ... and how often it asks in that time, at least: one poll that is lost on its way is none
@@ -88,7 +84,7 @@ class Watch:
         self._without_process = self.dead() if self.dead is not None and due else ()
         self._looked = time.monotonic() if due else self._looked
 
-    def gone(self, site: str, step: "Step", fetched: bool, since: float, busy: float) -> str:
+    def gone(self, site: str, step: str, fetched: bool, since: float, busy: float) -> str:
         """Why a site that was asked cannot be expected to answer; empty as long as it can.
 
         A site that works on its task sends a pulse. One that has not fetched its task may be waiting for its turn (FLARE's
@@ -97,7 +93,7 @@ class Watch:
 
         Args:
             site: its name.
-            step: what it was asked.
+            step: what it was asked, as the reason names it.
             fetched: whether it has its task.
             since: when it was asked.
             busy: when a site was at work last.
@@ -107,9 +103,9 @@ class Watch:
         if fetched and site in self._without_process:
             self.died.add(site)
         if site in self.died:
-            return f"its process died; '{step.phase}' of round {step.round} goes on without the site"
+            return f"its process died; {step} goes on without the site"
         if self.silent_since(site, since if fetched else max(since, busy)) > self.silence:
-            return f"no sign of life in '{step.phase}' of round {step.round}; going on without the site"
+            return f"no sign of life in {step}; going on without the site"
         return ""
 
     def there(self, site: str) -> bool:

@@ -6,8 +6,8 @@ know, and nothing is pickled. A process that only passes messages on needs no to
 or unpacked.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable, get_leaf_dxos
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from medflare.core.message import Message
 
+C = TypeVar("C")
 FACTS = "facts"  # the collection's one METRICS entry; no state may take this name
 _ERROR_HEADER = "medflare.error"
 _BFLOAT16 = "bfloat16"  # in a state's DXO: names of the tensors whose bits travel as int16, because numpy has no such type
@@ -48,10 +49,7 @@ def to_message(shareable: Shareable) -> "Message":
     """
     from medflare.core.message import Message
 
-    try:
-        collection = from_shareable(shareable)
-    except ValueError as error:
-        raise UpdateError(f"not a medflare message: {error}") from error
+    collection = _content(shareable)
     parts = collection.data
     if collection.data_kind != DataKind.COLLECTION or not isinstance(parts.get(FACTS), DXO):
         raise UpdateError(f"not a medflare message: a {collection.data_kind} without facts")
@@ -97,14 +95,56 @@ def to_bytes(shareable: Shareable) -> bytes:
     """The data of a task or of its result, without FLARE's headers, as FLARE itself serialises them.
 
     Raises:
-        ValueError: it holds no data.
+        UpdateError: it holds no data.
     """
-    return fobs.dumps(from_shareable(shareable).to_shareable())
+    return fobs.dumps(_content(shareable).to_shareable())
 
 
 def from_bytes(content: bytes) -> Shareable:
     """What `to_bytes` was given."""
     return fobs.loads(content)
+
+
+def together_to_bytes(messages: Mapping[str, Shareable]) -> bytes:
+    """All sites' messages, as `to_shareable` packed them; an array that several of them hold is there once.
+
+    Args:
+        messages: site -> message; left without its arrays.
+    """
+    places: dict[tuple[Any, ...], int] = {}
+    arrays: list[np.ndarray] = []
+    for message in messages.values():
+        for state in _states(message):
+            for name, array in state.items():
+                same = array.__array_interface__["data"], array.shape, array.dtype.str
+                if same not in places:
+                    places[same] = len(arrays)
+                    arrays.append(array)
+                state[name] = places[same]
+    return fobs.dumps({"arrays": arrays, "messages": dict(messages)})
+
+
+def together_from_bytes(content: bytes) -> dict[str, Shareable]:
+    """What `together_to_bytes` was given; arrays that messages share are one array."""
+    found = fobs.loads(content)
+    messages: dict[str, Shareable] = found["messages"]
+    for message in messages.values():
+        for state in _states(message):
+            state.update({name: found["arrays"][place] for name, place in state.items()})
+    return messages
+
+
+def _states(message: Shareable) -> list[dict[str, Any]]:
+    """The arrays of each state, by name, where the message has them."""
+    return [part.data for part in from_shareable(message).data.values() if part.data_kind == DataKind.WEIGHTS]
+
+
+def _content(shareable: Shareable) -> DXO:
+    """UpdateError where there is none."""
+    try:
+        return from_shareable(shareable)
+    except ValueError as error:
+        raise UpdateError(f"not a medflare message: {error}") from error
 
 
 def error_reply(text: str) -> Shareable:
@@ -123,6 +163,22 @@ def error_of(shareable: Shareable) -> str | None:
     if code == ReturnCode.OK:
         return None
     return shareable.get_header(_ERROR_HEADER) or f"the task ended with FLARE's return code {code}"
+
+
+def readable(answer: Shareable, read: Callable[[Shareable], C]) -> tuple[C | None, str, str]:
+    """What `read` makes of a site's answer, "" and ""; or None, why nobody can read it, and the event that this is.
+
+    Args:
+        answer: of a site.
+        read: raises UpdateError where the answer is no message.
+    """
+    problem = error_of(answer)
+    if problem is not None:
+        return None, problem, "failed"
+    try:
+        return read(answer), "", ""
+    except UpdateError as error:
+        return None, str(error), "rejected"
 
 
 def _packed(entry: str, state: Mapping[str, Any]) -> DXO:

@@ -1,10 +1,11 @@
-"""The process in which the participants of FLARE's simulator live: everything is imported once, and each site has a fork of it.
+"""The process of FLARE's simulator in which everything is imported once: each site has a fork of it, and so has the server's run.
 
-A fork keeps its participant from task to task, as a site's process does in a real federation. What it remembers is written to
+A site's fork keeps its participant from task to task, as a site's process does in a real federation. What it remembers is written to
 disk after every task all the same: a fork that is killed, or ends because it had nothing to do for a while, is replaced by a
-new one that goes on from there.
+new one that goes on from there. The server's fork computes the whole run (`running`).
 """
 
+import ctypes
 import json
 import mmap
 import os
@@ -18,10 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from medflare.core.errors import MedflareError
 from medflare.flare.exchange.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
+
+if TYPE_CHECKING:
+    from medflare.flare.simulator.running import RunSeat
 
 _TICK = 1.0  # seconds between two looks at who still lives
 _IDLE = 60.0  # seconds after which a fork without work ends: with many sites and few threads not all stay in memory
@@ -29,7 +33,7 @@ _IDLE = 60.0  # seconds after which a fork without work ends: with many sites an
 
 @dataclass
 class _Fork:
-    """The fork that acts for one site, as the host sees it."""
+    """The fork that acts for one site, or for the server, as the host sees it."""
 
     process: int
     address: str
@@ -47,7 +51,7 @@ class _Fork:
 
 
 class Host:
-    """Answers every request for a site with the address of the site's fork.
+    """Answers every request with the address of the fork that acts for the party.
 
     Args:
         listener: takes the requests.
@@ -57,7 +61,7 @@ class Host:
     def __init__(self, listener: socket.socket, folder: Path):
         self._listener = listener
         self._folder = folder
-        self._forks: dict[str, _Fork] = {}
+        self._forks: dict[tuple[str, str], _Fork] = {}
         self._made = 0
         listener.settimeout(_TICK)
 
@@ -79,19 +83,19 @@ class Host:
                 fork.end()
 
     def _fork_for(self, request: bytes, connection: Connection) -> _Fork:
-        site = json.loads(request)["spec"]["name"]
-        fork = self._forks.get(site)
+        party = _party(json.loads(request))
+        fork = self._forks.get(party)
         alive = fork is not None and fork.alive()
         if fork is None or not alive or fork.request != request:
             if fork is not None and alive:
                 fork.end()
-            fork = self._forks[site] = self._forked(request, connection)
+            fork = self._forks[party] = self._forked(request, connection)
         fork.asked = time.monotonic()
         return fork
 
     def _forked(self, request: bytes, connection: Connection) -> _Fork:
         self._made += 1
-        address, at_work = str(self._folder / f"site-{self._made}"), mmap.mmap(-1, 1)
+        address, at_work = str(self._folder / f"fork-{self._made}"), mmap.mmap(-1, 1)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
         listener.listen()
@@ -105,11 +109,11 @@ class Host:
         return _Fork(process, address, request, at_work, time.monotonic())
 
     def _end_idle(self) -> None:
-        for site, fork in list(self._forks.items()):
+        for party, fork in list(self._forks.items()):
             if time.monotonic() - fork.asked > _IDLE and fork.at_work[0] == 0:
                 if fork.alive():
                     fork.end()
-                del self._forks[site]
+                del self._forks[party]
 
 
 class _Seat:
@@ -148,6 +152,18 @@ class _Seat:
         return self._connection is None or self._connection.poll()
 
 
+def _party(request: dict[str, Any]) -> tuple[str, str]:
+    """For whom a fork is to act: "site" and its name, or "server" and its job."""
+    kind, spec = request["kind"], request["spec"]
+    return kind, spec["name" if kind == "site" else "job"]
+
+
+def _seat(request: dict[str, Any]) -> "_Seat | RunSeat":
+    from medflare.flare.simulator.running import RunSeat
+
+    return _Seat(ParticipantSpec(**request["spec"])) if request["kind"] == "site" else RunSeat(request["spec"])
+
+
 def serve(listener: socket.socket, simulator: int, method: str) -> None:
     """The host's life: import, listen, fork, end with the simulator.
 
@@ -169,12 +185,12 @@ def serve(listener: socket.socket, simulator: int, method: str) -> None:
 
 
 def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, host: int) -> NoReturn:
-    """A fork's life: task after task, until the host is gone or ends it."""
+    """A fork's life: one connection after the other, until the host is gone or ends it."""
     try:
         if request["devices"] is not None:
             os.environ[DEVICES] = request["devices"]
         listener.settimeout(_TICK)
-        seat = _Seat(ParticipantSpec(**request["spec"]))
+        seat = _seat(request)
         while os.getppid() == host:
             try:
                 accepted, _ = listener.accept()
@@ -183,6 +199,7 @@ def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, h
             at_work[0] = 1
             with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
                 seat.answer(connection)
+            _give_back()
             at_work[0] = 0
     except BaseException:
         traceback.print_exc()
@@ -190,10 +207,17 @@ def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, h
 
 
 def _import_everything(method: str) -> None:
+    import medflare.flare.simulator.running  # noqa: F401, for the server's fork
     from medflare.flare.exchange.wire import register_decomposers
 
     register_decomposers()
     load_ahead(method)
+
+
+def _give_back() -> None:
+    """Give the system what was freed: the C library keeps it, and tens of megabytes in each of many forks are more than what they use."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _alive(process: int) -> bool:

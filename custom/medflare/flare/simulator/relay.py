@@ -1,9 +1,9 @@
-"""The way from a process of FLARE's simulator to the participants, which live in another process.
+"""The way from a process of FLARE's simulator to where everything is computed, which is another process.
 
 FLARE starts a process for every site, and with fewer threads than sites for every task. Importing torch and MONAI costs each of
 them seconds, so none does: it hands its task to a fork of one host that has everything imported (`host`), and carries the answer
-back. The controller starts the host with the run; it ends with the simulator. Elsewhere a site's process lives as long as its
-job and answers itself, and there is no host.
+back. The server's process does the same with the whole run (`office`). The controller starts the host with the run; it ends with the
+simulator. Elsewhere a party's process lives as long as its job and computes itself, and there is no host.
 """
 
 import json
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 from nvflare.apis.shareable import Shareable
@@ -86,7 +87,7 @@ class Relay:
             Aborted: `aborted` became true; the fork notices before its next batch.
         """
         try:
-            with self._connected(spec) as connection:
+            with self.connected("site", asdict(spec)) as connection:
                 connection.send_bytes(json.dumps({"phase": phase, "round": round}).encode())
                 connection.send_bytes(to_bytes(incoming))
                 answered = False
@@ -103,17 +104,21 @@ class Relay:
         except (EOFError, ConnectionError) as error:
             raise MedflareError(f"the process that worked on '{phase}' of round {round} died") from error
 
-    def _connected(self, spec: ParticipantSpec) -> Connection:
-        """A connection to the fork that acts for the site.
+    def connected(self, kind: str, spec: dict[str, Any]) -> Connection:
+        """A connection to the fork that acts for a party; there is one as soon as the host has imported everything.
+
+        Args:
+            kind: of the party, "site" or "server".
+            spec: what the fork needs to act for it, a `ParticipantSpec` or a `ServerSpec`.
 
         Raises:
             MedflareError: there is none, and no host that makes one.
         """
-        request = {"spec": asdict(spec), "devices": os.environ.get(DEVICES)}
+        request = {"kind": kind, "spec": spec, "devices": os.environ.get(DEVICES)}
         try:
             with Client(self.address, family="AF_UNIX") as host:
                 host.send_bytes(json.dumps(request).encode())
                 address = host.recv_bytes().decode()
             return Client(address, family="AF_UNIX")
         except (EOFError, OSError) as error:
-            raise MedflareError("the process in which the simulator's sites live is gone; what it said last is on the console") from error
+            raise MedflareError("the process in which the simulator computes is gone; what it said last is on the console") from error

@@ -1,0 +1,45 @@
+"""What the schedule says to the sites and hears from them under FLARE: messages, packed into tasks and read from their answers."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from nvflare.apis.shareable import Shareable
+
+from medflare.core.message import Message
+from medflare.federation.exchange import Reply, laid_aside
+from medflare.flare.exchange.tasks import Answer, TaskExchange
+from medflare.flare.exchange.wire import readable, to_message, to_shareable
+from medflare.methods.base import Step
+
+
+class MessageExchange:
+    """The exchange that the schedule uses under FLARE.
+
+    Args:
+        tasks: of the job.
+        outside: names of sites that never train.
+    """
+
+    def __init__(self, tasks: TaskExchange, outside: Iterable[str]):
+        self._tasks, self._outside = tasks, tuple(outside)
+
+    def present(self, round: int) -> list[str]:
+        """See `TaskExchange.present`."""
+        return self._tasks.present(self._outside)
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        packed = {site: to_shareable(message) for site, message in outgoing.items()}
+        answers = self._tasks(step.phase, step.round, packed, lambda site, answer: reply_of(answer))
+        return {site: replied(answer) for site, answer in answers.items()}
+
+
+def reply_of(answer: Shareable) -> Reply:
+    """A site's answer, laid aside, or why nobody can read it."""
+    return laid_aside(Reply(*readable(answer, to_message)))
+
+
+def replied(answer: Answer[Reply]) -> Reply:
+    """What the schedule hears of a site's task."""
+    if answer.content is None:
+        return Reply(problem=answer.problem, kind=answer.kind)
+    return replace(answer.content, seconds=answer.seconds)
