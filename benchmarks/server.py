@@ -3,13 +3,15 @@
     python benchmarks/server.py                      # VGG-16 (138 million weights), 4 sites: up to 16 GB of disk
     python benchmarks/server.py --width 16           # a sixteenth of its widths
     python benchmarks/server.py --models-gb 100      # all in memory
+    OMP_NUM_THREADS=2 python benchmarks/server.py --clock wall
 
 Every method has a process of its own. Nobody trains: sites answer with stored weights. A round is what the schedule does with the answers:
 their screening, and the aggregation. Reading is that of all answers of the round, once: as the server reads any state, from its file and
 with its checksum, and beside that a bare sum of all their numbers. Seconds are processor time, since a busy machine lengthens all others,
-of one thread unless OMP_NUM_THREADS says otherwise. Memory is what cannot be given back to the system (anonymous memory) above what the
-process had before the server was made; "with files" adds the pages of files that happened to be in memory. Both are counted in models.
-Everything lies in a temporary folder (TMPDIR, which must be on a disk) and is removed.
+of one thread unless OMP_NUM_THREADS says otherwise; what several threads are worth `--clock wall` tells, on an idle machine. Memory is what
+cannot be given back to the system (anonymous memory) above what the process had before the server was made; "with files" adds the pages of
+files that happened to be in memory. Both are counted in models. Everything lies in a temporary folder (TMPDIR, which must be on a disk) and
+is removed.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ TASK: dict[str, Any] = {
     "local_epochs": 1,
     "metric": "accuracy",
 }
+CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
 METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedsm": {"gamma": 0.5}, "prr": {"cpa": "off"}, "grace": {}, "sha": {}}
 
 
@@ -67,10 +70,11 @@ class Stored:
         sites: names.
         folder: of the files, one for each site and entry.
         manifest: phase -> what a reply holds.
+        now: the clock.
     """
 
-    def __init__(self, sites: list[str], folder: Path, manifest: Any):
-        self.sites, self.folder, self.manifest = sites, folder, manifest
+    def __init__(self, sites: list[str], folder: Path, manifest: Any, now: Callable[[], float]):
+        self.sites, self.folder, self.manifest, self.now = sites, folder, manifest, now
         self.left, self.sent, self.distinct = 0.0, 0.0, 0.0
 
     def present(self, round: int) -> list[str]:
@@ -94,7 +98,7 @@ class Stored:
             self.sent, self.distinct = (
                 sum(t.nbytes for t in found) / GB for found in (tensors, {t.data_ptr(): t for t in tensors}.values())
             )
-        self.left = time.process_time()
+        self.left = self.now()
         return replies
 
     def path(self, phase: str, site: str) -> Path:
@@ -134,13 +138,13 @@ class Stored:
 
         reading = summing = 0.0
         for site in self.sites:
-            started = time.process_time()
+            started = self.now()
             message = read_message(self.path(phase, site))
-            read = time.process_time()
+            read = self.now()
             for state in message.states.values():
                 for tensor in state.values():
                     tensor.sum()
-            reading, summing = reading + read - started, summing + time.process_time() - read
+            reading, summing = reading + read - started, summing + self.now() - read
         return reading, summing
 
 
@@ -168,7 +172,7 @@ class Watched:
         return self.most
 
 
-def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Path) -> dict[str, float]:
+def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Path, now: Callable[[], float]) -> dict[str, float]:
     """One round of a method in this process."""
     from medflare.core.backing import Backing
     from medflare.federation.schedule import Federation
@@ -181,7 +185,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
     task = load_task({**TASK, "network": {"name": "server:vgg16", "narrow": narrow}})
     chosen = get_method(method)
     plan = chosen.plan(task, tuple(names), METHODS[method])
-    exchange = Stored(names, scratch, lambda phase: chosen.site_class.manifest(phase, plan))
+    exchange = Stored(names, scratch, lambda phase: chosen.site_class.manifest(phase, plan), now)
     template = ServerContext(plan, 0, 1, phases=chosen.site_class.phases).initial_state()
     for phase in chosen.site_class.phases:
         if exchange.manifest(phase.name):
@@ -194,7 +198,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
 
     def after_step(report: Any) -> None:
         assert not report.rejected, report.rejected
-        seconds[report.step.phase] = time.process_time() - exchange.left
+        seconds[report.step.phase] = exchange.now() - exchange.left
 
     watched = Watched()
     with Backing(scratch).used() if model * sites > models_gb * GB else nullcontext():
@@ -222,12 +226,13 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--width", type=int, default=1, help="by how much the widths of VGG-16 are divided")
     parser.add_argument("--models-gb", type=float, default=0.0, help="a model of every site may take so much for models to lie in memory")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="processor")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         method, folder = options.one
-        print(json.dumps(measure(method, options.sites, options.width, options.models_gb, Path(folder))))
+        print(json.dumps(measure(method, options.sites, options.width, options.models_gb, Path(folder), CLOCKS[options.clock])))
         return
     print("| method | answers, GB | reading, s | bare sum, s | round, s | beside reading | memory | with files | delivery sent | held |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -245,7 +250,8 @@ def _one(method: str, options: argparse.Namespace) -> dict[str, float]:
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "MEDFLARE_NETWORKS": "server"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", str(HERE / "server.py"), "--one", method, folder]
-        command += ["--sites", str(options.sites), "--width", str(options.width), "--models-gb", str(options.models_gb)]
+        command += ["--sites", str(options.sites), "--width", str(options.width)]
+        command += ["--models-gb", str(options.models_gb), "--clock", options.clock]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return found

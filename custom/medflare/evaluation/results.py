@@ -38,7 +38,7 @@ __all__ = [
     "write_results",
 ]
 
-_PAUSE: Final = 5.0  # seconds between two reports of a run that goes on, at least
+_PAUSE: Final = 15.0  # seconds between two reports of a run that goes on, at least: one takes .3
 _PAUSES: Final = 50  # times as long as one took to write
 
 
