@@ -242,7 +242,7 @@ def draw(file: Path, curves: Mapping[str, list[tuple[str, list[float], list[floa
     for axes, (what, lines) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         for engine, across, up in lines:
             axes.plot(across, up, marker="o", label=engine)
-        axes.set(xlabel=what, ylabel=COST, ylim=(0, None))
+        axes.set(xlabel={"parameters": "million parameters"}.get(what, what), ylabel=COST, ylim=(0, None))
         axes.legend()
     figure.savefig(file)
 

@@ -2,16 +2,20 @@
 
 import json
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nvflare.apis.impl.wf_comm_server import WFCommServer
 
 from flare.server import Server
 from medflare.cli import main
 from medflare.evaluation.results import load_results
+from medflare.federation.run import Run
 from medflare.flare.aggregators import SoftPullAggregator, WeightedAggregator
 from medflare.flare.controller import MedflareController
+from medflare.flare.exchange.serving import Ending
 from medflare.tasks.config import load_task
 
 
@@ -116,3 +120,41 @@ def test_weights_lie_where_the_servers_own_settings_say(server: Server) -> None:
         server.local_file.write_text(json.dumps(own))
         server.run(MedflareController(rounds=1, seed=0))
         assert said in load_results(server.root)["reason"]
+
+
+class Gone:
+    """The way to a host that has died."""
+
+    def connected(self, kind: str, spec: dict[str, Any]) -> Any:
+        near, far = Pipe()
+        far.close()
+        return near
+
+
+def test_a_simulator_whose_run_has_died_says_so(server: Server) -> None:
+    controller = MedflareController(rounds=3, seed=7)
+    controller._relay = Gone()  # type: ignore[assignment]
+    controller.communicator = WFCommServer()
+    server.run(controller)
+    results = load_results(server.root)
+    assert results["status"] == "FAILED" and server.panics == [results["reason"]]
+    assert results["reason"] == "the process in which the simulator's server computed died"
+
+
+class OwnAggregator(WeightedAggregator):
+    """A class that no other process knows."""
+
+
+def test_ones_own_aggregator_keeps_the_run_in_its_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.aggregator = OwnAggregator()
+    ran: list[str] = []
+
+    def executed(run: Run, tasks: Any) -> Ending:
+        ran.append(run.method.name)
+        return Ending("", "")
+
+    monkeypatch.setattr("medflare.flare.controller.executed", executed)
+    controller = MedflareController(rounds=1, seed=0)
+    controller._relay = Gone()  # type: ignore[assignment]
+    server.run(controller)
+    assert ran == ["fedavg"] and not server.panics
