@@ -39,7 +39,7 @@ def reply_of(answer: Shareable) -> Reply:
 
 
 def replied(answer: Answer[Reply]) -> Reply:
-    """What the schedule hears of a site's task."""
-    if answer.content is None:
+    """What the schedule hears of a site's task: an answer that came after the site was given up does not count."""
+    if answer.content is None or answer.problem:
         return Reply(problem=answer.problem, kind=answer.kind)
     return replace(answer.content, seconds=answer.seconds)
