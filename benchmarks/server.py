@@ -172,7 +172,7 @@ class Watched:
         return self.most
 
 
-def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Path, now: Callable[[], float]) -> dict[str, float]:
+def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Path, clock: str = "processor") -> dict[str, float]:
     """One round of a method in this process."""
     from medflare.core.backing import Backing
     from medflare.federation.schedule import Federation
@@ -185,7 +185,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
     task = load_task({**TASK, "network": {"name": "server:vgg16", "narrow": narrow}})
     chosen = get_method(method)
     plan = chosen.plan(task, tuple(names), METHODS[method])
-    exchange = Stored(names, scratch, lambda phase: chosen.site_class.manifest(phase, plan), now)
+    exchange = Stored(names, scratch, lambda phase: chosen.site_class.manifest(phase, plan), CLOCKS[clock])
     template = ServerContext(plan, 0, 1, phases=chosen.site_class.phases).initial_state()
     for phase in chosen.site_class.phases:
         if exchange.manifest(phase.name):
@@ -232,7 +232,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         method, folder = options.one
-        print(json.dumps(measure(method, options.sites, options.width, options.models_gb, Path(folder), CLOCKS[options.clock])))
+        print(json.dumps(measure(method, options.sites, options.width, options.models_gb, Path(folder), options.clock)))
         return
     print("| method | answers, GB | reading, s | bare sum, s | round, s | beside reading | memory | with files | delivery sent | held |")
     print("|---|---|---|---|---|---|---|---|---|---|")
