@@ -38,6 +38,7 @@ from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.exchange.wire import arrays_bytes, error_reply, register_tensors, to_message, to_shareable
 from medflare.flare.names import by_name, named_classes
 from medflare.flare.simulator.relay import Relay
+from medflare.flare.simulator.threads import share_cores
 
 if TYPE_CHECKING:
     from medflare.data.sites.redaction import Redaction
@@ -173,6 +174,7 @@ class Preload:
 
     def __init__(self, method: str):
         self._method = method
+        share_cores()
         self._thread = threading.Thread(target=self._load, name="medflare_preload", daemon=True)
         self._thread.start()
 

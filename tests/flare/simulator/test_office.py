@@ -1,8 +1,6 @@
 """A run outside FLARE's process: it is the run of the plain loop, tells all it would have told, and whatever ends it has a reason."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -205,25 +203,6 @@ def test_in_a_fork_of_the_host(task: TaskConfig, tmp_path: Path, simulator: "sub
     run = Relayed(tmp_path / "killed", task, Tasks(work(), site_1=killing))
     with pytest.raises(MedflareError, match="the process in which the simulator's server computed died"):
         run.office.serve(relay, run.spec)
-
-
-@pytest.mark.parametrize("said", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
-def test_threads_of_several_forks_do_not_wait_awake(said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user says how threads wait; how many there are decides on bits, and stays."""
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, *, env, **options: started.append(env))
-    relay = Relay(0)
-    try:
-        relay.start("fedavg")
-    finally:
-        shutil.rmtree(relay.folder)
-    (found,) = started
-    assert {name: found[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in found} == (said or {"GOMP_SPINCOUNT": "1000"})
-    assert found.get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
 
 
 def test_a_workflow_ends_without_torch() -> None:

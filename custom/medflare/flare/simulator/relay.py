@@ -13,12 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import psutil
 from nvflare.apis.shareable import Shareable
@@ -26,8 +26,8 @@ from nvflare.apis.shareable import Shareable
 from medflare.core.errors import Aborted, MedflareError
 from medflare.flare.exchange.participants import ParticipantSpec
 from medflare.flare.exchange.wire import from_bytes, to_bytes
+from medflare.flare.simulator.threads import sleep_soon
 
-_SPINS: Final = {"GOMP_SPINCOUNT": "1000"}  # GNU OpenMP's own number where it knows that threads outnumber cores
 _LOOK = 0.1  # seconds between two looks at the abort signal
 _PACKAGES = Path(__file__).resolve().parents[3]  # where this package lies; a job may carry it, and only FLARE's processes know
 DEVICES = "CUDA_VISIBLEDEVICES"  # the simulator gives each site's process its own
@@ -59,15 +59,13 @@ class Relay:
     def start(self, method: str) -> None:
         """Start the host, which imports what the method needs; returns at once, and who asks before it is ready waits.
 
-        Its forks compute on as many threads as torch takes, all cores if nobody says otherwise, so that they end in the bits of any other
-        engine. Where several of them work at a time, threads that wait awake for each other would keep the others from working.
-
         Raises:
             OSError: it cannot be started, or somebody has started one already.
         """
         self.folder.mkdir(mode=0o700)
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**_waiting(os.environ), "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        sleep_soon(environment)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(128)
@@ -126,9 +124,3 @@ class Relay:
             return Client(address, family="AF_UNIX")
         except (EOFError, OSError) as error:
             raise MedflareError("the process in which the simulator computes is gone; what it said last is on the console") from error
-
-
-def _waiting(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, in which threads soon sleep while they wait, unless the user has said how they are to."""
-    said = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys()
-    return {**environment} if said else {**environment, **_SPINS}
