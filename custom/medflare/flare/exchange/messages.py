@@ -2,14 +2,25 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from nvflare.apis.shareable import Shareable
 
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, laid_aside
-from medflare.flare.exchange.tasks import Answer, TaskExchange
+from medflare.flare.exchange.tasks import A, Answer, Read
 from medflare.flare.exchange.wire import readable, to_message, to_shareable
 from medflare.methods.base import Step
+
+
+class Tasks(Protocol):
+    """What reaches the sites, see `TaskExchange`."""
+
+    def present(self, outside: Iterable[str]) -> list[str]:
+        """Names of the sites that can be asked."""
+
+    def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
+        """Ask every site that is sent something."""
 
 
 class MessageExchange:
@@ -20,7 +31,7 @@ class MessageExchange:
         outside: names of sites that never train.
     """
 
-    def __init__(self, tasks: TaskExchange, outside: Iterable[str]):
+    def __init__(self, tasks: Tasks, outside: Iterable[str]):
         self._tasks, self._outside = tasks, tuple(outside)
 
     def present(self, round: int) -> list[str]:
@@ -41,5 +52,5 @@ def reply_of(answer: Shareable) -> Reply:
 def replied(answer: Answer[Reply]) -> Reply:
     """What the schedule hears of a site's task: an answer that came after the site was given up does not count."""
     if answer.content is None or answer.problem:
-        return Reply(problem=answer.problem, kind=answer.kind)
+        return Reply(problem=answer.problem, kind=answer.kind, seconds=answer.seconds)
     return replace(answer.content, seconds=answer.seconds)

@@ -16,7 +16,7 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import Event
 from medflare.flare.exchange.progress import Journal
 from medflare.flare.exchange.serving import Ending, ServerSpec
-from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.exchange.tasks import Answer, TaskExchange
 from medflare.flare.exchange.wire import readable, to_bytes, together_from_bytes
 from medflare.flare.simulator.relay import Relay
 
@@ -92,13 +92,20 @@ class Office:
         connection.send_bytes(json.dumps({**answer, "noted": noted}).encode())
 
     def _ask(self, phase: str, round: int, connection: Connection) -> dict[str, dict[str, Any]]:
-        """Site -> what became of its task; the answers themselves go to the run as they come."""
+        """Site -> what became of its task; the answers that can be read go to the run as they come."""
 
-        def passed_on(site: str, answer: Shareable) -> bool:
+        def passed_on(site: str, answer: Shareable) -> tuple[str, str]:
             content, problem, kind = readable(answer, to_bytes)
-            connection.send_bytes(json.dumps({"site": site, "problem": problem, "kind": kind}).encode())
-            connection.send_bytes(content or b"")
-            return True
+            if content is not None:
+                connection.send_bytes(json.dumps({"site": site}).encode())
+                connection.send_bytes(content)
+            return problem, kind
 
         found = self._tasks(phase, round, together_from_bytes(connection.recv_bytes()), passed_on)
-        return {site: {"problem": one.problem, "kind": one.kind, "seconds": one.seconds} for site, one in found.items()}
+        return {site: _told(answer) for site, answer in found.items()}
+
+
+def _told(answer: Answer[tuple[str, str]]) -> dict[str, Any]:
+    """What the run hears of a site's task beside the answer."""
+    problem, kind = (answer.problem, answer.kind) if answer.content is None or answer.problem else answer.content
+    return {"problem": problem, "kind": kind, "seconds": answer.seconds}

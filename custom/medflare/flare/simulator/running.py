@@ -6,17 +6,16 @@ from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nvflare.apis.shareable import Shareable
+
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.events import Event, EventLog
-from medflare.core.message import Message
 from medflare.evaluation.record import json_ready
-from medflare.federation.exchange import Reply
 from medflare.federation.outcome import StepReport
-from medflare.flare.exchange.messages import replied, reply_of
+from medflare.flare.exchange.messages import MessageExchange
 from medflare.flare.exchange.serving import Ending, ServerSpec
-from medflare.flare.exchange.tasks import Answer
-from medflare.flare.exchange.wire import from_bytes, register_tensors, to_shareable, together_to_bytes
-from medflare.methods.base import Step
+from medflare.flare.exchange.tasks import A, Answer, Read
+from medflare.flare.exchange.wire import from_bytes, register_tensors, together_to_bytes
 
 
 class RunSeat:
@@ -48,7 +47,7 @@ class RunSeat:
             run = self._spec.run(self._spec.aggregator(), say=line.say, observe=line.observe, events=line.events)
         except Exception as error:
             return self._spec.refused(error)
-        return Ending.of(run.execute(RelayedExchange(line, run.outside), resume=bool(run.settings.resume)))
+        return Ending.of(run.execute(MessageExchange(RelayedTasks(line), run.outside), resume=bool(run.settings.resume)))
 
 
 class _Line:
@@ -94,28 +93,27 @@ class _Line:
         return answer
 
 
-class RelayedExchange:
-    """The exchange that the schedule uses: as `MessageExchange`, whose tasks another process has.
+class RelayedTasks:
+    """The job's tasks, which the server's process has; see `TaskExchange`.
 
     Args:
         line: to that process.
-        outside: names of sites that never train.
     """
 
-    def __init__(self, line: _Line, outside: Iterable[str]):
-        self._line, self._outside = line, list(outside)
+    def __init__(self, line: _Line):
+        self._line = line
 
-    def present(self, round: int) -> list[str]:
+    def present(self, outside: Iterable[str]) -> list[str]:
         """See `TaskExchange.present`."""
-        self._line.tell("present", outside=self._outside)
+        self._line.tell("present", outside=list(outside))
         found: list[str] = self._line.hear()["sites"]
         return found
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        self._line.tell("ask", phase=step.phase, round=step.round)
-        self._line.connection.send_bytes(together_to_bytes({site: to_shareable(message) for site, message in outgoing.items()}))
-        replies: dict[str, Reply] = {}
+    def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
+        """See `TaskExchange`."""
+        self._line.tell("ask", phase=phase, round=round)
+        self._line.connection.send_bytes(together_to_bytes(outgoing))
+        contents: dict[str, A] = {}
         while "site" in (said := self._line.hear()):
-            content, problem = self._line.connection.recv_bytes(), said["problem"]
-            replies[said["site"]] = Reply(problem=problem, kind=said["kind"]) if problem else reply_of(from_bytes(content))
-        return {site: replied(Answer(replies.get(site), **found)) for site, found in said["answers"].items()}
+            contents[said["site"]] = read(said["site"], from_bytes(self._line.connection.recv_bytes()))
+        return {site: Answer(contents.get(site), **found) for site, found in said["answers"].items()}
