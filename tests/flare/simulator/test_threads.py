@@ -19,7 +19,7 @@ WORDS = [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_T
 
 
 @pytest.fixture(params=WORDS, ids=str)
-def said(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def said(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """What the user says of threads."""
     before = dict(os.environ)
     for name in NAMES:

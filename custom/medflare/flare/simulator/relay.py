@@ -24,13 +24,12 @@ import psutil
 from nvflare.apis.shareable import Shareable
 
 from medflare.core.errors import Aborted, MedflareError
-from medflare.flare.exchange.participants import ParticipantSpec
+from medflare.flare.exchange.participants import DEVICES, ParticipantSpec
 from medflare.flare.exchange.wire import from_bytes, to_bytes
 from medflare.flare.simulator.threads import sleep_soon
 
 _LOOK = 0.1  # seconds between two looks at the abort signal
 _PACKAGES = Path(__file__).resolve().parents[3]  # where this package lies; a job may carry it, and only FLARE's processes know
-DEVICES = "CUDA_VISIBLEDEVICES"  # the simulator gives each site's process its own
 _log = logging.getLogger(__name__)
 
 
