@@ -24,6 +24,7 @@ def test_the_others_go_on(simulate: Simulate, tiny_task: dict[str, Any], tmp_pat
     assert "NaN" in problems(results, "rejected")["bad"][0]
     assert "ZeroDivisionError in 'train' of round 1: division by zero" in problems(results, "failed")["lost"][0]
     assert ["lost" in step["sites"] for step in simulation.steps if step["phase"] == "train"] == [True, False, True], "it takes part again"
+    assert "late" in problems(results, "late"), results["events"]
     assert problems(results, "late")["late"][0] == "'train' of round 1 was closed after 40 s; the site was still at work"
     assert problems(results, "missing")["dead"][0].startswith("its process died; 'train' of round 1")
     assert "good" not in {event["site"] for event in results["events"]}

@@ -1,6 +1,7 @@
 """Sites of a simulator listen on ports that the system gives to nobody else."""
 
 import inspect
+import os
 import socket
 from pathlib import Path
 
@@ -27,6 +28,28 @@ def test_a_port_in_use_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         draws = iter([port, port, 12_345, 12_346])
         monkeypatch.setattr("random.SystemRandom.randrange", lambda *_: next(draws))
         assert quiet_ports(1)[0] in (12_345, 12_346)
+
+
+def test_a_process_that_is_just_being_forked_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds what looked at the port, and FLARE, which tries to reach the site's process there, must not reach that."""
+    copies: list[int] = []
+    close = socket.socket.close
+
+    def copied(self: socket.socket) -> None:
+        copies.append(os.dup(self.fileno()))
+        close(self)
+
+    with monkeypatch.context() as forking:
+        forking.setattr(socket.socket, "close", copied)
+        ports = quiet_ports(2)
+    try:
+        for port in ports:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("localhost", port))
+    finally:
+        for copy in copies:
+            os.close(copy)
+    assert len(copies) >= len(ports)
 
 
 def test_the_simulator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

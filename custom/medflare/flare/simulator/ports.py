@@ -3,6 +3,10 @@
 FLARE 2.9 asks the system for a free port, gives it back, and starts the site's process, which listens on it seconds later. The
 system meanwhile hands the same port to any connection of any process, on a busy machine often enough: the site's process then ends
 with "Address already in use", and the run goes on without the site. Ports below those that the system hands out are nobody's.
+
+Nor may anything listen there before the site's process does. FLARE starts several of them at once, each by a fork that holds, until it
+has become the new program, copies of all sockets that other threads have open: one that listened only to find out whether the
+port was free still lets FLARE in, and then resets the connection, which FLARE takes for the end of the site.
 """
 
 import random
@@ -32,6 +36,7 @@ def quiet_ports(number: int) -> list[int]:
     draw = random.SystemRandom()  # no seed: two simulators of one machine must not draw the same
     while len(found) < number:
         port = draw.randrange(_FIRST, _LAST)
-        with suppress(OSError), socket.create_server(("localhost", port)):
+        with suppress(OSError), socket.socket() as bound:
+            bound.bind(("localhost", port))
             found.add(port)
     return sorted(found)
