@@ -42,27 +42,21 @@ def _add_predict(commands: Commands) -> None:
 
 
 def _predict(options: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from medflare.inference.deployed import load_model
     from medflare.inference.predict import predict
     from medflare.methods.catalogue import build_deployed
 
     stored = load_model(options.model)
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        shown = bar.add_task("predicting")
-        summary = predict(
-            stored,
-            options.images,
-            options.out,
-            builder=build_deployed,
-            adapt=options.adapt,
-            device=options.device,
-            seg=options.dicom_seg,
-            say=lambda line: print(f"medflare: {line}", file=sys.stderr),
-            progress=lambda done, total: bar.update(shown, completed=done, total=total),
-        )
+    summary = predict(
+        stored,
+        options.images,
+        options.out,
+        builder=build_deployed,
+        adapt=options.adapt,
+        device=options.device,
+        seg=options.dicom_seg,
+        say=lambda line: print(f"medflare: {line}", file=sys.stderr),
+    )
     print(summary.render())
     return 1 if summary.failed else 0
 

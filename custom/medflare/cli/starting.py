@@ -129,6 +129,7 @@ def add_prepare(actions: Commands) -> None:
 
 def _prepare(options: argparse.Namespace) -> int:
     from medflare.data.starting.papers.catalogue import get_preparation, listing
+    from medflare.data.starting.papers.checksums import compare_checksums
     from medflare.data.starting.papers.preparing import Choices, prepare
 
     if options.list:
@@ -138,24 +139,10 @@ def _prepare(options: argparse.Namespace) -> int:
         raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --to DATA; --list shows the names")
     preparation = get_preparation(options.name)
     if options.checksums is not None:
-        print(_compared(options.checksums, options.source, strict=options.strict))
+        print(compare_checksums(options.checksums, options.source, strict=options.strict).render())
     choices = Choices(**{name: getattr(options, name) for name in ("strict", "redraw", "seed", "copy", "force")})
     print(prepare(preparation, options.source, options.to, choices).render())
     return 0
-
-
-def _compared(listing: Path, downloads: Path, *, strict: bool) -> str:
-    """What comparing checksums found; on a terminal with a bar, since it reads every byte."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from medflare.data.starting.papers.checksums import compare_checksums
-
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        shown = bar.add_task("comparing checksums")
-        return compare_checksums(
-            listing, downloads, strict=strict, progress=lambda done, total: bar.update(shown, completed=done, total=total)
-        ).render()
 
 
 # -- data features ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampl
 from medflare.data.files.channels import files_of, read_picture
 from medflare.data.files.geometry import Grid
 from medflare.data.files.volumes import read_channels, turned, turned_back
+from medflare.data.progress import counted
 from medflare.data.sites.computing import usable_device
 from medflare.data.sites.fitting import windows_of
 from medflare.data.sites.scoring import predict_each, scoring_batch
@@ -85,8 +86,7 @@ class Summary:
 
     Attributes:
         table: the CSV file with a row for every picture.
-        inputs: how many there were.
-        say, progress: see `predict`.
+        say: see `predict`.
         images, pictures: inputs predicted; their pictures, counting every slice of a volume.
         failed: one line for each input that could not be predicted.
         answered: for a super model, how many pictures each member answered.
@@ -94,9 +94,7 @@ class Summary:
     """
 
     table: Path
-    inputs: int
     say: Callable[[str], None]
-    progress: Callable[[int, int], None]
     images: int = 0
     pictures: int = 0
     failed: list[str] = field(default_factory=list)
@@ -108,13 +106,11 @@ class Summary:
         self.images += 1
         self.pictures += len(answered)
         self.answered.update(filter(None, answered))
-        self.progress(self.images + len(self.failed), self.inputs)
 
     def fail(self, line: str) -> None:
         """One input was not, for the reason that the line gives."""
         self.failed.append(line)
         self.say(line)
-        self.progress(self.images + len(self.failed), self.inputs)
 
     def render(self) -> str:
         """What became of the images, how the model adapted and which members answered, a line each."""
@@ -137,7 +133,6 @@ def predict(
     device: str = "cpu",
     seg: bool = False,
     say: Callable[[str], None] = lambda line: None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
 
@@ -150,7 +145,6 @@ def predict(
         device: as torch spells it.
         seg: write the masks of a DICOM series as a DICOM segmentation.
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
-        progress: called with (inputs done, inputs in all).
 
     Raises:
         ConfigError: an unknown adaptation or device, a network that cannot adapt, or a missing package.
@@ -160,7 +154,7 @@ def predict(
     if seg:
         check_writable()
     inputs, problems = find_inputs(images, out, task.channel_names)
-    summary = Summary(out / TABLE, len(inputs) + len(problems), say, progress)
+    summary = Summary(out / TABLE, say)
     model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
     for problem in problems:
         summary.fail(problem)
@@ -263,7 +257,7 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
 
 def _readable(inputs: list[Input], task: TaskConfig, fail: Callable[[str], None]) -> Iterator[Prepared]:
     """Inputs as they are read; one that cannot be read is told, and left out from then on."""
-    for source in list(inputs):
+    for source in counted(list(inputs), len(inputs), "images read"):
         try:
             yield prepare(source, task)
         except DataError as error:

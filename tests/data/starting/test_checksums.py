@@ -38,9 +38,8 @@ def listing(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("between", ["  ", " *"])
 def test_the_number_of_digits_tells_the_algorithm(algorithm: str, between: str, downloads: Path, listing: Path) -> None:
     listing.write_text(f"# published\n{ABC[algorithm].upper()}{between}./a.tiff\n\n{ABC[algorithm]}{between}b.tiff\n")
-    steps: list[tuple[int, int]] = []
-    found = compare_checksums(listing, downloads, strict=True, progress=lambda done, total: steps.append((done, total)))
-    assert found.render() == "checksums: 2 of 2 files are as published" and steps == [(1, 2), (2, 2)]
+    found = compare_checksums(listing, downloads, strict=True)
+    assert found.render() == "checksums: 2 of 2 files are as published"
 
 
 def test_a_file_at_its_place_is_the_one_that_is_meant(downloads: Path, listing: Path) -> None:

@@ -19,6 +19,7 @@ from medflare.data.cache.shards import Part, Shard, Shards, write
 from medflare.data.datalist import Entry
 from medflare.data.files.decoding import Decoded, DecodedRow, decode, decoded_rows, gathered
 from medflare.data.files.sources import Source
+from medflare.data.progress import counted
 from medflare.data.targets import class_counts
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
@@ -47,7 +48,7 @@ def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[Entr
     key = _key(task, source, entries)
     decoded = _memory.pop((key, cache), None)
     if decoded is None:
-        decoded = decode(task, source, entries) if cache is None else _through(cache, key, site, task, source, entries)
+        decoded = decode(task, source, _read_of(site, entries)) if cache is None else _through(cache, key, site, task, source, entries)
     _memory[key, cache] = decoded
     while len(_memory) > _KEPT_SITES:
         _memory.popitem(last=False)
@@ -72,7 +73,7 @@ def _through(cache: CacheSettings, key: str, site: str, task: TaskConfig, source
     if (found := _read(entry, cache, task, verify=True)) is not None:
         return found
     failed: dict[int, str] = {}
-    written = _Counted(decoded_rows(task, source, entries, failed))
+    written = _Counted(decoded_rows(task, source, _read_of(site, entries), failed))
     try:
         with new_entry(entry) as partial:
             _write(partial, written, failed, task, Room(cache))
@@ -89,8 +90,12 @@ def _through(cache: CacheSettings, key: str, site: str, task: TaskConfig, source
         raise refusal
     _log.warning("data cache %s cannot be written (%s); the next process decodes the images again", cache.folder, reason)
     failed = {}
-    again = _Counted(decoded_rows(task, source, entries, failed))
+    again = _Counted(decoded_rows(task, source, _read_of(site, entries), failed))
     return gathered(_within(again, cache.memory_gb * GB, refusal), task, failed)
+
+
+def _read_of(site: str, entries: list[Entry]) -> Iterator[Entry]:
+    return counted(entries, len(entries), f"site {site}, images read")
 
 
 def _within(rows: "_Counted", most: float, refusal: DataError) -> Iterator[DecodedRow]:

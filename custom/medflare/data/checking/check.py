@@ -1,6 +1,7 @@
 """Data and task looked at before a site joins: everything read, counted, measured and drawn; problems listed, not hidden."""
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from medflare.data.datalist import Entry, site_folders
 from medflare.data.files.decoding import target_of
 from medflare.data.files.sources import FileSource
 from medflare.data.loading import allowed_folders, load_site_data
+from medflare.data.progress import counted
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.opening import refuse_large_task
 from medflare.data.splits import SiteData
@@ -101,7 +103,7 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings)
     except DataError as error:
         report.problems.append(str(error))
         return report, None
-    _read_everything(source, entries, task, report)
+    _read_everything(source, counted(entries, len(entries), f"site {name}, images checked"), task, report)
     if report.problems and task.unreadable == "error":
         return report, None
     report.left_out, report.problems = report.problems, []
@@ -123,7 +125,7 @@ def _shortened(lines: list[str]) -> list[str]:
     return [*lines[:_MOST_PROBLEMS], f"... and {hidden} more"] if hidden > 0 else lines
 
 
-def _read_everything(source: FileSource, entries: list[Entry], task: TaskConfig, report: SiteReport) -> None:
+def _read_everything(source: FileSource, entries: Iterable[Entry], task: TaskConfig, report: SiteReport) -> None:
     """Every file, whatever the others are like: sizes, intensities and problems go into the report."""
     sizes: Counter[str] = Counter()
     moments, intensity = [], IntensityCheck(task)

@@ -19,6 +19,7 @@ from medflare.data.datalist import Entry, site_folders
 from medflare.data.files.decoding import pictures_of, target_of
 from medflare.data.files.sources import Source
 from medflare.data.loading import refuse_too_many, source_of, used_entries
+from medflare.data.progress import counted
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -152,7 +153,7 @@ def fingerprint_of(
     entries = [entry for entry in used_entries(site, task, source)[0] if entry.split == "training"]
     seen = _Seen(task, min(_DRAWN, _MOST_DRAWN // max(1, len(entries))))
     failed: dict[int, str] = {}
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(counted(entries, len(entries), f"site {site}, training images looked at")):
         if aborted():
             raise Aborted(f"site {site}: stopped on request")
         try:

@@ -39,7 +39,7 @@ class DecodedRow(NamedTuple):
     spacing: Spacing | None
 
 
-def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
+def decode(task: TaskConfig, source: Source, entries: Iterable[Entry]) -> Decoded:
     """Every picture, and every kept slice of every volume, read, checked and resized, in memory.
 
     Args:
@@ -51,7 +51,7 @@ def decode(task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
     return gathered(decoded_rows(task, source, entries, failed), task, failed)
 
 
-def decoded_rows(task: TaskConfig, source: Source, entries: list[Entry], failed: dict[int, str]) -> Iterator[DecodedRow]:
+def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[Entry], failed: dict[int, str]) -> Iterator[DecodedRow]:
     """The rows of `decode` one after the other, no more than one file's at a time.
 
     Args:

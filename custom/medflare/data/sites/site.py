@@ -11,6 +11,7 @@ from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.files.sources import Source
+from medflare.data.progress import counted
 from medflare.data.sites import fitting, scoring
 from medflare.data.sites.ahead import read_ahead
 from medflare.data.sites.batches import in_random_order
@@ -122,7 +123,8 @@ class Site:
         count = self.n[split] * self.fitting.per_image
         orders = in_random_order(count, size, drop_last, self.seed, self.name, *keys, "order", weights=drawing)
         data = self.data.split(split)
-        portions = (order % len(data) for order in orders)
+        told = counted(orders, len(orders), f"site {self.name}, batches of {split} images in this epoch")
+        portions = (order % len(data) for order in told)
         for index, found in read_ahead(data, portions, lambda rows: self.fitting.read(data, rows)):
             batch = self._batch(index, *self.fitting.samples(found, random))
             yield self.augmented(batch, random) if augment else batch

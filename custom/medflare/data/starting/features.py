@@ -18,6 +18,7 @@ from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import site_folders
 from medflare.data.files.decoding import decoded_rows
 from medflare.data.loading import refuse_too_many, source_of
+from medflare.data.progress import counted
 from medflare.data.starting.finding import Item
 from medflare.data.starting.writing import folder_of, refuse_existing, write_datalist
 from medflare.data.targets import encode_label
@@ -116,7 +117,8 @@ def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwo
     source = source_of(site, task, folder)
     entries = [entry for entry in source.entries() if encode_label(entry.label, task, entry.place) is not None]
     failed: dict[int, str] = {}
-    rows = ((row.entry, row.image) for row in decoded_rows(task, source, entries, failed))
+    read = counted(entries, len(entries), f"{site or folder.name}, images through the network")
+    rows = ((row.entry, row.image) for row in decoded_rows(task, source, read, failed))
     items = []
     for number, (entry, features) in enumerate(_through(network, rows)):
         file = to / "features" / f"{number:06d}.tiff"

@@ -15,6 +15,7 @@ from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.files.cutting import check_picture, write_windows
 from medflare.data.files.readers import NIFTI, PICTURES, explained, suffix
+from medflare.data.progress import counted
 from medflare.data.starting.finding import Item
 
 Recode: TypeAlias = Callable[[Path], Any]  # a mask file -> the values that the task lists, as a uint8 array (H, W)
@@ -28,7 +29,7 @@ def folder_of(home: Path, site: str) -> Path:
 # -- checked ---------------------------------------------------------------------------------------------------------------
 
 
-def usable_items(items: Iterable[Item], root: Path) -> tuple[list[Item], list[str]]:
+def usable_items(items: Sequence[Item], root: Path) -> tuple[list[Item], list[str]]:
     """Images whose files open and whose masks have their size, and a line for each of the others. Only headers are read.
 
     Args:
@@ -38,7 +39,7 @@ def usable_items(items: Iterable[Item], root: Path) -> tuple[list[Item], list[st
     usable, bad = [], []
     listed: set[Path] = set()
     check = cache(check_picture)  # many images come from one picture
-    for item in items:
+    for item in counted(items, len(items), f"{root}, headers read"):
         try:
             if item.first in listed:
                 raise DataError(f"{named(item.first, root)}: listed twice")
@@ -138,7 +139,7 @@ def bring_files(folder: Path, items: Iterable[Item], root: Path, *, copy: bool, 
     """
     brought, listed = [], list(items)
     write_windows({folder / item.first.relative_to(root): item.window for item in listed if item.window is not None})
-    for item in listed:
+    for item in counted(listed, len(listed), f"{folder}, images brought"):
         images = filter(None, item.files if item.window is None else ())
         masks = item.masks if recode is None else []
         for file in (*images, *masks):

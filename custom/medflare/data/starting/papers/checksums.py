@@ -1,13 +1,14 @@
 """Files of a download held against their published checksums, in the format of `md5sum`, `sha1sum`, `sha256sum` and `sha512sum`."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.store import file_digest
+from medflare.data.progress import counted
 
 _ALGORITHMS: Final = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}  # hexadecimal digits -> how they were computed
 _LINE: Final = re.compile(r"([0-9a-fA-F]+) [ *](.+)")
@@ -33,9 +34,7 @@ class Compared:
         return line + (f"; WARNING: {len(self.missing)} not there, the first: {self.missing[0]}" if self.missing else "")
 
 
-def compare_checksums(
-    listing: Path, folder: Path, *, strict: bool = False, progress: Callable[[int, int], None] = lambda done, total: None
-) -> Compared:
+def compare_checksums(listing: Path, folder: Path, *, strict: bool = False) -> Compared:
     """Hold the files of a folder against a list of checksums; nothing is changed.
 
     A listed file that is not at its place in the folder is looked for below: Zenodo lists names alone, wherever the files were moved to.
@@ -46,7 +45,6 @@ def compare_checksums(
             MD5, SHA-1, SHA-256 and SHA-512 apart.
         folder: of the downloads.
         strict: listed files that are not there are an error.
-        progress: called with (files done, files in all).
 
     Raises:
         ConfigError: the list cannot be read, or none of its files is there.
@@ -59,13 +57,9 @@ def compare_checksums(
         raise ConfigError(f"{listing}: none of its {len(wanted)} files is in {folder}, the first: {missing[0]}; give the list of these")
     if missing and strict:
         raise DataError(f"{folder}: {len(missing)} of {len(wanted)} files of {listing.name} are not there, the first: {missing[0]}")
-    differing, done, total = [], 0, sum(map(len, files.values()))
-    for name, found in files.items():
-        for path in found:
-            if file_digest(path, _ALGORITHMS[len(wanted[name])]) != wanted[name]:
-                differing.append(path)
-            done += 1
-            progress(done, total)
+    there = [(path, wanted[name]) for name, found in files.items() for path in found]
+    read = counted(there, len(there), f"{folder}, files compared")
+    differing = [path for path, checksum in read if file_digest(path, _ALGORITHMS[len(checksum)]) != checksum]
     if differing:
         others = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise DataError(f"{differing[0]}: not the file whose checksum is in {listing.name}{others}; download again what differs")

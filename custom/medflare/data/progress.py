@@ -1,0 +1,32 @@
+"""How far long work is: a line in the log now and then, once it has taken a while.
+
+A command prints these lines, and under FLARE they are in a site's own log. They name the site and how many, nothing else of it.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeVar
+
+_FIRST: Final = 5.0  # seconds until the first line ...
+_EVERY: Final = 30.0  # ... and between two
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def counted(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """The items; the log tells how many of them are done.
+
+    Args:
+        items: each is done when the next one is asked for.
+        total: how many there are.
+        what: they are, and whose: "site A, images read".
+    """
+    began = time.monotonic()
+    due = began + _FIRST
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now > due:
+            _log.info("%s: %d of %d after %.0f s", what, done, total, now - began)
+            due = now + _EVERY
+        yield item
