@@ -25,9 +25,9 @@ from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange.desk import Desk
 from medflare.flare.exchange.progress import GROUP, Journal, Progress
 from medflare.flare.exchange.serving import Ending, ServerSpec, allowed, executed, formula
-from medflare.flare.exchange.streams import share_cleanup_thread
 from medflare.flare.exchange.tasks import TaskExchange
 from medflare.flare.exchange.tracking import Tracking
+from medflare.flare.exchange.upkeep import share_cleanup_thread
 from medflare.flare.exchange.watch import Watch
 from medflare.flare.simulator.lightness import spare_torch
 from medflare.flare.simulator.office import Office

@@ -34,7 +34,7 @@ from medflare.flare.exchange.participants import (
     load_ahead,
 )
 from medflare.flare.exchange.signs import Pulse, announce_tensors, expect_answers, wait_for_work
-from medflare.flare.exchange.streams import share_cleanup_thread
+from medflare.flare.exchange.upkeep import give_back_memory, share_cleanup_thread
 from medflare.flare.exchange.wire import arrays_bytes, error_reply, register_tensors, to_message, to_shareable
 from medflare.flare.names import by_name, named_classes
 from medflare.flare.simulator.relay import Relay
@@ -80,11 +80,13 @@ class MedflareExecutor(Executor):
         return self.method or self.default_method
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Have everything imported before the first task; wait for work before every poll; be able to send what is to be sent."""
+        """Have everything imported before the first task; wait for work before every poll; be able to send what is to be sent; tidy up."""
         if event_type == EventType.ABOUT_TO_START_RUN and self._preload is not None:
             self._preload.finish()
         elif event_type == EventType.BEFORE_PULL_TASK:
             wait_for_work(fl_ctx)
+        elif event_type == EventType.AFTER_SEND_TASK_RESULT:
+            give_back_memory()
         elif event_type == EventType.BEFORE_SEND_TASK_RESULT and "torch" in sys.modules:
             register_tensors()  # code that a job or a filter brings may have left a tensor where none belongs
             if self._relay.there():

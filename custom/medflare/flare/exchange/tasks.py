@@ -20,6 +20,7 @@ from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, ConfigError
 from medflare.federation.settings import DELIVER, ENROL
+from medflare.flare.exchange.upkeep import give_back_memory
 from medflare.flare.exchange.watch import Watch
 
 _LOOK = 0.1  # seconds between two looks at the clock and the abort signal; answers wake the wait at once
@@ -183,6 +184,7 @@ class TaskExchange(Board):
             for one in asked.values():
                 if not one.answered:
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
+            give_back_memory()
         return {site: problems.get(site) or _taken(site, one, read) for site, one in asked.items()}
 
     # -- asking ------------------------------------------------------------------------------------------------------------

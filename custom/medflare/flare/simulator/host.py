@@ -5,7 +5,6 @@ disk after every task all the same: a fork that is killed, or ends because it ha
 new one that goes on from there. The server's fork computes the whole run (`running`).
 """
 
-import ctypes
 import json
 import mmap
 import os
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from medflare.core.errors import MedflareError
 from medflare.flare.exchange.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
+from medflare.flare.exchange.upkeep import give_back_memory
 
 if TYPE_CHECKING:
     from medflare.flare.simulator.running import RunSeat
@@ -199,7 +199,7 @@ def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, h
             at_work[0] = 1
             with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
                 seat.answer(connection)
-            _give_back()
+            give_back_memory()  # tens of megabytes in each of many forks are more than what they use
             at_work[0] = 0
     except BaseException:
         traceback.print_exc()
@@ -212,12 +212,6 @@ def _import_everything(method: str) -> None:
 
     register_decomposers()
     load_ahead(method)
-
-
-def _give_back() -> None:
-    """Give the system what was freed: the C library keeps it, and tens of megabytes in each of many forks are more than what they use."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _alive(process: int) -> bool:

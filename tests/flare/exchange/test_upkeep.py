@@ -5,7 +5,7 @@ import threading
 
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 
-from medflare.flare.exchange.streams import DelayedCalls, share_cleanup_thread
+from medflare.flare.exchange.upkeep import DelayedCalls, share_cleanup_thread
 from waiting import eventually
 
 

@@ -1,16 +1,21 @@
-"""Keeps the number of threads constant while a federation runs.
+"""Keeps the threads and the memory of a process constant while a federation runs.
 
 FLARE 2.9 remembers every received stream for 65 s, so that it can acknowledge chunks that are sent again, and starts a
 sleeping timer thread for each of them. Every answer to a site's poll for work is such a stream: at ten polls a second a
 process collects hundreds of threads. Here one thread looks after all of them; what is remembered, and for how long, stays.
+
+Messages are made and read by many threads, and the C library keeps for each what it has freed: in four hundred rounds of a small
+network a simulator's processes grew by half. What is free goes back to the system after every task.
 """
 
+import ctypes
 import heapq
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 
@@ -82,3 +87,9 @@ def _schedule_remove_task(task: RxTask, ttl: float | None = None) -> None:
     with task.stop_lock:
         if task.cleanup_timer is None:
             task.cleanup_timer = _CLEANUPS.after(task.completed_task_ttl if ttl is None else ttl, task._remove_task)
+
+
+def give_back_memory() -> None:
+    """Give the system what this process has freed, where its C library can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
