@@ -3,7 +3,6 @@
 import argparse
 import errno
 import io
-import logging
 import os
 import sys
 from collections.abc import Container, Sequence
@@ -15,7 +14,7 @@ from medflare.cli import data, methods, models, results, run, starting, studies
 from medflare.cli.federation import jobs, site, watching
 from medflare.core.errors import MedflareError
 from medflare.core.packages import end_quickly
-from medflare.data import progress
+from medflare.data.progress import print_lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     _print_anything()
     end_quickly()
-    _tell_progress()
+    print_lines()
     options = command_line().parse_args(arguments)
     try:
         return int(options.command(options))
@@ -77,21 +76,6 @@ def _print_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-class _Lines(logging.Handler):
-    """Prints what it is given."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"medflare: {record.getMessage()}", file=sys.stderr)
-
-
-def _tell_progress() -> None:
-    """Print how far long work is."""
-    log = logging.getLogger(progress.__name__)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.handlers = [_Lines()]
 
 
 def command_line() -> argparse.ArgumentParser:

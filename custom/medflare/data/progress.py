@@ -1,9 +1,10 @@
 """How far long work is: a line in the log now and then, once it has taken a while.
 
-A command prints these lines, and under FLARE they are in a site's own log. They name the site and how many, nothing else of it.
+Commands print these lines, and so does FLARE's simulator; elsewhere they are in a site's own log. They say whose images and how many.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Final, TypeVar
@@ -30,3 +31,17 @@ def counted(items: Iterable[T], total: int, what: str) -> Iterator[T]:
             _log.info("%s: %d of %d after %.0f s", what, done, total, now - began)
             due = now + _EVERY
         yield item
+
+
+class _Lines(logging.Handler):
+    """Prints what it is given."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"medflare: {record.getMessage()}\n")
+
+
+def print_lines() -> None:
+    """From now on this process prints the lines, and those that are forked from it do."""
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    _log.handlers = [_Lines()]

@@ -1,11 +1,14 @@
-"""One thread serves all clean-ups of received streams."""
+"""One thread serves all clean-ups of received streams, and what is free goes back to the system."""
 
 import inspect
+import platform
 import threading
 
+import psutil
+import pytest
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 
-from medflare.flare.exchange.upkeep import DelayedCalls, share_cleanup_thread
+from medflare.flare.exchange.upkeep import DelayedCalls, give_back_memory, share_cleanup_thread
 from waiting import eventually
 
 
@@ -68,3 +71,14 @@ def test_flare_still_has_what_is_replaced() -> None:
         one._schedule_remove_task(0.2)
     assert threading.active_count() <= before + 1
     assert eventually(lambda: not any(key[0] == "somebody" for key in RxTask.rx_task_map))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides by itself")
+def test_memory_goes_back_although_something_lies_behind_it() -> None:
+    process, freed = psutil.Process(), [bytes(100_000) for _ in range(1000)]
+    behind = bytes(100_000)
+    freed.clear()
+    before = process.memory_info().rss
+    give_back_memory()
+    assert before - process.memory_info().rss > 50_000_000, "of 100 MB"
+    assert len(behind) == 100_000

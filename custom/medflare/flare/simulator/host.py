@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from medflare.core.errors import MedflareError
+from medflare.data.progress import print_lines
 from medflare.flare.exchange.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
 from medflare.flare.exchange.upkeep import give_back_memory
 
@@ -174,6 +175,7 @@ def serve(listener: socket.socket, simulator: int, method: str) -> None:
     """
     folder = Path(listener.getsockname()).parent
     anchor(DATA_ROOT)
+    print_lines()
     _import_everything(method)
     host = Host(listener, folder)
     try:
