@@ -7,7 +7,7 @@ from medflare.studies.statistics.seeds import Run
 from medflare.studies.tables.choices import routing_table, selector_table
 from medflare.studies.tables.curves import curves_table, is_rising
 from medflare.studies.tables.differences import differences_table, own_differences_table
-from medflare.studies.tables.report import study_report
+from medflare.studies.tables.report import study_report, study_tables
 from medflare.studies.tables.rows import with_oracle
 from medflare.studies.tables.sites import sites_table
 from medflare.studies.tables.summary import summary_table
@@ -63,6 +63,19 @@ def test_differences_table(runs: list[Run]) -> None:
     )
     assert "| better | deployed | outside | +0.100 | – | – | 3 | – | – | – |" in lines
     assert not any(line.startswith("| plain | deployed") for line in lines), "not against itself"
+    against = differences_table({"plain": runs, "better": better}, "dice", "better")
+    assert "| difference to better |" in against and "| plain | deployed | outside | -0.100 | – | – | 3 | – | – | – |" in against
+    assert "| better | deployed" not in against
+
+
+def test_rows_are_held_against_training_alone_wherever_it_stands(record: RunRecord) -> None:
+    alone = [measured(record, seed, "single-site", A={"global": 0.5, "personal": 0.5, "deployed": 0.5}) for seed in (0, 1)]
+    fedavg = [measured(record, seed, A={"global": 0.6, "personal": 0.6, "deployed": 0.6}) for seed in (0, 1)]
+    titles = ["dice, differences", "dice, differences to single-site"]
+    tables = study_tables({"fedavg": fedavg, "single-site": alone}, titles)
+    assert list(tables) == titles
+    assert "| fedavg | global, personal, deployed | inside | +0.100 |" in tables["dice, differences to single-site"]
+    assert list(study_tables({"single-site": alone, "fedavg": fedavg}, titles)) == titles[:1], "once is enough"
 
 
 # ---- what the mean hides -----------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ def add_commands(commands: Commands) -> None:
         description=(
             "Compare methods over seeds and splits; prints and keeps Markdown tables. A comparison says little without rows that a method "
             "has to beat: --reference all adds them. Every table says by what its models were selected, and warns of rows that are "
-            "still rising or that sit at the constant answer. Differences to the first row have 95 % intervals over seeds and over "
-            "patients. Finished runs are kept, and --tables makes the tables of a folder again."
+            "still rising or that sit at the constant answer. Differences to the first row, and to training alone, have 95 % intervals "
+            "over seeds and over patients. Finished runs are kept, and --tables makes the tables of a folder again."
         ),
         examples=(
             "medflare study fedavg fedsm --reference all --sites 3 --rounds 5 --out study",

@@ -1,4 +1,4 @@
-"""Paired differences: every model against what the first row deploys, and against models of its own run, over seeds and over patients."""
+"""Paired differences: every model against what one row deploys, and against models of its own run, over seeds and over patients."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -14,16 +14,17 @@ NULL: Final = ("global", "batch_statistics", "mixture", "tent")  # what a run's 
 _OVER: Final = ("95 % over seeds", "t-test over seeds, p", "seeds", "95 % over patients", "test over patients, p", "patients")
 
 
-def differences_table(groups: Groups, metric: str) -> str:
-    """A Markdown table of paired differences to what the first group deploys, each with its 95 % intervals.
+def differences_table(groups: Groups, metric: str, against: str | None = None) -> str:
+    """A Markdown table of paired differences to what one group deploys, each with its 95 % intervals.
 
     Over seeds: Student's t, of seeds that both groups have. Over patients: `compare_patients`, where the runs hold scores of patients.
 
     Args:
-        groups: label -> results dicts that differ in their seed and in who is outside; the first is what others are held against.
+        groups: label -> results dicts that differ in their seed and in who is outside.
         metric: its name.
+        against: label of the group that all others are held against; None: the first.
     """
-    (first, reference), *_ = groups.items()
+    against = next(iter(groups)) if against is None else against
     rows: dict[tuple[str, ...], list[str]] = {}  # what a line says beside its models -> the models it says it of
     for label, runs in groups.items():
         compared: list[tuple[list[Any], list[str]]] = []  # results of a model, its cells: models with the same results are compared once
@@ -32,11 +33,11 @@ def differences_table(groups: Groups, metric: str) -> str:
                 results = _results(runs, model, role)
                 cells = next((known for others, known in compared if others == results), None)
                 if cells is None:
-                    cells = _cells((reference, "deployed"), (runs, model), metric, role, alike=label == first)
+                    cells = _cells((groups[against], "deployed"), (runs, model), metric, role, alike=label == against)
                     compared.append((results, cells))
                 if cells:
                     rows.setdefault((label, *cells), []).append(model)
-    lines = [["method", "model", "sites", f"difference to {first}", *_OVER]]
+    lines = [["method", "model", "sites", f"difference to {against}", *_OVER]]
     lines += [[label, named(models), *cells] for (label, *cells), models in rows.items()]
     return markdown(lines, left=3)
 

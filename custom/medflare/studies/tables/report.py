@@ -18,7 +18,8 @@ TABLE_FILE: Final = "table.md"
 
 def study_tables(groups: Groups, wanted: Container[str] | None = None) -> dict[str, str]:
     """Title -> Markdown table: for each of the task's metrics, its main one first, what every site reached and what the mean hides; then
-    paired differences, what selectors and routing chose, and learning curves in the main one.
+    paired differences to the first row and to rows that trained alone, what selectors and routing chose, and learning curves in the main
+    one.
 
     Args:
         groups: label -> results dicts that differ in their seed and in who is outside.
@@ -37,6 +38,9 @@ def study_tables(groups: Groups, wanted: Container[str] | None = None) -> dict[s
         tables[metric] = partial(sites_table, groups, metric)
         tables[f"{metric}, what the mean hides"] = partial(summary_table, groups, metric)
     tables[f"{main}, differences"] = partial(differences_table, groups, main)
+    for label in list(groups)[1:]:
+        if _has({label: groups[label]}, SINGLE_SITE):
+            tables[f"{main}, differences to {label}"] = partial(differences_table, groups, main, label)
     tables[f"{main}, differences within a row"] = partial(own_differences_table, groups, main)
     tables["selector"] = partial(selector_table, groups)
     tables[f"{main}, routing"] = partial(routing_table, groups, main)
