@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,33 +13,42 @@ from medflare.data.progress import counted
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at it is ten seconds after the one before."""
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """The lines' own, as nobody has set it up; commands of other tests have."""
+    log = logging.getLogger(progress.__name__)
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", False)
+    before = log.level
+    log.setLevel(logging.INFO)  # and not by the attribute: the logger remembers what is enabled
+    yield log
+    log.setLevel(before)
+
+
+@pytest.fixture
+def said(log: logging.Logger) -> list[str]:
+    """What the log was told."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    return lines
+
+
+def test_a_line_after_five_seconds_and_then_every_thirty(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that every look at it finds ten seconds later."""
     seconds = itertools.count(0.0, 10.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    assert list(counted("abcdefgh", 8, "site A, images read")) == list("abcdefgh")
+    assert said == [f"site A, images read: {done} of 8 after {after} s" for done, after in ((0, 10), (4, 50))]
 
 
-@pytest.mark.usefixtures("clock")
-def test_a_line_after_five_seconds_and_then_every_thirty(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger(progress.__name__), "propagate", True)
-    with caplog.at_level(logging.INFO, progress.__name__):
-        assert list(counted("abcdefgh", 8, "site A, images read")) == list("abcdefgh")
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == [f"site A, images read: {done} of 8 after {seconds} s" for done, seconds in ((0, 10), (4, 50))]
+def test_short_work_says_nothing(said: list[str]) -> None:
+    assert list(counted([1, 2], 2, "two")) == [1, 2]
+    assert not said
 
 
-def test_short_work_says_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger(progress.__name__), "propagate", True)
-    with caplog.at_level(logging.INFO, progress.__name__):
-        assert list(counted([1, 2], 2, "two")) == [1, 2]
-    assert not caplog.records
-
-
-def test_commands_print_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_it(log: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     """As often as a command is called in one process, and on the standard error of the moment."""
-    log = logging.getLogger(progress.__name__)
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(log, name, getattr(log, name))
     for _ in range(2):
         assert main(["methods"]) == 0
         capsys.readouterr()
