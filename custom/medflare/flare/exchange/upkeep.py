@@ -5,7 +5,7 @@ sleeping timer thread for each of them. Every answer to a site's poll for work i
 process collects hundreds of threads. Here one thread looks after all of them; what is remembered, and for how long, stays.
 
 Messages are made and read by many threads, and the C library keeps for each what it has freed: in four hundred rounds of a small
-network a simulator's processes grew by half. What is free goes back to the system after every task.
+network a site's process in the simulator grew by half. What is free goes back to the system after every task.
 """
 
 import ctypes
