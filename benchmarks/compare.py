@@ -274,9 +274,16 @@ def show(options: argparse.Namespace, job: Path) -> None:
         written_job(options.rounds, job)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for _ in range(options.repeats):
-        for name in chosen:
-            found[name].append(measured(name, options.sites, options.rounds, job))
-            print(name, found[name][-1], file=sys.stderr, flush=True)  # where a later one fails
+        for name in list(found):
+            try:
+                found[name].append(measured(name, options.sites, options.rounds, job))
+            except SystemExit as failure:
+                if name.split()[0] not in RIVALS:
+                    raise
+                print(f"{failure}; left out", file=sys.stderr)  # half installed, for example: the others' minutes are not lost
+                del found[name]
+            else:
+                print(name, found[name][-1], file=sys.stderr, flush=True)  # where a later one fails
     middle = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in found.items()}
     for name, package in RIVALS.items():
         if not find_spec(package):

@@ -1,5 +1,6 @@
 """Engines beside a bare PyTorch loop, in processor time: bounds that only a regression of about 2 x breaks."""
 
+import argparse
 import ctypes
 import importlib.util
 from pathlib import Path
@@ -48,3 +49,24 @@ def test_nothing_is_adopted_afterwards(compare: ModuleType) -> None:
     adopts = ctypes.c_int(-1)
     assert ctypes.CDLL(None).prctl(37, ctypes.byref(adopts), 0, 0, 0) == 0  # PR_GET_CHILD_SUBREAPER
     assert adopts.value == 0
+
+
+def test_a_rival_that_fails_is_left_out_and_nothing_else_is(
+    compare: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measured(name: str, *_: object) -> dict[str, float]:
+        if name == broken:
+            raise SystemExit(f"{name}: exit code 1")
+        return {"seconds": 2.0, "call": 1.0, "processor": 2.0, "megabytes": 100.0}
+
+    monkeypatch.setattr(compare, "measured", measured)
+    monkeypatch.setattr(compare, "engines", lambda *_: dict.fromkeys(("floor", "loop", "pfl 0.6.0")))
+    options = argparse.Namespace(sites=2, rounds=1, repeats=2, only=None)
+    broken = "pfl 0.6.0"
+    compare.show(options, tmp_path / "job")
+    said = capsys.readouterr()
+    assert said.err.count("pfl 0.6.0: exit code 1; left out") == 1
+    assert [line.split(" | ")[0] for line in said.out.splitlines()[2:]] == ["| floor", "| loop"]
+    broken = "loop"
+    with pytest.raises(SystemExit, match="loop: exit code 1"):
+        compare.show(options, tmp_path / "job")
