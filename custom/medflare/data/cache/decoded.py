@@ -73,7 +73,7 @@ def _through(cache: CacheSettings, key: str, site: str, task: TaskConfig, source
     if (found := _read(entry, cache, task, verify=True)) is not None:
         return found
     failed: dict[int, str] = {}
-    written = _Counted(decoded_rows(task, source, _read_of(site, entries), failed))
+    written = _Weighed(decoded_rows(task, source, _read_of(site, entries), failed))
     try:
         with new_entry(entry) as partial:
             _write(partial, written, failed, task, Room(cache))
@@ -90,7 +90,7 @@ def _through(cache: CacheSettings, key: str, site: str, task: TaskConfig, source
         raise refusal
     _log.warning("data cache %s cannot be written (%s); the next process decodes the images again", cache.folder, reason)
     failed = {}
-    again = _Counted(decoded_rows(task, source, _read_of(site, entries), failed))
+    again = _Weighed(decoded_rows(task, source, _read_of(site, entries), failed))
     return gathered(_within(again, cache.memory_gb * GB, refusal), task, failed)
 
 
@@ -98,7 +98,7 @@ def _read_of(site: str, entries: list[Entry]) -> Iterator[Entry]:
     return counted(entries, len(entries), f"site {site}, images read")
 
 
-def _within(rows: "_Counted", most: float, refusal: DataError) -> Iterator[DecodedRow]:
+def _within(rows: "_Weighed", most: float, refusal: DataError) -> Iterator[DecodedRow]:
     """The rows, as long as they take no more bytes than `most`: a folder that takes nothing has not told how many they are."""
     for row in rows:
         if rows.nbytes > most:
@@ -106,7 +106,7 @@ def _within(rows: "_Counted", most: float, refusal: DataError) -> Iterator[Decod
         yield row
 
 
-class _Counted:
+class _Weighed:
     """Rows, with the bytes that those which came so far take in memory."""
 
     def __init__(self, rows: Iterator[DecodedRow]):
@@ -119,7 +119,7 @@ class _Counted:
             yield row
 
 
-def _write(folder: Path, rows: _Counted, failed: dict[int, str], task: TaskConfig, room: Room) -> None:
+def _write(folder: Path, rows: _Weighed, failed: dict[int, str], task: TaskConfig, room: Room) -> None:
     """All rows, decoded, counted and written in one pass."""
     numbers, names, spacings, dtypes = list[int](), list[str](), list[Spacing | None](), set[str]()
     counts: list[list[int]] = []

@@ -38,8 +38,8 @@ def study_tables(groups: Groups, wanted: Container[str] | None = None) -> dict[s
         tables[metric] = partial(sites_table, groups, metric)
         tables[f"{metric}, what the mean hides"] = partial(summary_table, groups, metric)
     tables[f"{main}, differences"] = partial(differences_table, groups, main)
-    for label in list(groups)[1:]:
-        if _has({label: groups[label]}, SINGLE_SITE):
+    for label, runs in list(groups.items())[1:]:
+        if runs[0]["method"] == SINGLE_SITE:
             tables[f"{main}, differences to {label}"] = partial(differences_table, groups, main, label)
     tables[f"{main}, differences within a row"] = partial(own_differences_table, groups, main)
     tables["selector"] = partial(selector_table, groups)
