@@ -176,6 +176,53 @@ def test_an_image_listed_twice_by_other_names(tmp_path: Path, again: str) -> Non
         check_patients(read_datalist(tmp_path, "classification"))
 
 
+@pytest.mark.parametrize(("one", "other"), [(1, 1.0), ("7", " 7"), ("1", "1.0"), (7, "7 ")])
+def test_one_patient_however_the_number_is_written(one: object, other: object, tmp_path: Path) -> None:
+    """pandas makes 1.0 of 1 where a column has an empty cell."""
+    listed = {"training": [{"image": "a.png", "label": 0, "patient": one}], "test": [{"image": "b.png", "label": 0, "patient": other}]}
+    (tmp_path / "datalist.json").write_text(json.dumps(listed))
+    with pytest.raises(DataError, match=r"test\[0\]: patient [17] is also in .*training\[0\]"):
+        check_patients(read_datalist(tmp_path, "classification"))
+
+
+def test_patients_whose_names_are_alike(tmp_path: Path) -> None:
+    names = [1, 1.5, "1.00", "v1.0", "", "01"]
+    listed = {"training": [{"image": f"{n}.png", "label": 0, "patient": name} for n, name in enumerate(names)]}
+    (tmp_path / "datalist.json").write_text(json.dumps(listed))
+    assert [entry.patient for entry in read_datalist(tmp_path, "classification")] == ["1", "1.5", "1.00", "v1.0", "", "01"]
+
+
+def test_an_image_under_two_names_of_one_file(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    (tmp_path / "b.png").hardlink_to(tmp_path / "a.png")
+    listed = {"training": [{"image": "a.png", "label": 0}], "test": [{"image": "b.png", "label": 0}]}
+    (tmp_path / "datalist.json").write_text(json.dumps(listed))
+    with pytest.raises(DataError, match=r"test\[0\]: image b.png is also in .*training\[0\]; list it once"):
+        check_patients(read_datalist(tmp_path, "classification"))
+
+
+def _channels(*files: list[str | None]) -> list[Entry]:
+    """Images of as many patients, with a file for each channel."""
+    paths = [tuple(None if name is None else Path(name) for name in names) for names in files]
+    return [
+        Entry(next(filter(None, paths_)), 0, f"p{n}", "training", f"datalist.json training[{n}]", paths_) for n, paths_ in enumerate(paths)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(["t1", "t2"], ["t2", "t1"]), (["t1", "t2"], [None, "t2"]), ([None, "t2"], ["t1", "t2"]), (["t1", "a"], ["t1", "b"])],
+)
+def test_an_image_that_is_part_of_another(first: list[str | None], second: list[str | None]) -> None:
+    with pytest.raises(DataError, match=r"training\[\d\]: image t[12] is also in datalist.json training\[\d\]; list it once"):
+        check_patients(_channels(first, second))
+
+
+def test_images_may_share_a_channel_that_stands_in() -> None:
+    """A blank volume for what was not taken, or an atlas; and one file may be two channels of one image."""
+    check_patients(_channels(["a", "blank"], ["b", "blank"], [None, "c"], ["d", "d"]))
+
+
 def test_an_image_listed_twice() -> None:
     entries = _entries(training=["a", "a"])
     entries[1] = Entry(entries[0].image, 0, "a", "training", "datalist.json training[1]")

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,8 @@ import pytest
 from medflare.cli import main
 from medflare.data import progress
 from medflare.data.progress import counted
+from medflare.tasks.config import TaskConfig
+from pictures import numbered_site
 
 
 @pytest.fixture
@@ -25,6 +27,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at it finds it ten seconds later."""
+    seconds = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+
+@pytest.fixture
 def said(log: logging.Logger) -> list[str]:
     """What the log was told."""
     lines: list[str] = []
@@ -34,12 +43,23 @@ def said(log: logging.Logger) -> list[str]:
     return lines
 
 
-def test_a_line_after_five_seconds_and_then_every_thirty(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that every look at it finds ten seconds later."""
-    seconds = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+@pytest.mark.usefixtures("clock")
+def test_a_line_after_five_seconds_and_then_every_thirty(said: list[str]) -> None:
     assert list(counted("abcdefgh", 8, "site A, images read")) == list("abcdefgh")
     assert said == [f"site A, images read: {done} of 8 after {after} s" for done, after in ((0, 10), (4, 50))]
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_item_may_count_for_several(said: list[str]) -> None:
+    assert list(counted(["ab", "cde", "f", "g", "h", "i"], 9, "letters", size=len))
+    assert said == ["letters: 0 of 9 after 10 s", "letters: 7 of 9 after 50 s"]
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_site_that_measures_a_model_counts_images(said: list[str], make_task: Callable[..., TaskConfig]) -> None:
+    site = numbered_site(make_task(), train=42)
+    site.score(lambda images: images[:, :1] * 0, "train")
+    assert said == [f"site A, train images measured: {done} of 42 after {after} s" for done, after in ((0, 10), (4 * 8, 50))]
 
 
 def test_short_work_says_nothing(said: list[str]) -> None:

@@ -8,15 +8,9 @@ import torch
 from monai.data.meta_obj import get_track_meta
 
 from medflare.core.errors import ConfigError
-from medflare.data.transforms import (
-    Augmentation,
-    Preprocessing,
-    photometric_augmentations,
-    plain_tensors,
-    smooth_augmentations,
-    spatial_augmentations,
-)
+from medflare.data.transforms import Augmentation, Preprocessing, plain_tensors
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.transforms import photometric_augmentations, smooth_augmentations, spatial_augmentations
 
 TaskOf = Callable[..., TaskConfig]
 
@@ -169,6 +163,18 @@ def test_draws_differ_between_images_of_a_batch(make_task: TaskOf) -> None:
     images, masks = images[:1].repeat(32, 1, 1, 1), masks[:1].repeat(32, 1, 1)
     flipped = (augment(images, masks, np.random.RandomState(0))[0] != images).flatten(1).any(dim=1)
     assert 4 < flipped.sum() < 28
+
+
+@pytest.mark.parametrize("form", ["RandAffined", "RandAffineD", "RandAffineDict"])
+def test_a_dictionary_form_does_what_its_array_form_does(make_task: TaskOf, form: str) -> None:
+    def moved(**settings: object) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = {"prob": 1.0, "rotate_range": 1.0, "padding_mode": "zeros", **settings}
+        return Augmentation(make_task(augment=[turned]))(*_disc(), np.random.RandomState(1))
+
+    found, expected = moved(name=form, keys=["image", "label"], mode=["bilinear", "nearest"]), moved(name="RandAffine")
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    with pytest.raises(ConfigError, match=r"mode .* would invent labels; masks are moved by the nearest pixel"):
+        moved(name=form, mode=["bilinear", "bilinear"])
 
 
 def test_monai_metadata_setting_is_left_alone(make_task: TaskOf) -> None:

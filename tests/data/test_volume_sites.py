@@ -115,9 +115,11 @@ def test_slices_belong_together_only_on_one_grid(tmp_path: Path) -> None:
     write(folder / "p0_flair.nii.gz", images["flair"], affine(spacing=(1, 1, 1)))
     with pytest.raises(DataError, match=r"p0_flair.nii.gz: lies on another grid than p0_pre.nii.gz \(up to .* mm away\); resample"):
         load_site_data("A", task, folder)
-    nowhere = nibabel.Nifti1Image(images["flair"], None)  # says no place: it is taken to lie where the other one does
+    nowhere = nibabel.Nifti1Image(images["flair"], None)  # says no place, and would be turned otherwise than the other one
     nibabel.save(nowhere, folder / "p0_flair.nii.gz")
-    with pytest.raises(DataError, match=r"p0_mask.nii.gz: the mask lies on another grid"):
+    with pytest.raises(
+        DataError, match=r"p0_flair.nii.gz: lies on another grid than p0_pre.nii.gz \(stored along LAS, not RAS; LAS is assumed"
+    ):
         load_site_data("A", task, folder)
     flat = affine()
     flat[:3, 0] = 0

@@ -99,6 +99,23 @@ def test_focal_weights_of_one_output_are_refused(make_task: TaskOf) -> None:
         build_loss(make_task(target="binary", labels=["disc"], loss={"name": "focal", "weights": [2.0]}))
 
 
+@pytest.mark.parametrize(("kind", "gamma"), [("classification", -1.0), ("classification", 0.5), ("segmentation", -0.5)])
+def test_a_focus_without_a_gradient_where_the_network_is_certain_is_refused(make_task: TaskOf, kind: str, gamma: float) -> None:
+    with pytest.raises(ConfigError, match=f"loss focal: gamma {gamma:g} .*take 0, or 1 or more"):
+        build_loss(make_task(kind, loss={"name": "focal", "gamma": gamma}))
+
+
+@pytest.mark.parametrize(("kind", "gamma"), [("classification", 0.0), ("classification", 1.0), ("segmentation", 0.5)])
+def test_focal_has_a_gradient_where_the_network_is_certain(make_task: TaskOf, kind: str, gamma: float) -> None:
+    shape = (2, 3) if kind == "classification" else (2, 1, 4, 4)
+    logits = torch.full(shape, -50.0)
+    logits[:, 0] = 50.0
+    logits.requires_grad_()
+    targets = torch.zeros(2, dtype=torch.long) if kind == "classification" else torch.ones(2, 4, 4, dtype=torch.long)
+    build_loss(make_task(kind, loss={"name": "focal", "gamma": gamma}))(logits, targets).backward()
+    assert logits.grad is not None and logits.grad.isfinite().all()
+
+
 def test_focal_without_focus_is_cross_entropy(make_task: TaskOf) -> None:
     logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 0])
     focal = build_loss(make_task("classification", loss={"name": "focal", "gamma": 0.0}))(logits, targets)

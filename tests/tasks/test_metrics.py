@@ -93,6 +93,23 @@ def test_classification_against_scikit_learn(make_task: TaskOf, decimals: int) -
         assert values["auc_macro"] == pytest.approx(np.mean(areas))
 
 
+def test_several_labels_against_scikit_learn(make_task: TaskOf) -> None:
+    """The third label occurs nowhere, and in some draws is not predicted either: 0/0, which is no number."""
+    task = make_task("classification", target="multilabel", labels=["a", "b", "c"])
+    undefined = 0
+    for number in range(12):
+        random = numpy_generator(0, number, "labels")
+        probabilities, truth = random.uniform(size=(12, 3)) * [1, 1, 0.55], random.integers(0, 2, (12, 3)) * [1, 1, 0]
+        values = score(torch.from_numpy(probabilities), torch.from_numpy(truth), ["p"] * 12, task, CLASSIFICATION).values
+        chosen = (probabilities > 0.5).astype(int)
+        undefined += not chosen[:, 2].any()
+        assert values["f1_macro"] == pytest.approx(metrics.f1_score(truth, chosen, average="macro", zero_division=np.nan))
+        assert values["accuracy"] == pytest.approx((truth == chosen).mean())
+    assert 0 < undefined < 12
+    nothing = score(torch.zeros(4, 3), torch.zeros(4, 3), ["p"] * 4, task, ["f1_macro"])
+    assert nothing.values == {"f1_macro": None} and "no label occurs" in nothing.undefined["f1_macro"]
+
+
 def test_boundary_distance_per_patient() -> None:
     square = torch.zeros(16, 16, dtype=torch.bool)
     square[4:8, 4:8] = True

@@ -6,6 +6,7 @@ A job that carries medflare's code runs on what torch, MONAI and FLARE bring alo
 import atexit
 import gc
 import platform
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -45,8 +46,17 @@ def end_quickly() -> None:
 
 def installed_versions() -> dict[str, str]:
     """Package -> version of Python and of what a result depends on; a package that is not installed is left out."""
-    found = {package: _version(package) for package in _RECORDED}
-    return {"python": platform.python_version()} | {package: number for package, number in found.items() if number is not None}
+    return {"python": platform.python_version()} | versions(_RECORDED)
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package -> version, of those that are installed.
+
+    Args:
+        packages: by the names to install them by.
+    """
+    found = {package: _version(package) for package in packages}
+    return {package: number for package, number in found.items() if number is not None}
 
 
 @cache  # reads the whole of a package's description

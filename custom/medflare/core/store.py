@@ -6,6 +6,7 @@ round beside facts of another. Nothing is ever unpickled.
 
 import copy
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -59,8 +60,10 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
             yield temporary
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # the system names none where writing fails
+            error.filename = str(path)
         raise
 
 
@@ -89,10 +92,15 @@ def make_folder(folder: Path, *, public: bool = False) -> None:
     Args:
         folder: its path.
         public: as for `write_atomically`.
+
+    Raises:
+        OSError: it cannot be made, or is a file.
     """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     for place in reversed(missing):
         place.mkdir(mode=0o777 if public else 0o700, exist_ok=True)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def write_json(path: Path, content: Any, *, public: bool = False) -> None:

@@ -1,10 +1,13 @@
 """A site's `datalist.json` (MONAI / Decathlon layout) and its splits, which no patient ever crosses."""
 
 import json
+import re
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -146,7 +149,7 @@ def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
 
 
 def content_of(path: Path) -> Any:
-    """What a datalist holds, unchecked.
+    """What a datalist holds, unchecked, but with every patient's id written one way, see `patient_id`.
 
     Args:
         path: of the file, in UTF-8; editors of Windows begin it with a mark.
@@ -156,13 +159,70 @@ def content_of(path: Path) -> Any:
         ValueError: it is no JSON, or no UTF-8.
         RecursionError: it is nested too deep.
     """
-    return json.loads(path.read_text(encoding="utf-8-sig"))
+    return json.loads(path.read_text(encoding="utf-8-sig"), object_hook=_with_one_id)
+
+
+def _with_one_id(found: dict[str, Any]) -> dict[str, Any]:
+    return found | {"patient": patient_id(found["patient"])} if "patient" in found else found
+
+
+def patient_id(value: Any) -> Any:
+    """A patient's id without what programs add to it: spaces around it, and the ".0" of whole numbers that pandas reads beside empty cells.
+
+    Args:
+        value: as a file has it.
+
+    Examples:
+        >>> patient_id(7.0), patient_id(" 7"), patient_id("7.0"), patient_id("v7.0"), patient_id(7.5)
+        (7, '7', '7', 'v7.0', 7.5)
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        return text.removesuffix(".0") if re.fullmatch(r"\d+\.0", text) else text
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def names_in(labels: Any) -> dict[str, list[int]]:
+    """What "labels" of a datalist call the numbers of classes or structures: name -> its numbers.
+
+    Args:
+        labels: {"1": "liver"}, as Decathlon has it, or {"liver": 1, "organ": [1, 2]}, as nnU-Net has it; what is neither is left out.
+
+    Examples:
+        >>> names_in({"0": "background", "1": "liver"}), names_in({"liver": 1, "organ": [1, 2]}), names_in(None)
+        ({'background': [0], 'liver': [1]}, {'liver': [1], 'organ': [1, 2]}, {})
+    """
+    names: defaultdict[str, list[int]] = defaultdict(list)
+    for key, value in labels.items() if isinstance(labels, Mapping) else ():
+        if isinstance(value, str) and key.isdecimal():
+            names[value].append(int(key))
+        elif not isinstance(value, str):
+            names[key] += [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
+    return {name: numbers for name, numbers in names.items() if numbers}
+
+
+def names_of_masks(names: Mapping[str, Sequence[int]]) -> list[str]:
+    """Structures that have a mask file each, in the order of the files: that of their numbers, without a background.
+
+    Args:
+        names: see `names_in`.
+
+    Examples:
+        >>> names_of_masks({"cup": [2], "disc": [1], "background": [0]})
+        ['disc', 'cup']
+    """
+    return [name for name in sorted(names, key=lambda name: min(names[name])) if name.lower() != "background"]
 
 
 def listed_splits(folder: Path) -> tuple[str, ...]:
     """Splits that the datalist gives, be they empty."""
     content = content_of(folder / FILE)
     return tuple(split for split in SPLITS if content.get(split) is not None)
+
+
+def listed_names(folder: Path) -> dict[str, list[int]]:
+    """What the datalist's "labels" call the numbers of classes or structures, see `names_in`."""
+    return names_in(content_of(folder / FILE).get("labels"))
 
 
 def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
@@ -192,17 +252,40 @@ def check_patients(entries: Iterable[Entry]) -> None:
         entries: of one site, with their splits.
 
     Raises:
-        DataError: a patient stands in two splits, or an image is listed twice.
+        DataError: a patient stands in two splits, or an image is listed twice, be it as channels of another patient's.
     """
     home: dict[str, Entry] = {}
-    files: dict[Path, Entry] = {}
-    for entry in entries:
+    firsts: dict[Any, Entry] = {}
+    listed, files = list(entries), []
+    for entry in listed:
         first = home.setdefault(entry.patient, entry)
         if first.split != entry.split:
             raise DataError(f"{entry.place}: patient {entry.patient} is also in {first.place}; keep all of a patient's images in one split")
-        found = entry.image.resolve()
-        if files.setdefault(found, entry) is not entry:
-            raise DataError(f"{entry.place}: image {entry.name} is also in {files[found].place}; list it once")
+        files.append([_one_file(file) for file in entry.files if file is not None])
+        if firsts.setdefault(files[-1][0], entry) is not entry:
+            raise _twice(entry, firsts[files[-1][0]])
+    owners: defaultdict[Any, set[int]] = defaultdict(set)  # file -> the numbers of the images that have it as a channel
+    for number, found in enumerate(files):
+        for file in found:
+            owners[file].add(number)
+    for entry, found in zip(listed, files, strict=True):
+        within = sorted(set.intersection(*sorted((owners[file] for file in found), key=len)))
+        if other := next((listed[number] for number in within if listed[number].patient != entry.patient), None):
+            raise _twice(entry, other)
+
+
+def _one_file(file: Path) -> Any:
+    """The same for all names of one file: where links lead, and of a file with hard links its place on the disk."""
+    found = file.resolve()
+    try:
+        known = found.stat()
+    except OSError:  # said when it is read
+        return found
+    return (known.st_dev, known.st_ino) if known.st_nlink > 1 and known.st_ino and not S_ISDIR(known.st_mode) else found
+
+
+def _twice(entry: Entry, other: Entry) -> DataError:
+    return DataError(f"{entry.place}: image {entry.name} is also in {other.place}; list it once")
 
 
 def assign_splits(

@@ -1,8 +1,9 @@
 """A site's data: found, read, checked, brought to the network's size once per process, and split by patient."""
 
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -12,12 +13,12 @@ from medflare.core.settings import no_such
 from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings
 from medflare.data.cache.shards import Shards
-from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits
+from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits, names_of_masks
 from medflare.data.files.bounds import ImageBounds
 from medflare.data.files.decoding import Decoded
 from medflare.data.files.sources import FileSource, PhantomSource, Source
 from medflare.data.splits import OnDisk, OneByOne, Samples, SiteData, Split
-from medflare.data.targets import class_counts, encode_label
+from medflare.data.targets import class_counts, encode_label, stored_values
 from medflare.tasks.config import TaskConfig
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
@@ -105,13 +106,12 @@ def load_site_data(
         DataError: anything wrong with the data; the message names the file or value and the remedy.
     """
     source = source_of(site, task, root, folders, bounds)
-    entries, dropped = used_entries(site, task, source, role=role)
+    entries, notes = used_entries(site, task, source, role=role)
     _refuse_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
     refuse_too_many(decoded.failed, len(entries), task, site)
     splits = {name: _split(decoded, entries, name) for name in SPLITS}
     _refuse_empty({name: len(split) for name, split in splits.items()}, site, role)
-    notes = [f"{dropped} images left out: label_values lists no label for them"] if dropped else []
     if role == "inside":
         counts = class_counts(splits["training"].targets, task)
         notes += [f"class {name} is absent from the training images" for name, n in zip(task.classes, counts, strict=True) if n == 0]
@@ -131,7 +131,7 @@ def source_of(site: str, task: TaskConfig, root: Path | None, folders: Sequence[
     return PhantomSource(site, task) if root is None else FileSource(root, task, allowed_folders(folders), bounds)
 
 
-def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[Entry], int]:
+def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "inside") -> tuple[list[Entry], list[str]]:
     """The entries that the task can use, each with its split.
 
     Args:
@@ -141,14 +141,93 @@ def used_entries(site: str, task: TaskConfig, source: Source, *, role: str = "in
         role: see `load_site_data`.
 
     Returns:
-        The entries, and how many others were dropped because no label is listed for them.
+        The entries, and notes: what their classes are called at the site, and how many others have no label that the task lists.
 
     Raises:
-        DataError: see `datalist.assign_splits`, or a label that the task does not know.
+        DataError: see `datalist.assign_splits` and `known_entries`, or a label that the task does not know.
     """
-    found = source.entries()
+    found, notes = known_entries(site, task, source)
     kept = [entry for entry in found if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None]
-    return assign_splits(kept, source.listed(), site, outside=role == "outside", resplit=task.resplit), len(found) - len(kept)
+    if dropped := len(found) - len(kept):
+        notes.append(f"{dropped} images left out: label_values lists no label for them")
+    return assign_splits(kept, source.listed(), site, outside=role == "outside", resplit=task.resplit), notes
+
+
+def known_entries(site: str, task: TaskConfig, source: Source) -> tuple[list[Entry], list[str]]:
+    """All entries, their classes numbered as the task numbers them, see `renumbering`.
+
+    Args:
+        site: its name.
+        task: what is learnt.
+        source: the site's data.
+
+    Returns:
+        The entries, and a note where the site's names or numbers of classes are others than the task's.
+
+    Raises:
+        DataError: see `datalist.read_datalist` and `renumbering`.
+    """
+    entries = source.entries()
+    used = {entry.label for entry in entries if type(entry.label) is int}
+    numbers, note = renumbering(source.names() if entries else {}, used, task, f"site {site}")
+    if numbers:
+        entries = [replace(entry, label=numbers.get(entry.label, entry.label)) if type(entry.label) is int else entry for entry in entries]
+    return entries, [note] if note else []
+
+
+def renumbering(names: Mapping[str, Sequence[int]], used: Collection[int], task: TaskConfig, place: str) -> tuple[dict[int, int], str]:
+    """How a site's numbers of classes become the task's.
+
+    Every site numbers its classes by itself: one that lacks a class numbers those behind it otherwise, and by numbers alone they
+    would be taken for others. So names decide where the datalist gives some. Where none is the task's (but for a background's), and
+    each of its labels has another, they are taken for the same in other words. Where some are the task's and one is not, nobody can
+    tell what that one is, unless the task's label_values say so. Structures are never renumbered, since masks stay as they are. Case
+    does not matter, nor "_" in place of a space.
+
+    Args:
+        names: what the datalist calls its numbers, see `datalist.names_in`; none where it does not say.
+        used: the numbers that images of a classification have.
+        task: gives the labels and their values.
+        place: the beginning of a message.
+
+    Returns:
+        Number of the datalist -> number that the task takes for it, where they differ; and a note where a class counts under another
+        name or number, else "".
+
+    Raises:
+        DataError: a name that the task has for another number, or one that it does not have beside others that it has.
+    """
+    values = dict(zip(task.labels, stored_values(task), strict=True))
+    meant = {number: label for label, numbers in values.items() for number in numbers}
+    own: defaultdict[str, set[int]] = defaultdict(set)
+    for label, numbers in values.items():
+        own[_plain(label)].update(numbers)
+    a_mask_each = task.kind == "segmentation" and task.target == "multilabel" and not task.label_values
+    called = list(enumerate(names_of_masks(names))) if a_mask_each else sorted((n, name) for name, of in names.items() for n in of)
+    negative = {0} if task.target == "binary" or (task.kind == "segmentation" and not a_mask_each) else set()
+    alike = {number for number, name in called if number in own.get(_plain(name), ())}
+    moved = {number: name for number, name in called if number not in own.get(_plain(name), {number})}
+    unknown = {number: name for number, name in called if _plain(name) not in own and name != str(number)}
+    other = {number: name for number, name in unknown.items() if number in meant.keys() - negative}
+    translated = alike <= negative and meant.keys() - negative <= dict(called).keys()
+    if not moved and (not other or translated or task.label_values):  # a task that says what numbers mean may name them otherwise
+        return {}, _counted_as((number, name, number, meant[number]) for number, name in other.items())
+    known = {number: min(own[_plain(name)]) for number, name in moved.items()}
+    if known and task.kind == "classification" and task.target == "multiclass" and set(used) & meant.keys() <= alike | known.keys():
+        return known, _counted_as((number, name, known[number], meant[known[number]]) for number, name in moved.items())
+    number, name = min((moved or other).items())
+    has = ", ".join(f"{number} {label}" for number, label in sorted(meant.items()))
+    remedy = "write the task's name there if it means the same, or say in the task's label_values what numbers mean"
+    raise DataError(f'{place}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {has}; {remedy}')
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.replace("_", " ").split()).casefold()
+
+
+def _counted_as(classes: Iterable[tuple[int, str, int, str]]) -> str:
+    listed = ", ".join(f"{number} {name} as {wanted} {label}" for number, name, wanted, label in classes)
+    return f'"labels" of {FILE} count so: {listed}' if listed else ""
 
 
 def _split(decoded: Decoded, entries: list[Entry], name: str) -> Samples:

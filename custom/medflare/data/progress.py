@@ -6,7 +6,7 @@ Commands print these lines, and so does FLARE's simulator; elsewhere they are in
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 _FIRST: Final = 5.0  # seconds until the first line ...
@@ -15,22 +15,24 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def counted(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+def counted(items: Iterable[T], total: int, what: str, size: Callable[[T], int] = lambda item: 1) -> Iterator[T]:
     """The items; the log tells how many of them are done.
 
     Args:
         items: each is done when the next one is asked for.
         total: how many there are.
         what: they are, and whose: "site A, images read".
+        size: for how many an item counts, as a batch does for its images.
     """
-    began = time.monotonic()
+    began, done = time.monotonic(), 0
     due = began + _FIRST
-    for done, item in enumerate(items):
+    for item in items:
         now = time.monotonic()
         if now > due:
             _log.info("%s: %d of %d after %.0f s", what, done, total, now - began)
             due = now + _EVERY
         yield item
+        done += size(item)
 
 
 class _Lines(logging.Handler):

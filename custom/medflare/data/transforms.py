@@ -1,10 +1,9 @@
 """MONAI transforms by configuration: resizing and intensity scaling once per image, random augmentation per training batch."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,45 +11,9 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import refuse_arguments, unknown
+from medflare.core.settings import refuse_arguments
 from medflare.tasks.config import TaskConfig
-
-# These do not keep one image of one size, or move nothing although they lie among those that do.
-_NOT_SPATIAL = ("RandGridPatch", "RandSimulateLowResolution")
-_NOT_INTENSITY = ("ComputeHoVerMaps", "ForegroundMask", "MaskIntensity")  # they need or make something beside the image
-
-
-@cache
-def intensity_transforms() -> tuple[str, ...]:
-    """Names of MONAI's intensity transforms that do the same to an image every time."""
-    return tuple(name for name in _dictionary_forms("intensity") if not name.startswith("Rand") and name not in _NOT_INTENSITY)
-
-
-@cache
-def spatial_augmentations() -> tuple[str, ...]:
-    """Names of MONAI's random transforms that move the pixels of an image, and its mask along with them."""
-    found = tuple(name for name in _dictionary_forms("spatial") if name.startswith("Rand") and name not in _NOT_SPATIAL)
-    return (*found, "RandSmoothDeform")
-
-
-@cache
-def photometric_augmentations() -> tuple[str, ...]:
-    """Names of MONAI's random transforms that change intensities alone."""
-    smooth = (name for name in smooth_augmentations() if name not in spatial_augmentations())
-    return ("RandSimulateLowResolution", *(name for name in _dictionary_forms("intensity") if name.startswith("Rand")), *smooth)
-
-
-@cache
-def smooth_augmentations() -> tuple[str, ...]:
-    """Names of MONAI's random transforms by a smooth field, a few random points with values between them; they know an image's size."""
-    return tuple(_dictionary_forms("smooth_field"))
-
-
-def _dictionary_forms(room: str) -> list[str]:
-    """Names, without the d, of the transforms of a room of MONAI's that have a dictionary form, sorted."""
-    module = import_module(f"monai.transforms.{room}.dictionary")
-    found = [name for name, cls in vars(module).items() if getattr(cls, "__module__", "") == module.__name__ and name == cls.__name__]
-    return sorted(name.removesuffix("d") for name in found if name.endswith("d"))
+from medflare.tasks.transforms import smooth_augmentations, spatial_augmentations
 
 
 class Preprocessing:
@@ -59,7 +22,7 @@ class Preprocessing:
     def __init__(self, task: TaskConfig):
         self._size = task.size
         self._resizes = task.fit == "resize"
-        self._intensity = _construct("intensity", intensity_transforms(), "", task.intensity)
+        self._intensity = _construct("intensity", "", task.intensity)
 
     def image(self, array: np.ndarray) -> Tensor:
         """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or linear interpolation.
@@ -111,18 +74,18 @@ class Augmentation:
         self._transforms = [self._build(settings) for settings in task.augment]
 
     def _build(self, settings: Mapping[str, Any]) -> Any:
-        name, known = settings["name"], (*spatial_augmentations(), *photometric_augmentations())
+        name = settings["name"]
         spatial = name in spatial_augmentations() and self._masks
         keys = ["image", "target"] if spatial else ["image"]
         extra: dict[str, Any] = {"keys": keys}
         if name in smooth_augmentations():
             extra |= _of_field(settings, self._size)
         if spatial and name == "RandSmoothDeform":
-            extra["grid_mode"] = [settings.get("grid_mode", "nearest"), "nearest"]
+            extra["grid_mode"] = _modes(settings, "grid_mode", "nearest", "nearest")
         if spatial and "mode" in inspect.signature(_transform_class(f"{name}d")).parameters:
             nearest = "nearest-exact" if name == "RandZoom" else "nearest"  # the other transforms sample a grid
-            extra["mode"] = [settings.get("mode", "bilinear"), nearest]
-        return _construct("augment", known, "d", {**settings, **extra})
+            extra["mode"] = _modes(settings, "mode", "bilinear", nearest)
+        return _construct("augment", "d", {**settings, **extra})
 
     def __call__(self, images: Tensor, targets: Tensor, random: np.random.RandomState) -> tuple[Tensor, Tensor]:
         """A batch, image by image, with draws from `random`.
@@ -167,11 +130,18 @@ def _of_field(settings: Mapping[str, Any], size: tuple[int, ...]) -> dict[str, A
     return {"spatial_size": size, "device": torch.device("cpu")}
 
 
-def _construct(setting: str, known: tuple[str, ...], ending: str, settings: Mapping[str, Any]) -> Any:
+def _modes(settings: Mapping[str, Any], argument: str, usual: str, nearest: str) -> list[str]:
+    """How image and mask are sampled: the image as it was said, the mask by the nearest pixel."""
+    given = settings.get(argument, usual)
+    image, *masks = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if any(mask not in ("nearest", nearest) for mask in masks):
+        raise ConfigError(f"augment {settings['name']}: {argument} {given!r} would invent labels; masks are moved by the nearest pixel")
+    return [image, nearest]
+
+
+def _construct(setting: str, ending: str, settings: Mapping[str, Any]) -> Any:
     """The transform that `settings` names, with its arguments checked against MONAI's signature."""
     name = settings["name"]
-    if name not in known:
-        raise unknown("transform", name, known, setting)
     transform = _transform_class(name + ending)
     arguments = {key: value for key, value in settings.items() if key != "name"}
     refuse_arguments(transform, [key for key in arguments if key != "keys"], f"{setting} {name}", taken=["keys"])

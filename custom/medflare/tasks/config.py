@@ -15,13 +15,15 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, one_of, takes, unknown
 from medflare.tasks.metrics_table import metrics_of, selection_metrics
-from medflare.tasks.optimizers import OPTIMIZERS, optimizer_class
+from medflare.tasks.optimizers import OPTIMIZERS, optimizer_class, with_rate
 from medflare.tasks.schedules import written_out
+from medflare.tasks.transforms import plain_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _REMEDY: Final = "see app_configs/ for working examples"
+_EVERY_ROUND: Final = 2**31 - 1  # of freeze; more than any run has
 
 
 def _non_empty(value: str) -> str:
@@ -40,20 +42,6 @@ def _named(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError('an object like {"name": ..., arguments}')
     return dict(value)
-
-
-@dataclass(frozen=True, config=STRICT)
-class _OptimizerBasics:
-    """What every optimiser needs; torch checks the rest when it builds one."""
-
-    name: str
-    lr: Annotated[float, Field(gt=0)]
-
-
-def _optimizer(value: Any) -> dict[str, Any]:
-    settings = _named(value)
-    _OptimizerBasics(**{name: settings[name] for name in ("name", "lr") if name in settings})
-    return settings
 
 
 def _file_name(value: str) -> str:
@@ -142,13 +130,17 @@ def _sampling(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _freeze(value: Any) -> Any:
+    return {"parts": value, "rounds": _EVERY_ROUND if value else 0} if isinstance(value, list | tuple) else value
+
+
 Name = Annotated[str, AfterValidator(_non_empty)]
 Count = Annotated[int, Field(ge=1)]
 Named = Annotated[dict[str, Any], BeforeValidator(_named)]
 Network = Annotated[dict[str, Any], BeforeValidator(_network)]
-Optimizer = Annotated[dict[str, Any], BeforeValidator(_optimizer)]
+Optimizer = Annotated[dict[str, Any], BeforeValidator(with_rate), BeforeValidator(_named)]
 Clip = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Clip)]
-Freeze = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Freeze)]
+Freeze = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Freeze), BeforeValidator(_freeze)]
 Sampling = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Sampling), BeforeValidator(_sampling)]
 Slices = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_Slices)]
 UnreadableLimit = Annotated[dict[str, Any], BeforeValidator(_written_out), nested(_UnreadableLimit)]
@@ -180,14 +172,16 @@ class TaskConfig:
         clip: {"norm": ...} or {"value": ...}, what every step of the optimizer limits gradients to.
         sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class as often as the others),
             or {"name": "weighted", "weights": [...]}, see `data.sites.sampling`.
-        freeze: {"parts": ["body"], "rounds": ...}: what of the network rests for the first so many rounds, and is not sent meanwhile.
+        freeze: {"parts": ["body"], "rounds": ...}: what of the network rests for the first so many rounds, and is not sent meanwhile;
+            the list of parts alone: in every round.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
         precision: what networks compute in while a site trains and scores: "fp32", "bf16" or "fp16" (with loss scaling); weights, losses
             and steps are fp32 always.
         accumulate: batches whose mean gradient a step follows.
         metric: validation metric that selects models; higher is better.
-        intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once.
+        intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once. Dictionary forms
+            (`NormalizeIntensityd`) are kept under the name of the array form, see `tasks.transforms`.
         augment: MONAI random transforms, applied to training batches in this order.
         slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all", or
             "foreground": of training volumes the slices that show a structure; validation and test always keep all).
@@ -347,7 +341,7 @@ def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
         optimizer_class(task.optimizer["name"], place)
     task.schedule.update(written_out(task.schedule, f"{place}: schedule"))
     _check_together(task, place)
-    return task
+    return dataclasses.replace(task, **plain_forms(task.intensity, task.augment, task.kind == "segmentation", place))
 
 
 def _check_together(task: TaskConfig, place: str) -> None:

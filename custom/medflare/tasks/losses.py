@@ -107,20 +107,23 @@ class Focal(nn.Module):
 
     Args:
         task: gives target and classes.
-        gamma: focusing exponent; 0 is cross entropy.
+        gamma: focusing exponent, at least 0; 0 is cross entropy. Multiclass takes none between 0 and 1, where the slope of (1 - p)^gamma is
+            infinite at p = 1.
         weights: factor of every class (multiclass) or of every output, where there are several.
 
     Raises:
-        ConfigError: weights for a task with one output.
+        ConfigError: weights for a task with one output, or a gamma without a gradient.
     """
 
     def __init__(self, task: TaskConfig, gamma: float = 2.0, weights: list[float] | None = None):
         super().__init__()
         if weights is not None and task.outputs == 1:
             raise ConfigError(f"loss focal: task {task.name} has one output, which weights would only scale; leave them out")
+        self._multiclass = task.target == "multiclass"
+        if gamma < 0 or (self._multiclass and 0 < gamma < 1):
+            raise ConfigError(f"loss focal: gamma {gamma:g} has no gradient where the network is certain; take 0, or 1 or more")
         from monai.losses.focal_loss import FocalLoss
 
-        self._multiclass = task.target == "multiclass"
         self._loss = FocalLoss(gamma=gamma, use_softmax=self._multiclass, weight=_weights(task, weights))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:

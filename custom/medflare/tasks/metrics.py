@@ -353,6 +353,7 @@ _UNDEFINED: Final = {
     "hd95": _NOT_TOGETHER,
     "hd95_mm": f"{_NOT_TOGETHER}, or no file says how many millimetres a voxel has",
     "surface_dice": "no image has a foreground voxel, true or predicted, or no file says how many millimetres a voxel has",
+    "f1_macro": "no label occurs or is predicted (0/0)",
 }
 
 
@@ -362,11 +363,11 @@ def _score_classification(
     scores = Scores({}, cases=Cases(tuple(patients), {}, probabilities, targets))
     for metric in metrics:
         if task.target == "multilabel":
-            columns = [_of_classes(metric, _two_classes(probabilities[:, [c]]), targets[:, c]) for c in range(len(task.labels))]
+            columns = [_of_classes(metric, _two_classes(probabilities[:, [c]]), targets[:, c], True) for c in range(len(task.labels))]
             value = float(torch.tensor(columns, dtype=torch.float64).nanmean())
         else:
             value = _of_classes(metric, _two_classes(probabilities) if task.target == "binary" else probabilities, targets)
-        scores.set(metric, value, "the true labels hold a single class")
+        scores.set(metric, value, _UNDEFINED.get(metric, "the true labels hold a single class"))
     return scores
 
 
@@ -374,15 +375,12 @@ def _two_classes(positive: Tensor) -> Tensor:
     return torch.cat([1 - positive, positive], dim=1)
 
 
-def _of_classes(metric: str, probabilities: Tensor, targets: Tensor) -> float:
-    """One metric of exclusive classes, by MONAI.
+def _of_classes(metric: str, probabilities: Tensor, targets: Tensor, label: bool = False) -> float:
+    """One metric of exclusive classes by MONAI, from probabilities (N, C) and numbers of classes (N,).
 
     Classes that neither occur nor are predicted do not count in macro-F1, absent ones not in balanced accuracy; AUC is one
-    class against the rest, macro-averaged over the classes that occur, NaN where only one does.
-
-    Args:
-        probabilities: (N, C).
-        targets: (N,), numbers of classes.
+    class against the rest, macro-averaged over the classes that occur, NaN where only one does. Of a `label`, yes or no, the F1 is
+    that of yes (scikit-learn's macro average of multilabel targets), NaN where it neither occurs nor is predicted.
     """
     from monai.metrics.confusion_matrix import compute_confusion_matrix_metric, get_confusion_matrix
     from monai.metrics.rocauc import compute_roc_auc
@@ -395,5 +393,6 @@ def _of_classes(metric: str, probabilities: Tensor, targets: Tensor) -> float:
         areas = [compute_roc_auc(probabilities[:, c], truth[:, c]) for c in range(classes) if 0 < truth[:, c].sum() < len(targets)]
         return float(torch.tensor(areas, dtype=torch.float64).mean())
     counts = get_confusion_matrix(chosen, truth).sum(dim=0).double()  # (C, [TP, FP, TN, FN])
+    counts = counts[1:] if label and metric == "f1_macro" else counts
     name = {"f1_macro": "f1 score", "balanced_accuracy": "sensitivity"}[metric]
     return float(compute_confusion_matrix_metric(name, counts).nanmean())  # NaN is 0/0

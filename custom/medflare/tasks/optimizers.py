@@ -3,10 +3,13 @@
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import refuse_arguments, unknown
+from medflare.core.settings import STRICT, refuse_arguments, unknown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +22,24 @@ _REFUSED: Final = {
     "SparseAdam": "it takes sparse gradients alone",
 }
 _NUMBERS: Final = {"name", "lr", "momentum", "weight_decay", "eps"}  # with which every optimiser that can be made can take a step
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Basics:
+    """What every optimiser needs; torch checks the rest when it builds one."""
+
+    name: str
+    lr: Annotated[float, Field(gt=0)]
+
+
+def with_rate(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings as they are, where they have a name and a learning rate.
+
+    Raises:
+        ValidationError: they do not.
+    """
+    _Basics(**{name: settings[name] for name in ("name", "lr") if name in settings})
+    return settings
 
 
 def optimizer_class(name: str, place: str) -> "type[Optimizer]":

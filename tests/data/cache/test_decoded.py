@@ -9,9 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from medflare.core.errors import DataError
 from medflare.data.cache import decoded, shards
 from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings, Room
+from medflare.data.files.bounds import ImageBounds
 from medflare.data.files.sources import FileSource
 from medflare.data.loading import load_site_data
 from medflare.tasks.config import TaskConfig
@@ -76,6 +78,39 @@ def test_cache_notices_changes_and_damage(make_site: SiteOf, make_task: TaskOf, 
     healed = load_site_data("A", make_task(), folder, cache=kept)
     torch.testing.assert_close(healed.test.targets, after.test.targets)
     assert file.read_bytes() != bytes(content)
+
+
+def test_what_could_not_be_used_is_tried_again(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    """A file that was out of reach for a while keeps its size and time of change."""
+    folder, kept = make_site(), CacheSettings(str(tmp_path / "cache"))
+    task = make_task(unreadable="skip", unreadable_limit={"share": 0.5, "count": 5})
+    names = load_site_data("A", task, folder).train.names
+    whole = (folder / "images/0.png").read_bytes()
+    known = (folder / "images/0.png").stat()
+    (folder / "images/0.png").write_bytes(whole[:20].ljust(len(whole), b"x"))
+    os.utime(folder / "images/0.png", ns=(known.st_atime_ns, known.st_mtime_ns))
+    for _ in range(2):  # the second time from the cache
+        decoded._memory.clear()
+        assert load_site_data("A", task, folder, cache=kept).train.names == names[1:]
+    (folder / "images/0.png").write_bytes(whole)
+    os.utime(folder / "images/0.png", ns=(known.st_atime_ns, known.st_mtime_ns))
+    for _ in range(2):
+        decoded._memory.clear()
+        assert load_site_data("A", task, folder, cache=kept).train.names == names
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 1
+
+
+def test_other_bounds_and_other_decoders_are_other_entries(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, kept, task = make_site(), CacheSettings(str(tmp_path / "cache")), make_task(unreadable="skip")
+    count = len(load_site_data("A", task, folder, cache=kept).train)
+    with pytest.raises(DataError, match=r"bounds\.pixels"):
+        load_site_data("A", make_task(), folder, cache=kept, bounds=ImageBounds(pixels=100))
+    assert len(load_site_data("A", task, folder, cache=kept).train) == count
+    monkeypatch.setattr(decoded, "versions", lambda packages: dict.fromkeys(packages, "another"))
+    with pytest.raises(AssertionError), patch.object(decoded, "decoded_rows", side_effect=AssertionError("decoded")):
+        load_site_data("A", task, folder, cache=kept)
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from downloads import classes
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.check import check_site, check_task
+from medflare.data.starting.datalists import init
 from medflare.tasks.config import TaskConfig, load_task
 
 TaskOf = Callable[..., TaskConfig]
@@ -84,6 +86,34 @@ def test_notes_are_shown(make_site: SiteOf, make_task: TaskOf) -> None:
     task = make_task("classification", labels=["dark", "medium", "bright", "brightest"])
     report = check_site(make_site(kind="classification"), task)
     assert report.ok and "\n  note: class brightest is absent" in report.render()
+
+
+def test_a_class_that_a_hospital_lacks_does_not_shift_the_others(make_task: TaskOf, tmp_path: Path) -> None:
+    init(classes(tmp_path / "B", patients=12, names=("benign", "melanoma")))
+    report = check_site(tmp_path / "B", make_task("classification", labels=["benign", "dysplastic", "melanoma"]))
+    site = report.sites["B"]
+    assert report.ok and site.classes["dysplastic"] == 0 and site.classes["melanoma"] > 0
+    assert '"labels" of datalist.json count so: 1 melanoma as 2 melanoma' in site.notes
+    other = check_site(tmp_path / "B", make_task("classification", labels=["benign", "naevus"]))
+    assert not other.ok and "call 1 'melanoma', task shades has 0 benign, 1 naevus" in other.render()
+
+
+def test_the_same_image_of_two_patients_is_noted(make_site: SiteOf, make_task: TaskOf) -> None:
+    """A copy, or the same picture saved anew, that no check of names finds."""
+    folder = make_site()  # 0 and 1 are of one patient, 9 is of another and in another split
+    for other in ("1.png", "9.png"):
+        Image.open(folder / "images/0.png").save(folder / "images" / other, compress_level=0)
+    notes = check_site(folder, make_task()).sites["A"].notes
+    assert [note for note in notes if "same" in note] == [
+        "1 image is the same as one of another patient, the first: 9.png and 0.png; give both one patient, or list it once"
+    ]
+
+
+def test_pictures_of_one_value_are_no_copies_of_each_other(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    for number in (0, 9):
+        Image.new("L", (16, 16)).save(folder / f"images/{number}.png")
+    assert not check_site(folder, make_task()).sites["A"].notes
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
+import struct
 import warnings
+import zlib
 from pathlib import Path
 
 import nibabel
@@ -285,3 +287,71 @@ def test_fractional_mask(tmp_path: Path) -> None:
     nibabel.save(nibabel.Nifti1Image(np.full((2, 2, 2), 0.5, np.float32), np.eye(4)), tmp_path / "soft.nii")
     with pytest.raises(DataError, match=r"soft.nii: the mask holds values that are not whole numbers"):
         read_mask(tmp_path / "soft.nii")
+
+
+def test_channels_that_are_alike_are_one_mask_where_one_is_meant(tmp_path: Path) -> None:
+    """Where each channel is a structure's own mask, a patient without any finding has as many as the others."""
+    Image.fromarray(np.zeros((3, 4, 3), np.uint8)).save(tmp_path / "none.png")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 3, 2, 3), np.uint8), np.eye(4)), tmp_path / "none.nii")
+    for name, shape in (("none.png", (3, 4)), ("none.nii", (3, 4, 2))):
+        assert read_mask(tmp_path / name).shape == (1, *shape)
+        assert read_mask(tmp_path / name, several=True).shape == (3, *shape)
+    last = np.zeros((4, 3, 2, 4), np.uint8)
+    last[1, 1, 1, 3] = 1
+    nibabel.save(nibabel.Nifti1Image(last, np.eye(4)), tmp_path / "last.nii")
+    assert read_mask(tmp_path / "last.nii")[3].sum() == 1  # volumes of a file have no transparency that could be dropped
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_a_mask_drawn_in_transparency_alone(tmp_path: Path, mode: str) -> None:
+    """As an editor leaves it that paints on a transparent layer: its colours are black everywhere."""
+    channels = np.zeros((3, 4, len(mode)), np.uint8)
+    channels[..., -1] = GREY
+    Image.fromarray(channels, mode).save(tmp_path / "mask.png")
+    with pytest.raises(DataError, match=r"mask.png: the mask is drawn in its transparency alone; store label values in one grey mask"):
+        read_mask(tmp_path / "mask.png")
+    channels[..., :-1] = GREY[..., None]
+    Image.fromarray(channels, mode).save(tmp_path / "both.png")
+    np.testing.assert_array_equal(read_mask(tmp_path / "both.png"), GREY[None])
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+@pytest.mark.parametrize(("kind", "channels"), [(2, 3), (6, 4), (4, 2)])
+def test_channels_of_16_bits_are_cut_to_8_in_photographs_alone(tmp_path: Path, kind: int, channels: int) -> None:
+    """Pillow keeps the upper half of each number, and can write none of these."""
+    header = struct.pack(">IIBBBBB", 4, 3, 16, kind, 0, 0, 0)
+    rows = b"".join(b"\0" + np.repeat(row.astype(">u2") * 257, channels).astype(">u2").tobytes() for row in GREY)
+    chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows)) + _chunk(b"IEND", b"")
+    (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    refused = r"deep.png: channels of 16 bits, of which Pillow reads 8; store channels of 8 bits, or grey"
+    with pytest.raises(DataError, match=refused):
+        read_mask(tmp_path / "deep.png")
+    if channels == 2:
+        with pytest.raises(DataError, match=refused):
+            read_image(tmp_path / "deep.png", 3)
+    else:
+        np.testing.assert_array_equal(read_image(tmp_path / "deep.png", 3)[0], GREY)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_a_tiff_picture_whose_lowest_number_is_white(tmp_path: Path, kind: type[np.unsignedinteger]) -> None:
+    """As a radiograph that says MONOCHROME1. The numbers of a mask of 16 bits are those of labels and stay."""
+    stored = GREY.astype(kind)
+    Image.fromarray(stored).save(tmp_path / "white.tif")
+    content = bytearray((tmp_path / "white.tif").read_bytes())
+    place = content.index(struct.pack("<HHI", 262, 3, 1)) + 8  # the value of PhotometricInterpretation
+    content[place : place + 2] = struct.pack("<H", 0)
+    (tmp_path / "white.tif").write_bytes(content)
+    np.testing.assert_array_equal(read_image(tmp_path / "white.tif", 1)[0], np.iinfo(kind).max - stored.astype(np.float32))
+    if kind is np.uint16:
+        np.testing.assert_array_equal(read_mask(tmp_path / "white.tif")[0], stored)
+
+
+def test_a_cameras_preview_is_no_page(tmp_path: Path) -> None:
+    picture = Image.fromarray(np.full((8, 6, 3), 77, np.uint8))
+    picture.save(tmp_path / "camera.jpg", format="MPO", save_all=True, append_images=[picture.resize((3, 4))], quality=95)
+    found = read_image(tmp_path / "camera.jpg", 3)
+    assert found.shape == (3, 8, 6) and abs(found - 77).max() <= 2

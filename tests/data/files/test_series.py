@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pydicom
 import pytest
+from monai.data.image_reader import PydicomReader
 
 from medflare.core.errors import DataError
 from medflare.data.files.readers import read_image
@@ -112,8 +113,12 @@ def test_headers_tell_where_a_series_lies(tmp_path: Path, tags: dict[str, Any], 
     for number in range(4):
         change(folder / f"{number}.dcm", InstanceNumber=4 - number, **{tag: value for tag, value in tags.items() if value})
     _strip(folder, *(tag for tag, value in tags.items() if not value))
-    _, expected = read_volume(folder)
+    reader = PydicomReader()
+    array, meta = reader.get_data(reader.read(folder))
+    stored, grid = read_volume(folder)
+    np.testing.assert_array_equal(stored[0], array)
     monkeypatch.setattr(pydicom.Dataset, "pixel_array", property(lambda dataset: pytest.fail("decoded")))
     found = series_grid(folder)
-    assert found.known and found.shape == expected.shape
-    np.testing.assert_array_equal(found.affine, expected.affine)
+    assert found.known and found.shape == grid.shape == array.shape
+    for affine in (found.affine, grid.affine):
+        np.testing.assert_array_equal(affine, meta["affine"])

@@ -37,7 +37,7 @@ def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_tas
             os.utime(folder / "images" / name, ns=(1, len(name)))
             assert (source.state(entries) != before) == changed, (kind, name)
     (folder / "images/0.png").unlink()
-    assert source.state(entries) == [[[str(folder / "images/0.png"), None, None]]]
+    assert source.state(entries)[1] == [[[str(folder / "images/0.png"), None, None]]]
 
 
 def test_masks_of_different_sizes(make_site: SiteOf, make_task: TaskOf, edit: Callable[..., None]) -> None:
@@ -101,3 +101,16 @@ def test_the_embedded_federation() -> None:
 
 def test_sizes_in_words() -> None:
     assert size_of(np.zeros((3, 64, 48))) == "64 x 48" and size_of(np.zeros((1, 8, 9, 10))) == "8 x 9 x 10"
+
+
+def test_a_patient_without_findings_has_as_many_masks_as_the_others(make_site: SiteOf, make_task: TaskOf) -> None:
+    """One mask for three labels was refused, and with `unreadable` "skip" a site lost its negatives."""
+    folder = make_site()
+    source = FileSource(folder, make_task(target="multilabel", labels=["a", "b", "c"]))
+    entry = source.entries()[0]
+    for masks in (np.zeros((16, 16, 3), np.uint8), np.eye(16, dtype=np.uint8)[..., None] * np.ones(3, np.uint8)):
+        Image.fromarray(masks).save(entry.masks[0])
+        np.testing.assert_array_equal(source.mask(entry), masks.transpose(2, 0, 1))
+    assert FileSource(folder, make_task()).mask(entry).shape == (1, 16, 16)
+    named = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1, 2], "b": [2]})
+    assert FileSource(folder, named).mask(entry).shape == (1, 16, 16)

@@ -11,7 +11,7 @@ from medflare.core.errors import DataError
 from medflare.data.files.bounds import ImageBounds, refuse_resampled
 from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import read_image, read_mask
-from medflare.data.files.volumes import read_channels, read_volume, turned, turned_back
+from medflare.data.files.volumes import read_channels, read_volume, slices_apart, turned, turned_back
 from volumes import SHAPE, SPACING, affine, cube_task, dicom_series, write
 
 VOLUME = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
@@ -209,3 +209,34 @@ def test_a_file_without_suffix_is_no_picture(tmp_path: Path) -> None:
     (tmp_path / "t1").write_bytes(b"anything")
     with pytest.raises(DataError, match=r"t1: unknown image format ''; give it the suffix"):
         read_volume(tmp_path / "t1")
+
+
+@pytest.mark.parametrize(("codes", "apart"), [("RAS", True), ("LPS", True), ("SAL", True), ("LAS", False)])
+def test_a_mask_that_does_not_say_where_it_lies(tmp_path: Path, codes: str, apart: bool) -> None:
+    """It is turned as if it said LAS. Where its image is turned otherwise, left and right would be exchanged without a word."""
+    image, mask = write(tmp_path / "image.nii.gz", VOLUME, affine(codes)), tmp_path / "mask.nii.gz"
+    nibabel.save(nibabel.Nifti1Image(VOLUME, None), mask)
+    assumed = "LAS is assumed of a header without sform and qform code"
+    assert slices_apart(image, mask) == (f"stored along LAS, not {codes}; {assumed}" if apart else "")
+    assert slices_apart(mask, image) == (f"stored along {codes}, not LAS; {assumed}" if apart else "")
+    assert np.array_equal(read_image(image, 1), read_mask(mask)) != apart
+    assert slices_apart(mask, mask) == ""
+
+
+def test_a_mask_that_does_not_say_where_it_lies_beside_a_series(tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((5, 6, 4), np.uint8), None), tmp_path / "mask.nii")
+    assert slices_apart(dicom_series(tmp_path / "ct"), tmp_path / "mask.nii").startswith("stored along LAS, not LPS; LAS is assumed")
+
+
+def test_flat_images_that_run_the_other_way(tmp_path: Path) -> None:
+    """They are not turned, so that only their axes count; where one of them says nothing, it is taken to lie as the other one."""
+    files = {codes: write(tmp_path / f"{codes}.nii", VOLUME[..., 0], affine(codes)) for codes in ("LPS", "RPS", "LAS")}
+    shifted = affine("LPS")
+    shifted[0, 3] += 100
+    moved, silent = write(tmp_path / "moved.nii", VOLUME[..., 0], shifted), tmp_path / "silent.nii"
+    nibabel.save(nibabel.Nifti1Image(VOLUME[..., 0], None), silent)
+    assert slices_apart(files["LPS"], files["RPS"]) == "stored along RP, not LP"
+    assert slices_apart(files["LPS"], files["LAS"]) == "stored along LA, not LP"
+    series = dicom_series(tmp_path / "ct", slices=1)  # read as a flat image too
+    assert slices_apart(series, files["RPS"]) == ""
+    assert slices_apart(files["LPS"], moved) == slices_apart(files["RPS"], silent) == slices_apart(silent, files["RPS"]) == ""

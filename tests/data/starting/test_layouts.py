@@ -12,7 +12,8 @@ from downloads import classes, mask, pairs, picture, table
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.starting.datalists import Wishes, init
-from medflare.data.starting.tables import Columns
+from medflare.data.starting.finding import holdings
+from medflare.data.starting.tables import GUESSED, Columns, read_table
 from volumes import dicom_series, write
 
 
@@ -59,6 +60,46 @@ def test_images_and_masks_by_name(image: str, label: str, tmp_path: Path) -> Non
     found = {entry["image"]: entry["label"] for entry in listed(tmp_path)}
     assert found == {image.format(n=f"IMG_{n:02}"): label.format(n=f"IMG_{n:02}") for n in range(10)}
     assert len(read_datalist(tmp_path, "segmentation")) == 10
+
+
+def test_splits_may_have_files_of_the_same_names(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        pairs(tmp_path / split, image="images/{n}.png", label="masks/{n}.png")
+    init(tmp_path)
+    assert {(entry["image"], entry["label"]) for entry in listed(tmp_path)} == {
+        (f"{split}/images/IMG_{n:02}.png", f"{split}/masks/IMG_{n:02}.png") for split in ("train", "test") for n in range(10)
+    }
+    content = json.loads((tmp_path / "datalist.json").read_text())
+    assert all(entry["image"].startswith("test/") for entry in content["test"]) and len(content["test"]) == 10
+
+
+def test_only_images_may_name_the_split(tmp_path: Path) -> None:
+    for patient in ("p1", "p2"):
+        pairs(tmp_path, image=f"images_train/{patient}/{{n}}.png", label=f"masks/{patient}/{{n}}.png")
+    init(tmp_path)
+    assert all(entry["label"] == entry["image"].replace("images_train", "masks") for entry in listed(tmp_path))
+
+
+def test_a_mask_of_another_folder_is_no_image_s_own(tmp_path: Path) -> None:
+    pairs(tmp_path, image="images/2021/{n}.png", label="masks/2021/{n}.png")
+    picture(tmp_path / "images" / "2022" / "IMG_01.png")
+    assert "1 of 11 are not usable, the first: images/2022/IMG_01.png: no mask" in refused(tmp_path)
+    init(tmp_path, Wishes(skip=True))
+    assert len({entry["label"] for entry in listed(tmp_path)}) == len(listed(tmp_path)) == 10
+
+
+def test_a_mask_of_another_split_is_no_image_s_own(tmp_path: Path) -> None:
+    pairs(tmp_path, image="train/images/{n}.png", label="train/masks/{n}.png")
+    picture(tmp_path / "train" / "images" / "odd.png")
+    mask(tmp_path / "test" / "masks" / "odd.png")
+    assert "2 of 12 are not usable, the first: train/images/odd.png: no mask" in refused(tmp_path)
+
+
+def test_a_mask_that_two_images_may_claim(tmp_path: Path) -> None:
+    pairs(tmp_path, image="left/{n}.png", label="masks/{n}.png")
+    picture(tmp_path / "right" / "IMG_03.png")
+    said = refused(tmp_path)
+    assert "left/IMG_03.png and right/IMG_03.png would both have the mask masks/IMG_03.png" in said and "table" in said
 
 
 def test_volumes_of_nnunet_with_channels_in_files_of_their_own(tmp_path: Path) -> None:
@@ -132,6 +173,13 @@ def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:
     assert found == {f"img/{name}.png": (label, patient) for name, label, patient in rows}
 
 
+def test_one_patient_however_a_cell_writes_the_number(tmp_path: Path) -> None:
+    rows = [(picture(tmp_path / f"{n}.png").name, n % 2, f"{n // 2}.0" if n % 2 else f" {n // 2}") for n in range(20)]
+    table(tmp_path / "list.csv", ("file", "label", "patient"), *rows)
+    init(tmp_path)
+    assert {(entry["image"], entry["patient"]) for entry in listed(tmp_path)} == {(f"{n}.png", str(n // 2)) for n in range(20)}
+
+
 @pytest.mark.parametrize(("second", "whose"), [("note", "lesion_id"), ("patient_id", "patient_id")])
 def test_where_no_patient_is_told_lesions_stay_together(second: str, whose: str, tmp_path: Path) -> None:
     rows = [(picture(tmp_path / f"{n}.png").name, "nv" if n % 2 else "mel", f"l{n // 2}", f"p{n // 3}") for n in range(18)]
@@ -158,6 +206,72 @@ def test_a_table_of_masks(tmp_path: Path) -> None:
     table(tmp_path / "list.csv", ("file", "outline", "case"), *rows)
     init(tmp_path, Wishes(columns=Columns(mask="outline")))
     assert {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)} == set(rows)
+
+
+@pytest.mark.parametrize(
+    ("cell", "file"),
+    [
+        ("001.png", "train/001.png"),
+        ("001", "train/001.png"),
+        ("train/001", "train/001.png"),
+        ("set/train/001.png", "train/001.png"),  # the cell begins above the folder that was given
+        ("..\\Train\\001.png", "train/001.png"),
+        ("images/001.png", "001.png"),
+        ("D:\\export\\001.png", "001.png"),
+        ("D:\\export\\001.png", "images/001.png"),  # which folders another machine has says nothing
+        ("/srv/export/train/001.png", "train/images/001.png"),
+    ],
+)
+def test_cells_that_name_a_file(cell: str, file: str, tmp_path: Path) -> None:
+    picture(tmp_path / "set" / file)
+    table(tmp_path / "set" / "t.csv", ("image", "label"), (cell, "a"))
+    found = read_table(tmp_path / "set" / "t.csv", holdings(tmp_path / "set"), GUESSED)
+    assert [item.first for item in found.items] == [tmp_path / "set" / file] and not found.missing
+
+
+@pytest.mark.parametrize(
+    ("cell", "file"),
+    [
+        ("test/001.png", "train/001.png"),
+        ("test/001", "train/001.png"),
+        ("test/001.png", "001.png"),  # in a folder that is called train
+        ("p2/001.png", "p1/001.png"),
+        ("images/p2/001.png", "images/p1/001.png"),
+        ("D:\\export\\p2\\001.png", "p1/001.png"),
+        ("/srv/test/001.png", "train/images/001.png"),
+        ("/srv/test/001.png", "images/001.png"),
+    ],
+)
+def test_a_file_of_the_same_name_elsewhere_is_another(cell: str, file: str, tmp_path: Path) -> None:
+    root = tmp_path / "train"
+    picture(root / file)
+    table(root / "t.csv", ("image", "label"), (cell, "a"))
+    found = read_table(root / "t.csv", holdings(root), GUESSED)
+    assert not found.items and found.missing == (f"{root / 't.csv'} line 2: no file for {cell!r}",)
+
+
+def test_a_table_of_other_files_is_named(tmp_path: Path) -> None:
+    picture(tmp_path / "train" / "001.png")
+    table(tmp_path / "t.csv", ("image", "label"), ("test/001.png", "a"))
+    assert "no sign of what they show (t.csv is not used: it names no image of the folder)" in refused(tmp_path)
+
+
+def test_a_cell_takes_the_file_whose_folders_fit_best(tmp_path: Path) -> None:
+    for file in ("001.png", "b/001.png", "a/b/001.png", "c/001.png"):
+        picture(tmp_path / file)
+    held = holdings(tmp_path)
+    for cell, file in (
+        ("a/b/001.png", "a/b/001.png"),
+        ("x/c/001.png", "c/001.png"),
+        ("x/001.png", "001.png"),
+        ("x/b/001.png", "b/001.png"),
+    ):
+        table(tmp_path / "t.csv", ("image", "label"), (cell, "a"))
+        assert [item.first for item in read_table(tmp_path / "t.csv", held, GUESSED).items] == [tmp_path / file]
+    (tmp_path / "001.png").unlink()
+    table(tmp_path / "t.csv", ("image", "label"), ("001.png", "a"))
+    with pytest.raises(DataError, match=r"line 2: '001.png' may be a/b/001.png and b/001.png; write the path in the table"):
+        read_table(tmp_path / "t.csv", holdings(tmp_path), GUESSED)
 
 
 def test_what_is_unclear_is_one_line(tmp_path: Path) -> None:

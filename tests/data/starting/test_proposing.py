@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from downloads import classes, pairs, picture, table
+from downloads import classes, mask, pairs, picture, table
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.check import check_site
 from medflare.data.checking.planning import Plan
@@ -75,12 +75,33 @@ def test_answers_count(tmp_path: Path) -> None:
     assert load_task(propose(tmp_path, Answers(network="SegResNet", size=(16, 16))).settings).network == {"name": "SegResNet"}
 
 
+def test_one_class_may_be_renamed(tmp_path: Path) -> None:
+    task, _ = proposed(classes(tmp_path / "a"), labels=("cat", "hound"))
+    assert task.label_values == {"cat": [0], "hound": [1]}
+    assert "count so: 1 dog as 1 hound" in check_site(tmp_path / "a", task).render()
+    for names in (("cat", "dog"), ("chat", "chien"), ("cat", "dog", "horse")):
+        assert not proposed(tmp_path / "a", Wishes(force=True), labels=names)[0].label_values
+    (pairs(tmp_path / "b", values=(1, 2)) / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "disc", "2": "cup"}}))
+    task, _ = proposed(tmp_path / "b", labels=("disc", "pit"), size=(16, 16))
+    assert task.label_values == {"background": [0], "disc": [1], "pit": [2]}
+
+
 def test_findings_of_a_table(tmp_path: Path) -> None:
     for n in range(12):
         picture(tmp_path / f"{n}.png")
     table(tmp_path / "t.csv", ("image", "oedema", "mass"), *((f"{n}.png", n % 2, n // 2 % 2) for n in range(12)))
     task, _ = proposed(tmp_path, Wishes(columns=Columns(label="oedema,mass")))
     assert (task.target, task.labels) == ("multilabel", ("oedema", "mass"))
+
+
+def test_a_mask_file_for_each_structure(tmp_path: Path) -> None:
+    for n in range(12):
+        picture(tmp_path / f"{n}.png", 80 + n)
+        mask(tmp_path / f"d{n}.png", (1, 1))
+        mask(tmp_path / f"c{n}.png")
+    table(tmp_path / "t.csv", ("image", "disc", "cup"), *((f"{n}.png", f"d{n}.png", f"c{n}.png") for n in range(12)))
+    task, _ = proposed(tmp_path, Wishes(columns=Columns(mask="disc,cup")), size=(16, 16))
+    assert (task.target, task.labels) == ("multilabel", ("disc", "cup"))
 
 
 def test_volumes_with_named_channels(tmp_path: Path) -> None:

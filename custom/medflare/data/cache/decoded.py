@@ -13,8 +13,9 @@ from torch import Tensor
 
 from medflare.core.errors import DataError, StateError
 from medflare.core.message import Message
+from medflare.core.packages import versions
 from medflare.core.store import read_message, write_message
-from medflare.data.cache.folder import GB, CacheSettings, Room, discard, hold, new_entry
+from medflare.data.cache.folder import GB, CacheSettings, Room, discard, hold, new_entry, remove
 from medflare.data.cache.shards import Part, Shard, Shards, write
 from medflare.data.datalist import Entry
 from medflare.data.files.decoding import Decoded, DecodedRow, decode, decoded_rows, gathered
@@ -24,10 +25,11 @@ from medflare.data.targets import class_counts
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-_FORMAT: Final = 5  # raise when the meaning of cached tensors changes, or what is refused of images
+_FORMAT: Final = 6  # raise when the meaning of cached tensors changes, or what is refused of images
 _KEPT_SITES: Final = 16  # decoded sites that one process keeps
 _INDEX: Final = "index.safetensors"  # of an entry: everything but images and targets
 _BLOCK: Final = 256  # rows that are read at once into memory
+_DECODERS: Final = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")  # another release may read the same file otherwise
 _memory: OrderedDict[tuple[str, CacheSettings | None], Decoded] = OrderedDict()
 _log = logging.getLogger(__name__)
 
@@ -63,13 +65,15 @@ def _key(task: TaskConfig, source: Source, entries: list[Entry]) -> str:
     )
     labels = [str(entry.label) for entry in entries]
     chosen = [entry.split for entry in entries] if task.slices["keep"] == "foreground" else []  # slices are chosen for training alone
-    content = [_FORMAT, {name: settings[name] for name in used}, source.state(entries), labels, *chosen]
+    content = [_FORMAT, versions(_DECODERS), {name: settings[name] for name in used}, source.state(entries), labels, *chosen]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
 def _through(cache: CacheSettings, key: str, site: str, task: TaskConfig, source: Source, entries: list[Entry]) -> Decoded:
     """From the cache's entry, which is made where there is none; past the cache where it cannot be written."""
     entry = Path(cache.folder) / key
+    if _mended(entry, task, source, entries):
+        remove(entry)
     if (found := _read(entry, cache, task, verify=True)) is not None:
         return found
     failed: dict[int, str] = {}
@@ -92,6 +96,17 @@ def _through(cache: CacheSettings, key: str, site: str, task: TaskConfig, source
     failed = {}
     again = _Weighed(decoded_rows(task, source, _read_of(site, entries), failed))
     return gathered(_within(again, cache.memory_gb * GB, refusal), task, failed)
+
+
+def _mended(entry: Path, task: TaskConfig, source: Source, entries: list[Entry]) -> bool:
+    """Whether an image that the cache's entry lacks, since it could not be used, can be now: its file may have been out of reach."""
+    if task.unreadable == "error":  # then no entry lacks any
+        return False
+    try:
+        lacking = [entries[int(number)] for number in read_message(entry / _INDEX).facts["failed"]]
+    except (StateError, OSError):  # there is no entry, or none that can be used
+        return False
+    return bool(lacking) and any(True for _ in decoded_rows(task, source, lacking, {}))
 
 
 def _read_of(site: str, entries: list[Entry]) -> Iterator[Entry]:

@@ -133,7 +133,7 @@ class Room:
         """
         self._left -= count
         for entry in _entries(self._folder) if self._left < 0 else ():
-            self._left += _removed(entry) or 0
+            self._left += remove(entry) or 0
             if self._left >= 0:
                 break
         if self._left < 0:
@@ -150,7 +150,7 @@ def clean(folder: Path, older_than: timedelta, *, dry_run: bool = False) -> Clea
     """
     entries = _entries(folder)
     old = [entry for entry in entries if time.time() - _last_use(entry) > older_than.total_seconds()]
-    freed = [size for entry in old if (size := _removed(entry, dry_run)) is not None]
+    freed = [size for entry in old if (size := remove(entry, dry_run)) is not None]
     return Cleaned(len(freed), sum(freed), len(entries) - len(freed))
 
 
@@ -183,8 +183,13 @@ def _size(entry: Path) -> int:
     return total
 
 
-def _removed(entry: Path, dry_run: bool = False) -> int | None:
-    """The bytes that an entry took, or would give back; None where it is in use and stays."""
+def remove(entry: Path, dry_run: bool = False) -> int | None:
+    """Remove an entry that is not in use; gives the bytes that it took, None where it is in use and stays.
+
+    Args:
+        entry: its folder.
+        dry_run: only say what would be given back.
+    """
     try:
         file = (entry / _LOCK).open("rb" if dry_run else "ab")  # what was never finished may lack one
     except OSError:

@@ -1,5 +1,6 @@
 """Data and task looked at before a site joins: everything read, counted, measured and drawn; problems listed, not hidden."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from medflare.data.checking.shift import site_shift
 from medflare.data.datalist import Entry, site_folders
 from medflare.data.files.decoding import target_of
 from medflare.data.files.sources import FileSource
-from medflare.data.loading import allowed_folders, load_site_data
+from medflare.data.loading import allowed_folders, known_entries, load_site_data
 from medflare.data.progress import counted
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.opening import refuse_large_task
@@ -99,7 +100,7 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings)
     report = SiteReport()
     source = FileSource(folder, task, allowed_folders(own.data_folders), own.bounds)
     try:
-        entries = source.entries()
+        entries, _ = known_entries(name, task, source)
     except DataError as error:
         report.problems.append(str(error))
         return report, None
@@ -128,7 +129,7 @@ def _shortened(lines: list[str]) -> list[str]:
 def _read_everything(source: FileSource, entries: Iterable[Entry], task: TaskConfig, report: SiteReport) -> None:
     """Every file, whatever the others are like: sizes, intensities and problems go into the report."""
     sizes: Counter[str] = Counter()
-    moments, intensity = [], IntensityCheck(task)
+    moments, intensity, copies = [], IntensityCheck(task), _Copies()
     for entry in entries:
         try:
             if task.kind == "classification" and encode_label(entry.label, task, entry.place) is None:
@@ -140,10 +141,37 @@ def _read_everything(source: FileSource, entries: Iterable[Entry], task: TaskCon
             continue
         sizes[" x ".join(map(str, image.shape[1:]))] += 1
         intensity.add(image)
+        copies.add(image, entry)
         moments.append((image.min(), image.mean(dtype=np.float64), np.square(image, dtype=np.float64).mean(), image.max()))
     report.sizes = dict(sizes.most_common())
-    report.notes += filter(None, [intensity.note()])
+    report.notes += filter(None, [intensity.note(), copies.note()])
     if moments:
         low, mean, square, high = np.array(moments).T
         deviation = float(np.sqrt(max(square.mean() - mean.mean() ** 2, 0.0)))
         report.intensity = {"minimum": float(low.min()), "mean": float(mean.mean()), "deviation": deviation, "maximum": float(high.max())}
+
+
+class _Copies:
+    """Images that are the same, value by value, under two patients: copies, or one image saved twice, which no name tells."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, Entry] = {}
+        self._found: list[tuple[str, str]] = []
+
+    def add(self, image: np.ndarray, entry: Entry) -> None:
+        """One image (C, ...) as it is stored; of one value it says nothing."""
+        if image.min() == image.max():
+            return
+        content = hashlib.blake2b(str(image.shape).encode(), digest_size=16)
+        content.update(np.ascontiguousarray(image).data)
+        first = self._first.setdefault(content.digest(), entry)
+        if first.patient != entry.patient:
+            self._found.append((entry.name, first.name))
+
+    def note(self) -> str:
+        """How many there are and the first of them; "" where there are none."""
+        if not self._found:
+            return ""
+        count = "1 image is" if len(self._found) == 1 else f"{len(self._found)} images are"
+        both = " and ".join(self._found[0])
+        return f"{count} the same as one of another patient, the first: {both}; give both one patient, or list it once"

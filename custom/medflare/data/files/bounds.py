@@ -16,6 +16,7 @@ from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, kind_of, quiet_nifti
 from medflare.tasks.config import TaskConfig
 
+OF_A_SITE: Final = "bounds.{} in local/medflare.json"
 _PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
 _DECODED: Final = 4  # bytes of a float32
 _DICOM_TAGS: Final = ["Rows", "Columns", "NumberOfFrames"]
@@ -34,12 +35,13 @@ class ImageBounds:
     voxels: Annotated[int, Field(ge=1)] = 2**28
 
 
-def refuse_large(files: Iterable[Path | None], bounds: ImageBounds) -> None:
+def refuse_large(files: Iterable[Path | None], bounds: ImageBounds, setting: str = OF_A_SITE) -> None:
     """Nothing where every file, by its header, holds an image within the bounds. Nothing is unpacked.
 
     Args:
         files: of an image or of masks; None is passed over.
         bounds: the site's.
+        setting: where they can be raised; {} stands for "pixels" or "voxels".
 
     Raises:
         DataError: an image is larger, with the size that it would have, or a header that cannot be read.
@@ -54,12 +56,12 @@ def refuse_large(files: Iterable[Path | None], bounds: ImageBounds) -> None:
         if math.prod(shape) > most:
             size, memory = " x ".join(map(str, shape)), math.prod(shape) * _DECODED / 2**30
             raise DataError(
-                f"{file}: {size} {unit}, {memory:.3g} GiB once unpacked; this site takes {most} {unit} (bounds.{unit} in "
-                "local/medflare.json): store the image smaller, or raise the bound"
+                f"{file}: {size} {unit}, {memory:.3g} GiB once unpacked; this site takes {most} {unit} "
+                f"({setting.format(unit)}): store the image smaller, or raise the bound"
             )
 
 
-def refuse_resampled(path: Path, grid: Grid, task: TaskConfig, bounds: ImageBounds) -> None:
+def refuse_resampled(path: Path, grid: Grid, task: TaskConfig, bounds: ImageBounds, setting: str = OF_A_SITE) -> None:
     """Nothing where a volume, with the task's spacing, is within the bounds and keeps every axis.
 
     Args:
@@ -67,6 +69,7 @@ def refuse_resampled(path: Path, grid: Grid, task: TaskConfig, bounds: ImageBoun
         grid: as stored.
         task: gives orientation, spacing and channels.
         bounds: the site's.
+        setting: as for `refuse_large`.
 
     Raises:
         DataError: it would be larger, or an axis would be left with one voxel, as where millimetres are none.
@@ -79,7 +82,7 @@ def refuse_resampled(path: Path, grid: Grid, task: TaskConfig, bounds: ImageBoun
     size = f"with the task's spacing it has {' x '.join(map(str, shape))} voxels"
     stored = f"the file says {' x '.join(f'{side:g}' for side in grid.spacing)} mm; correct its header or the task's spacing"
     if task.image_channels * math.prod(shape) > bounds.voxels:
-        raise DataError(f"{path}: {size}, this site takes {bounds.voxels} (bounds.voxels in local/medflare.json); {stored}")
+        raise DataError(f"{path}: {size}, this site takes {bounds.voxels} ({setting.format('voxels')}); {stored}")
     if any(side == 1 < grid.shape[axis] for axis, side in zip(axes, shape, strict=True)):
         raise DataError(f"{path}: {size}; {stored}")
 

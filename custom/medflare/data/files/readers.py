@@ -1,4 +1,4 @@
-"""Image files as arrays: PNG, JPEG, BMP, TIFF, NIfTI and DICOM (a file, or a folder with one series) through MONAI's readers.
+"""Image files as arrays: PNG, JPEG, BMP, TIFF, NIfTI and DICOM (a file, or a folder with one series).
 
 A DICOM file needs no suffix: many archives give it none.
 
@@ -7,7 +7,6 @@ two axes swapped, so that slices along the third axis look like the DICOM pictur
 columns to the patient's left, whatever orientation a site stores.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,8 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
+from medflare.data.files.dicom import read_dicom
 from medflare.data.files.geometry import check_affine, check_spacing, sides_of
-from medflare.data.files.series import number_by_place, refuse_lost, refuse_mixed
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 NIFTI = (".nii", ".nii.gz")
@@ -27,6 +26,8 @@ DICOM = (".dcm", ".dicom", ".ima")
 LPS: Final = "LPS"  # how volumes lie that are cut into slices
 LABELS: Final = (("L", "R"), ("P", "A"), ("I", "S"))
 _MILLIMETRES: Final = {"meter": 1000.0, "micron": 0.001}  # of NIfTI's units; one that says none means millimetres
+COLOURS: Final = ("CMYK", "YCbCr", "HSV", "LAB", "PA")  # Pillow's modes that are turned into RGB; P is, too, of images
+_BITS, _PHOTOMETRIC = 258, 262  # TIFF's tags: bits of each channel, and 0 where the lowest number is white
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 
 
@@ -121,19 +122,36 @@ def of_channels(array: np.ndarray, channels: int, path: Path) -> np.ndarray:
     return array
 
 
-def read_mask(path: Path) -> np.ndarray:
-    """Label values, int64 (M, H, W) or (M, H, W, slices); M is 1, or the number of channels that differ from each other.
+def read_mask(path: Path, *, several: bool = False) -> np.ndarray:
+    """Label values, int64 (M, H, W) or (M, H, W, slices); M is 1, or the number of channels where they differ from each other.
+
+    Args:
+        path: of a picture, or of a volume that is to be cut into slices.
+        several: whether each channel is a structure's own mask; M is their number then, also where all of them are alike, as without
+            a finding.
 
     Raises:
-        DataError: as `read_image`, or values that are not whole numbers.
+        DataError: as `read_image`, or values that are not whole numbers, or a picture drawn in its transparency alone.
     """
     array, has_channels = _read(path, colour=False)
-    if has_channels:
-        array = np.moveaxis(array, -1, 0)
-        array = array[:1] if (array[:3] == array[:1]).all() else array  # a grey mask saved as RGB or RGBA
-    else:
-        array = array[None]
-    return whole_numbers(array, path)
+    masks = np.moveaxis(array, -1, 0) if has_channels else array[None]
+    return whole_numbers(masks if several else _one_if_alike(masks, path), path)
+
+
+def _one_if_alike(masks: np.ndarray, path: Path) -> np.ndarray:
+    """A grey mask that was saved in colours is one mask, and its transparency none."""
+    colours = masks
+    if suffix(path) in PICTURES and len(masks) == 4:
+        colours = masks[:3]
+        _refuse_transparent(masks, path)
+    return masks[:1] if (colours == masks[:1]).all() else masks
+
+
+def _refuse_transparent(channels: np.ndarray, path: Path) -> None:
+    """Nothing where a mask is drawn in grey or colours; in its transparency alone, the last of its channels, it would be read as empty."""
+    *colours, alpha = channels
+    if alpha.min() < alpha.max() and all(colour.min() == colour.max() for colour in colours):
+        raise DataError(f"{path}: the mask is drawn in its transparency alone; store label values in one grey mask")
 
 
 def whole_numbers(array: np.ndarray, path: Path) -> np.ndarray:
@@ -163,13 +181,13 @@ def is_dicom(path: Path) -> bool:
     return suffix(path) in DICOM or (suffix(path) not in (*PICTURES, *NIFTI) and path.is_file() and _holds_dicom(path))
 
 
-def dicom_files(folder: Path) -> int:
-    """How many DICOM files lie in a folder."""
-    return sum(1 for _ in slices_of(folder))
+def dicom_files(path: Path) -> list[Path]:
+    """The DICOM files of a folder, by name; or the file itself."""
+    return sorted(_slices_of(path)) if path.is_dir() else [path]
 
 
-def slices_of(folder: Path) -> Iterator[Path]:
-    """Its DICOM files; each is opened only when it is asked for."""
+def _slices_of(folder: Path) -> Iterator[Path]:
+    """Each is opened only when it is asked for."""
     return (file for file in folder.iterdir() if file.is_file() and is_dicom(file))
 
 
@@ -190,7 +208,7 @@ def kind_of(path: Path) -> str:
             raise DataError(f"{path}: file not found; {_instead(path)}")
         if not path.is_dir():
             return ".dcm" if is_dicom(path) else suffix(path)
-        if not any(slices_of(path)):
+        if not any(_slices_of(path)):
             raise DataError(f"{path}: a folder without DICOM files; name the image's own file, or the folder of one series")
         if any(file.is_dir() for file in path.iterdir()):
             raise DataError(f"{path}: another folder lies among the slices; give every series a folder of its own")
@@ -265,7 +283,7 @@ def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:
             has_channels = array.ndim == 4
         elif kind in DICOM or kind == "folder":
             require("pydicom", f"{path}: a DICOM image", DataError)
-            array, has_channels = _read_dicom(path)
+            array, has_channels, *_ = read_dicom(path, dicom_files(path), colour=colour)
         else:
             raise unknown_format(path, kind)
     if array.ndim not in (2, 3, 4) or not array.size:
@@ -278,14 +296,23 @@ def _read_picture(path: Path, colour: bool) -> np.ndarray:
     from PIL import ImageOps
 
     image = PILReader().read(path)
-    if getattr(image, "n_frames", 1) > 1:
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's: a preview follows
         raise DataError(f"{path}: the file holds {image.n_frames} pages; store pages as separate files or as a NIfTI volume")
+    tags = getattr(image, "tag_v2", {})
+    stored = str(image.tile[:1])
+    deep = len(image.getbands()) > 1 and (16 in tags.get(_BITS, ()) or ";16" in stored)
+    if deep and (not colour or "LA;16" in stored):  # 8 bits of a colour are enough, of a label, or of grey beside grey of 16, they are not
+        raise DataError(f"{path}: channels of 16 bits, of which Pillow reads 8; store channels of 8 bits, or grey without transparency")
+    inverse = colour and image.mode.startswith("I;16") and tags.get(_PHOTOMETRIC) == 0
     image = ImageOps.exif_transpose(image)  # a camera held upright says so in the file, and stores the picture lying
     if image.mode == "LA":
+        if not colour:
+            _refuse_transparent(np.moveaxis(np.asarray(image), -1, 0), path)
         image = image.convert("L")
-    elif image.mode in ("CMYK", "YCbCr", "HSV", "LAB", "PA") or (image.mode == "P" and colour):
+    elif image.mode in COLOURS or (image.mode == "P" and colour):
         image = image.convert("RGB")
-    return PILReader(reverse_indexing=False).get_data(image)[0]
+    array = PILReader(reverse_indexing=False).get_data(image)[0]
+    return np.iinfo(np.uint16).max - array if inverse else array  # of 8 bits Pillow turns them around by itself
 
 
 def _read_nifti(path: Path) -> np.ndarray:
@@ -342,43 +369,3 @@ def in_millimetres(affine: np.ndarray, header: Any) -> np.ndarray:
     if hasattr(header, "get_xyzt_units"):
         scaled[:3] *= _MILLIMETRES.get(header.get_xyzt_units()[0], 1.0)
     return scaled
-
-
-def _read_dicom(path: Path) -> tuple[np.ndarray, bool]:
-    from monai.data.image_reader import PydicomReader
-
-    reader = PydicomReader(swap_ij=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "PydicomReader: ImageOrientationPatient")  # a radiograph has none, and none is needed
-        warnings.filterwarnings("ignore", "Failed to read")  # `refuse_lost` tells of slices; other files may lie beside them
-        stored = reader.read(path)
-        if isinstance(stored, list):
-            refuse_mixed(stored, path)
-            refuse_lost(len(stored), dicom_files(path), path)
-            number_by_place(stored, path)
-        array, _ = reader.get_data(stored)
-    series = isinstance(stored, list)
-    first = stored[0] if series else stored
-    if hasattr(first, "SegmentSequence"):
-        return array, True  # MONAI gives (rows, columns, slices, segments)
-    colour = int(first.get("SamplesPerPixel", 1)) > 1
-    if series and colour:
-        array = np.moveaxis(array, 2, -1)  # slices were stacked behind the channels
-    elif not series and int(first.get("NumberOfFrames") or 1) > 1:
-        array = np.moveaxis(array, 0, 2)  # frames come first
-    return bright_is_high(array, first), colour
-
-
-def bright_is_high(array: np.ndarray, dataset: Any) -> np.ndarray:
-    """Intensities that rise with brightness: those of MONOCHROME1, where the lowest is white, are turned around.
-
-    Within the range of the stored numbers, so that all images of a device stay comparable (PS3.3, Sec. C.7.6.3.1.2).
-
-    Args:
-        array: intensities after rescaling.
-        dataset: of pydicom, that they come from.
-    """
-    if str(dataset.get("PhotometricInterpretation", "")) != "MONOCHROME1":
-        return array
-    ends = -1 if int(dataset.get("PixelRepresentation", 0)) else 2 ** int(dataset.BitsStored) - 1  # lowest plus highest stored number
-    return float(dataset.get("RescaleSlope", 1)) * ends + 2 * float(dataset.get("RescaleIntercept", 0)) - array

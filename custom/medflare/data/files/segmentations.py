@@ -11,6 +11,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.packages import installed
+from medflare.data.files.dicom import functional_group
 from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import explained, is_dicom
 from medflare.data.targets import stored_values
@@ -76,9 +77,9 @@ def _refuse_other_series(found: Any, path: Path, series: Path) -> None:
 def _voxels(found: Any, group: Any, grid: Grid, path: Path) -> tuple[np.ndarray, ...]:
     """Voxel numbers along the grid's three axes of every pixel of a frame, each (rows, columns)."""
     shared = found.SharedFunctionalGroupsSequence[0]
-    right, down = np.split(np.array(_macro(group, shared, "PlaneOrientationSequence").ImageOrientationPatient, np.float64), 2)
-    between_rows, between_columns = map(float, _macro(group, shared, "PixelMeasuresSequence").PixelSpacing)
-    start = np.array(_macro(group, shared, "PlanePositionSequence").ImagePositionPatient, np.float64)
+    right, down = np.split(np.array(functional_group(group, shared, "PlaneOrientationSequence").ImageOrientationPatient, np.float64), 2)
+    between_rows, between_columns = map(float, functional_group(group, shared, "PixelMeasuresSequence").PixelSpacing)
+    start = np.array(functional_group(group, shared, "PlanePositionSequence").ImagePositionPatient, np.float64)
     rows, columns = np.mgrid[: int(found.Rows), : int(found.Columns)][..., None].astype(np.float64)
     places = (start + columns * between_columns * right + rows * between_rows * down) * _RAS
     inverse = np.linalg.inv(grid.affine)
@@ -87,11 +88,6 @@ def _voxels(found: Any, group: Any, grid: Grid, path: Path) -> tuple[np.ndarray,
     if np.abs(exact - voxels).max() > _ALIGNED or (voxels < 0).any() or (voxels >= grid.shape).any():
         raise DataError(f"{path}: a frame lies beside the slices of its series; give the series that was segmented")
     return tuple(np.moveaxis(voxels, -1, 0))
-
-
-def _macro(group: Any, shared: Any, name: str) -> Any:
-    """A functional group of a frame, or of all frames together."""
-    return (group if name in group else shared)[name][0]
 
 
 def _one_mask(masks: np.ndarray, found: Any, task: TaskConfig, path: Path) -> np.ndarray:

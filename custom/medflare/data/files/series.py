@@ -23,7 +23,7 @@ _RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left
 
 
 def refuse_mixed(slices: Sequence[Any], path: Path) -> None:
-    """Nothing where all slices come from one series of one patient and look the same way; MONAI would stack others all the same.
+    """Nothing where all slices come from one series of one patient and look the same way; others could be stacked all the same.
 
     Args:
         slices: of pydicom; what does not stand in one of them is not compared.
@@ -42,7 +42,7 @@ def refuse_mixed(slices: Sequence[Any], path: Path) -> None:
 
 
 def refuse_lost(read: int, files: int, path: Path) -> None:
-    """Nothing where every file of a series was read; MONAI would leave out what it cannot read.
+    """Nothing where every file of a series was read; a volume without the others would pass for a whole one.
 
     Args:
         read: slices.
@@ -53,7 +53,10 @@ def refuse_lost(read: int, files: int, path: Path) -> None:
         DataError: there are more files than slices.
     """
     if read != files:
-        raise DataError(f"{path}: {files - read} of {files} files make no slice of the series; repair them, or give every series a folder")
+        raise DataError(
+            f"{path}: {files - read} of {files} files make no slice of the series; repair them, DICOM files have DICM behind their first "
+            "128 bytes, or give every series a folder"
+        )
 
 
 def is_placed(slices: Sequence[Any]) -> bool:
@@ -62,14 +65,14 @@ def is_placed(slices: Sequence[Any]) -> bool:
 
 
 def number_by_place(slices: Sequence[Any], path: Path) -> None:
-    """Give slices the numbers of their places, in memory, where their own run otherwise: MONAI stacks them by number.
+    """Give slices the numbers of their places, in memory, where their own run otherwise: they are stacked by number.
 
     Args:
         slices: of pydicom; changed in place where all of them say where they lie.
         path: of their folder, for the message.
 
     Raises:
-        DataError: neither places nor numbers say how the slices follow each other; MONAI would leave some out, or take any order.
+        DataError: neither places nor numbers say how the slices follow each other.
     """
     numbers = [one.get("InstanceNumber") for one in slices]
     if not is_placed(slices):
@@ -89,7 +92,7 @@ def number_by_place(slices: Sequence[Any], path: Path) -> None:
 
 
 def grid_of(slices: Sequence[Any]) -> Grid:
-    """Where the voxels (column, row, slice) of a series lie, as MONAI stacks it; not known where a slice does not say where it lies.
+    """Where the voxels (column, row, slice) of a series lie, stacked by number; not known where a slice does not say where it lies.
 
     Args:
         slices: of pydicom, numbered by `number_by_place`.

@@ -1,6 +1,7 @@
 """Where a site's pictures and masks come from, at their stored size: its files, or the embedded federation that is generated."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISDIR
@@ -10,7 +11,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.data import phantom
-from medflare.data.datalist import SPLITS, Entry, listed_splits, read_datalist
+from medflare.data.datalist import SPLITS, Entry, listed_names, listed_splits, read_datalist
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture, refuse_empty
 from medflare.data.files.geometry import Grid
@@ -32,6 +33,9 @@ class Source(Protocol):
     def listed(self) -> tuple[str, ...]:
         """Splits that are given, be they empty."""
 
+    def names(self) -> Mapping[str, Sequence[int]]:
+        """What the site calls the numbers of its classes or structures, see `datalist.names_in`."""
+
     def image(self, entry: Entry) -> np.ndarray:
         """float32 (C, H, W[, slices]), or a volume (C, X, Y, Z) along the task's axes."""
 
@@ -42,7 +46,7 @@ class Source(Protocol):
         """Millimetres between the voxels of a volume as `image` gives it; None for pictures and where nobody knows."""
 
     def state(self, entries: list[Entry]) -> Any:
-        """JSON that changes whenever a picture or a mask does."""
+        """JSON that changes whenever a picture or a mask does, or what is refused of them."""
 
 
 class FileSource:
@@ -67,6 +71,10 @@ class FileSource:
     def listed(self) -> tuple[str, ...]:
         """Splits that datalist.json gives, be they empty."""
         return listed_splits(self._root)
+
+    def names(self) -> Mapping[str, Sequence[int]]:
+        """What datalist.json calls the numbers of classes or structures."""
+        return listed_names(self._root)
 
     def image(self, entry: Entry) -> np.ndarray:
         """The entry's image, see `channels.read_picture` and `volumes.turned`.
@@ -119,7 +127,8 @@ class FileSource:
 
     def _picture_mask(self, file: Path, entry: Entry) -> np.ndarray:
         if not (entry.image.is_dir() and is_segmentation(file)):
-            mask = read_mask(file)
+            listed = self._task.target == "multilabel" and not self._task.label_values  # a mask for each label
+            mask = read_mask(file, several=listed and len(entry.masks) == 1 < len(self._task.labels))
             _refuse_apart(file, entry, slices_apart(entry.image, file))
             return mask
         placed = read_segmentation(file, entry.image, series_grid(entry.image), self._task)
@@ -136,9 +145,10 @@ class FileSource:
         return turned(whole_numbers(array, file), grid, self._task, labels=True)[0]
 
     def state(self, entries: list[Entry]) -> Any:
-        """Size and time of change of every file of these entries."""
+        """The bounds, and size and time of change of every file of these entries."""
         masks = self._task.kind == "segmentation"
-        return [[_file_state(file) for file in [*filter(None, entry.files), *(entry.masks if masks else [])]] for entry in entries]
+        files = [[_file_state(file) for file in [*filter(None, entry.files), *(entry.masks if masks else [])]] for entry in entries]
+        return [asdict(self._bounds), files]
 
 
 class PhantomSource:
@@ -158,6 +168,10 @@ class PhantomSource:
     def listed(self) -> tuple[str, ...]:
         """All three splits."""
         return SPLITS
+
+    def names(self) -> Mapping[str, Sequence[int]]:
+        """None: their numbers are the task's."""
+        return {}
 
     def image(self, entry: Entry) -> np.ndarray:
         """float32 (3, 64, 64), or their mean (1, 64, 64) for a task with one channel."""

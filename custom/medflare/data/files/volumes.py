@@ -1,9 +1,8 @@
 """Volumes and their place in space: NIfTI and DICOM read with their affine, turned and resampled as a task says, and brought back."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
+from medflare.data.files.dicom import read_dicom
 from medflare.data.files.geometry import Grid, apply_turn, by, check_affine, sides_of
 from medflare.data.files.readers import (
     DICOM,
@@ -18,7 +18,6 @@ from medflare.data.files.readers import (
     LPS,
     NIFTI,
     PICTURES,
-    bright_is_high,
     dicom_files,
     explained,
     finite,
@@ -27,19 +26,21 @@ from medflare.data.files.readers import (
     of_channels,
     picked,
     quiet_nifti,
-    slices_of,
     stored_nifti,
     unknown_format,
 )
-from medflare.data.files.series import HEADER, grid_of, is_placed, number_by_place, refuse_lost, refuse_mixed, refuse_uneven
+from medflare.data.files.series import HEADER, grid_of, number_by_place, refuse_uneven
 from medflare.tasks.config import TaskConfig
 
+_UNCODED: Final = "LAS"  # how nibabel takes a header that has no code for where its axes run
 
-def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
+
+def read_volume(path: Path, *, colour: bool = False) -> tuple[np.ndarray, Grid]:
     """A volume as stored, (C, i, j, k), and its grid.
 
     Args:
         path: of a NIfTI file, a DICOM series (a folder) or a DICOM segmentation.
+        colour: take the colours of a palette, as an image has them; else the numbers of its entries, as a mask has them.
 
     Raises:
         DataError: the file is missing, unreadable or no volume, or its grid is none that can be turned to the patient's axes.
@@ -48,10 +49,11 @@ def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
     with explained(path):
         if kind in NIFTI:
             require("nibabel", f"{path}: a NIfTI image", DataError)
-            (array, affine), known = stored_nifti(path), True
+            array, affine = stored_nifti(path)
+            grid = Grid(array.shape[:3], affine)
         elif kind in DICOM or kind == "folder":
             require("pydicom", f"{path}: a DICOM image", DataError)
-            array, affine, known = _read_dicom(path)
+            array, grid = _read_dicom(path, colour=colour)
         elif kind not in PICTURES:
             raise unknown_format(path, kind)
         else:
@@ -60,8 +62,8 @@ def read_volume(path: Path) -> tuple[np.ndarray, Grid]:
     if array.ndim != 4 or not array.size:
         found = by(array.shape[1:])
         raise DataError(f"{path}: {found} is no volume, the task has spatial_dims 3; give all slices together, or take a task of pictures")
-    check_affine(affine, path)
-    return array, Grid(array.shape[1:], affine, known)
+    check_affine(grid.affine, path)
+    return array, grid
 
 
 def series_grid(path: Path) -> Grid:
@@ -76,8 +78,7 @@ def series_grid(path: Path) -> Grid:
     from pydicom import dcmread
 
     with explained(path):
-        files = slices_of(path) if path.is_dir() else [path]
-        slices = [dcmread(file, stop_before_pixels=True, specific_tags=list(HEADER)) for file in files]
+        slices = [dcmread(file, stop_before_pixels=True, specific_tags=list(HEADER)) for file in dicom_files(path)]
         number_by_place(slices, path)
         grid = grid_of(slices)
         if grid.known:
@@ -88,8 +89,10 @@ def series_grid(path: Path) -> Grid:
 def slices_apart(file: Path, other: Path) -> str:
     """How far the slices lie apart that `readers` cuts two volumes into, in words; "" within half a voxel, and where nobody knows.
 
+    Of flat NIfTI images, and where only one volume says where it lies, it is the direction of the stored axes that is compared.
+
     Args:
-        file: of a volume, or a folder with a series; pictures lie nowhere.
+        file: of an image or volume, or a folder with a series; pictures lie nowhere.
         other: the same.
 
     Raises:
@@ -97,24 +100,40 @@ def slices_apart(file: Path, other: Path) -> str:
     """
     there = _as_slices(other)
     here = None if there is None else _as_slices(file)
-    return "" if here is None or there is None else here.difference(there, sides_of(here.affine).min() / 2)
+    if here is None or there is None:
+        return ""
+    if here.grid and there.grid:
+        return here.grid.difference(there.grid, sides_of(here.grid.affine).min() / 2)
+    if here.codes == there.codes or len(here.codes) != len(there.codes):  # of a flat image and a volume the sizes tell
+        return ""
+    assumed = f"; {_UNCODED} is assumed of a header without sform and qform code" if _UNCODED in (here.codes, there.codes) else ""
+    return f"stored along {there.codes}, not {here.codes}{assumed}"
 
 
-def _as_slices(path: Path) -> Grid | None:
-    """Where a volume that has been read lies as `readers` turns it, by the header alone; None where nobody knows."""
+class _Slices(NamedTuple):
+    """Where an image that has been read lies, by the header alone."""
+
+    codes: str  # the patient's axes along which it is stored, as "RAS"
+    grid: Grid | None  # as `readers` turns it; None where the file does not say, and of a flat image, which is not turned
+
+
+def _as_slices(path: Path) -> _Slices | None:
+    """None where nobody knows."""
     kind = kind_of(path)
     if kind == "folder":
         grid = series_grid(path)
-        return grid if grid.known else None
+        return _Slices(LPS, grid) if grid.known else None  # its own axes, whichever they are, are taken for these
     if kind not in NIFTI:
         return None
     import nibabel
 
     with quiet_nifti():
         image: Any = nibabel.load(path)
-    if len(image.shape) < 3 or not (image.get_sform(coded=True)[1] or image.get_qform(coded=True)[1]):
-        return None
-    return Grid(image.shape[:3], in_millimetres(np.asarray(image.affine, np.float64), image.header)).turned(LPS)
+    coded = image.get_sform(coded=True)[1] or image.get_qform(coded=True)[1]
+    grid = Grid(image.shape[:3], in_millimetres(np.asarray(image.affine, np.float64), image.header))
+    if len(image.shape) < 3:
+        return _Slices(grid.codes[:2], None) if coded else None
+    return _Slices(grid.codes, grid.turned(LPS)) if coded else _Slices(_UNCODED, None)
 
 
 def read_channels(files: Sequence[Path | None], channels: int, pick: Sequence[int] = ()) -> tuple[np.ndarray, Grid]:
@@ -134,7 +153,7 @@ def read_channels(files: Sequence[Path | None], channels: int, pick: Sequence[in
         if file is None:
             arrays.append(None)
             continue
-        array, grid = read_volume(file)
+        array, grid = read_volume(file, colour=True)
         array = picked(finite(array, file), pick if len(files) == 1 else (), file)
         array = of_channels(array, channels if len(files) == 1 else 1, file)
         if first is None:
@@ -199,23 +218,12 @@ def turned_back(values: Tensor, here: Grid, stored: Grid, task: TaskConfig) -> T
     return torch.as_tensor(apply_turn(values.cpu().numpy(), there.turn(stored.codes)))
 
 
-def _read_dicom(path: Path) -> tuple[np.ndarray, np.ndarray, bool]:
-    from monai.data.image_reader import PydicomReader
-
-    reader = PydicomReader()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what MONAI warns of is refused, or the grid is not known
-        stored = reader.read(path)
-        if isinstance(stored, list):
-            refuse_mixed(stored, path)
-            number_by_place(stored, path)
-        array, meta = reader.get_data(stored)
-    slices = stored if isinstance(stored, list) else [stored]
-    first, segmented = slices[0], hasattr(slices[0], "SegmentSequence")
-    if not segmented and (len(slices) == 1 or int(first.get("NumberOfFrames") or 1) > 1):
-        raise DataError(f"{path}: one DICOM file is no volume here; give the folder of its series, or convert it to NIfTI")
-    if not segmented:
-        refuse_lost(len(slices), dicom_files(path), path)
-    if placed := not segmented and is_placed(slices):
-        refuse_uneven(slices, path)
-    return bright_is_high(array, first), np.asarray(meta["affine"], np.float64), segmented or placed
+def _read_dicom(path: Path, *, colour: bool) -> tuple[np.ndarray, Grid]:
+    """(i, j, k[, channels]), and where they lie."""
+    array, _, slices, grid = read_dicom(path, dicom_files(path), colour=colour)
+    if not hasattr(slices[0], "SegmentSequence"):
+        if len(slices) == 1:
+            raise DataError(f"{path}: one DICOM file is no volume here; give the folder of its series, or convert it to NIfTI")
+        if grid.known:
+            refuse_uneven(slices, path)
+    return np.ascontiguousarray(np.swapaxes(array, 0, 1)), grid

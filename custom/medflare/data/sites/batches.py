@@ -11,6 +11,16 @@ def in_order(count: int, size: int) -> list[Tensor]:
     return _portions(torch.arange(count), size)
 
 
+def samples_in(count: int, size: int) -> int:
+    """Samples in all batches of `in_random_order`, none left out: `count`, but the only image fills a batch twice.
+
+    Args:
+        count: images of the split.
+        size: images in a batch.
+    """
+    return 2 if count == 1 and size > 1 else count
+
+
 def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Key, weights: Tensor | None = None) -> list[Tensor]:
     """The rows of `count` images, in an order drawn by (seed, keys), in batches of `size` that a network can train on.
 
@@ -38,7 +48,7 @@ def in_random_order(count: int, size: int, drop_last: bool, seed: int, *keys: Ke
         return portions[:-1]
     if size > 1 and portions and len(portions[-1]) == 1:
         lonely = portions.pop()
-        portions.append(torch.cat([portions.pop(), lonely]) if portions else lonely.repeat(2))
+        portions.append(torch.cat([portions.pop(), lonely]) if portions else lonely.repeat(samples_in(1, size)))
     return portions
 
 

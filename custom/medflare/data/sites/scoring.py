@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from medflare.data.sites.fitting import Predictor, windowed
+from medflare.data.sites.fitting import Fitting, Predictor, windowed
 from medflare.data.splits import Batch, Samples
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Portion, measure
@@ -78,6 +78,24 @@ def answers_of_patients(
         with torch.no_grad(), evaluating(predictor):
             probabilities = predictor.together([part.images for part in parts]).float().cpu()
         yield probabilities, torch.cat([part.targets for part in parts]).cpu(), own
+
+
+def answers_of_split(
+    predictor: Predictor, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], fitting: Fitting, task: TaskConfig, batch: int
+) -> Iterator[Answer]:
+    """What a model says of a whole split: `answers`, or `answers_of_patients` where it looks at whole patients.
+
+    Args:
+        predictor: of what the network is fed with.
+        data: the split.
+        placed: (rows, images, targets) -> the batch on the site's device.
+        fitting: how images come to the network's size.
+        task: says how.
+        batch: most images or windows at once.
+    """
+    if task.fit == "resize" and asks_patients(predictor, len(data)):
+        return answers_of_patients(predictor, data, placed, batch)
+    return answers(predictor, (placed(rows, *taken) for rows, taken in fitting.whole(data, batch)), task, batch)
 
 
 def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfig, batch: int) -> list[Tensor]:

@@ -163,11 +163,9 @@ class Site:
             predictor: images (N, C, H, W) to probabilities; a module is in evaluation mode while it answers.
             split: "train", "validation" or "test".
         """
-        data = self.data.split(split)
-        if self.task.fit == "resize" and scoring.asks_patients(predictor, len(data)):
-            return scoring.answers_of_patients(predictor, data, self._batch, self.scoring_batch)
-        whole = (self._batch(rows, *taken) for rows, taken in self.fitting.whole(data, self.scoring_batch))
-        return scoring.answers(predictor, whole, self.task, self.scoring_batch)
+        data, batch = self.data.split(split), self.scoring_batch
+        found = scoring.answers_of_split(predictor, data, self._batch, self.fitting, self.task, batch)
+        return counted(found, len(data), f"site {self.name}, {split} images measured", size=lambda answer: len(answer[2]))
 
     def score(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
         """Metrics of a model on a split, measured while it answers.

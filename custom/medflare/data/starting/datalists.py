@@ -151,7 +151,3 @@ def _by_site(items: list[Item], sites: int | None, columns: Columns, seed: int) 
             named.setdefault(re.sub(r"[^\w-]+", "-", item.site).strip("-") or "unknown", []).append(item)
         return sorted(named.items())
     return [("", items)] if sites is None else list(deal(items, sites, seed).items())
-
-
-def _folder(home: Path, site: str) -> Path:
-    return home / site if site else home

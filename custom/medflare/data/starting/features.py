@@ -17,7 +17,7 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import site_folders
 from medflare.data.files.decoding import decoded_rows
-from medflare.data.loading import refuse_too_many, source_of
+from medflare.data.loading import known_entries, refuse_too_many, source_of
 from medflare.data.progress import counted
 from medflare.data.starting.finding import Item
 from medflare.data.starting.writing import folder_of, refuse_existing, write_datalist
@@ -115,7 +115,8 @@ def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
 def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwork, to: Path) -> int:
     """The features of one site; the datalist comes last, so that a folder without one is not complete."""
     source = source_of(site, task, folder)
-    entries = [entry for entry in source.entries() if encode_label(entry.label, task, entry.place) is not None]
+    known, _ = known_entries(site or folder.name, task, source)
+    entries = [entry for entry in known if encode_label(entry.label, task, entry.place) is not None]
     failed: dict[int, str] = {}
     read = counted(entries, len(entries), f"{site or folder.name}, images through the network")
     rows = ((row.entry, row.image) for row in decoded_rows(task, source, read, failed))

@@ -9,7 +9,7 @@ from typing import Any
 
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.datalist import FILE
+from medflare.data.datalist import FILE, patient_id
 from medflare.data.files.cutting import Window
 from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, suffix
 
@@ -138,7 +138,7 @@ def _dicom(folder: Path, files: list[Path], alone: bool) -> dict[Path, str]:
     for file in files:
         with explained(file):
             header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["SeriesInstanceUID", "PatientID"])
-        series[file], patients[file] = str(header.get("SeriesInstanceUID", file)), str(header.get("PatientID", "") or "")
+        series[file], patients[file] = str(header.get("SeriesInstanceUID", file)), patient_id(str(header.get("PatientID", "") or ""))
     if len(set(series.values())) == len(files):
         return patients
     if len(set(series.values())) == 1 and alone:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -69,7 +69,7 @@ def recognise(held: Holdings, *, kind: str = "", table: Path | None = None, colu
         found = _pairs(held, names)
         return replace(found, notes=(*notes, *found.notes))
     pictures = [image for image, name in names.items() if not (masks and name.mask)]
-    found = _class_folders(held, pictures, sure=kind == "classification")
+    found = _class_folders(held, pictures, sure=kind == "classification", passed=notes)
     return replace(found, notes=(*notes, f"{masks} masks are not used") if masks else notes)
 
 
@@ -97,26 +97,29 @@ def _of_table(path: Path, held: Holdings, columns: Columns, kind: str) -> Found:
 def _pairs(held: Holdings, names: Mapping[Path, FileName]) -> Found:
     """Every mask with its image; the channels of an image may lie in files of their own."""
     masks = _keyed(held, {path: name for path, name in names.items() if name.mask})
+    pictures = {path: name for path, name in names.items() if not name.mask}
+    free = _free(masks, pictures.values())
     images: dict[Key, dict[str, Path]] = {}
-    for path, name in names.items():
-        if name.mask:
-            continue
-        key, channel = _image_of(path, name, masks)
+    for path, name in pictures.items():
+        key, channel = _image_of(path, name, masks, free)
         others = images.setdefault(key, {})
         if channel in others:
             raise DataError(f"{held.named(path)} and {held.named(others[channel])} go by one name; rename one, or list them in a table")
         others[channel] = path
     items: list[Item] = []
-    left, without = set(masks), []
-    channels = sorted({channel for key, files in images.items() if _place(key, masks) for channel in files})
+    used: dict[Key, Path] = {}
+    without = []
+    channels = sorted({channel for key, files in images.items() if _place(key, masks, free) for channel in files})
     for key, files in images.items():
-        place = _place(key, masks)
+        place = _place(key, masks, free)
         first = next(iter(files.values()))
         if place is None:
             without.append(first)
             continue
-        left.discard(place)
         mask = masks[place]
+        if used.setdefault(place, first) is not first:
+            both = f"{held.named(used[place])} and {held.named(first)} would both have the mask {held.named(mask)}"
+            raise DataError(f"{both}; lay images and masks in folders of the same names, or list them in a table")
         items.append(Item(tuple(map(files.get, channels)), mask, split=names[first].split or names[mask].split))
     if not items:
         raise DataError(f"{held.root}: {len(masks)} masks and none belongs to an image by its name; I know {_SHAPES}")
@@ -124,7 +127,7 @@ def _pairs(held: Holdings, names: Mapping[Path, FileName]) -> Found:
         raise DataError(f"{held.root}: some images have a file for each channel ({channels[1]}) and some do not; list them in a table")
     unlabelled = [path for path in without if names[path].split == "test" and not any(item.split == "test" for item in items)]
     missing = [f"{held.named(path)}: no mask" for path in without if path not in unlabelled]
-    missing += [f"{held.named(masks[key])}: a mask without an image" for key in sorted(left)]
+    missing += [f"{held.named(masks[key])}: a mask without an image" for key in sorted(masks.keys() - used.keys())]
     own = f", a file for each channel ({', '.join(channels)})" if len(channels) > 1 else ""
     notes = (f"{len(unlabelled)} test images without masks are not used",) if unlabelled else ()
     header = _header(held)
@@ -132,11 +135,11 @@ def _pairs(held: Holdings, names: Mapping[Path, FileName]) -> Found:
     return Found("segmentation", tuple(items), _header_labels(header), named, f"images and masks by name{own}", notes, tuple(missing))
 
 
-def _image_of(path: Path, name: FileName, masks: Mapping[Key, Path]) -> tuple[Key, str]:
+def _image_of(path: Path, name: FileName, masks: Mapping[Key, Path], free: Mapping[str, Sequence[Key]]) -> tuple[Key, str]:
     """The image that a file belongs to, and the channel that it holds; "" where it holds all. Pictures have channels by number alone."""
-    if _place(name.key, masks) is None and name.channel is not None:
+    if _place(name.key, masks, free) is None and name.channel is not None:
         key, channel = name.channel
-        if _place(key, masks) is not None and (channel.isdecimal() or suffix(path) in NIFTI):
+        if _place(key, masks, free) is not None and (channel.isdecimal() or suffix(path) in NIFTI):
             return key, channel
     return name.key, ""
 
@@ -150,12 +153,26 @@ def _keyed(held: Holdings, masks: Mapping[Path, FileName]) -> dict[Key, Path]:
     return keyed
 
 
-def _place(key: Key, masks: Mapping[Key, Path]) -> Key | None:
-    """The key of an image's mask: the same, or the only one of that name where folders are called differently."""
+def _free(masks: Mapping[Key, Path], images: Iterable[FileName]) -> dict[str, list[Key]]:
+    """Name -> the masks of that name which no image has by split, folders and name."""
+    taken = {key for image in images for key in (image.key, *(image.channel or ())[:1])}
+    free: dict[str, list[Key]] = {}
+    for key in masks:
+        if key not in taken:
+            free.setdefault(key[-1], []).append(key)
+    return free
+
+
+def _place(key: Key, masks: Mapping[Key, Path], free: Mapping[str, Sequence[Key]]) -> Key | None:
+    """The key of an image's mask: the same, or of those that no other image has the only one of that name and of no other split.
+
+    One in folders of the same names comes before one in others.
+    """
     if key in masks:
         return key
-    same = [other for other in masks if other[-1] == key[-1]]
-    return same[0] if len(same) == 1 else None
+    same = [other for other in free.get(key[-1], ()) if other[0] == key[0] or "" in (other[0], key[0])]
+    nearer = [other for other in same if other[1:] == key[1:]] or same
+    return nearer[0] if len(nearer) == 1 else None
 
 
 def _header(held: Holdings) -> dict[str, Any]:
@@ -183,7 +200,7 @@ def _header_channels(header: Mapping[str, Any]) -> dict[str, str]:
 # -- a folder per class ----------------------------------------------------------------------------------------------------
 
 
-def _class_folders(held: Holdings, images: Sequence[Path], *, sure: bool) -> Found:
+def _class_folders(held: Holdings, images: Sequence[Path], *, sure: bool, passed: Sequence[str]) -> Found:
     folders = {image: image.relative_to(held.root).parent.parts for image in images}
     wrapper = _shared(list(folders.values()))
     items: list[tuple[str, Item]] = []
@@ -197,7 +214,8 @@ def _class_folders(held: Holdings, images: Sequence[Path], *, sure: bool) -> Fou
             loose.append(image)
     counts = Counter(name for name, _ in items)
     if len(counts) < 2:
-        raise DataError(f"{held.root}: {len(images)} images and no sign of what they show; I know {_SHAPES}")
+        tables = f" ({', '.join(passed)})" if passed else ""
+        raise DataError(f"{held.root}: {len(images)} images and no sign of what they show{tables}; I know {_SHAPES}")
     if len(counts) > _MOST_CLASSES and not sure:
         some = ", ".join(sorted(counts)[:3])
         raise DataError(f"{held.root}: {len(counts)} folders ({some}, ...), too many for classes; if they are, say --kind classification")

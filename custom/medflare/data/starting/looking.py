@@ -10,9 +10,10 @@ import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.planning import Choice
-from medflare.data.datalist import FILE, SPLITS, Entry, content_of, read_datalist, site_folders
+from medflare.data.datalist import FILE, SPLITS, Entry, content_of, names_in, names_of_masks, read_datalist, site_folders
 from medflare.data.files.readers import NIFTI, PICTURES, explained, read_image, read_mask, suffix
 
+_RENAMED: Final = "the numbers of the datalist, which calls some of them otherwise"
 _LOOKED_AT: Final = 24  # images of a site whose channels are counted
 _MASKS: Final = 200  # masks of a site whose values are read; `medflare data check` reads all
 _MOST_VALUES: Final = 20  # a mask with more holds grey levels, not labels
@@ -65,7 +66,7 @@ def look(root: Path, said: Said) -> Seen:
     first, header = next(iter(headers.items()))
     for folder, other in headers.items():
         if other.get("labels") != header.get("labels"):
-            raise ConfigError(f"{folder / FILE} and {first / FILE} name different labels; make them agree")
+            raise ConfigError(f"{folder / FILE} and {first / FILE} name different labels; make them agree, or name a site that has all")
     label = _first_label(first, header)
     kind = "segmentation" if all(isinstance(part, str) for part in (label if isinstance(label, list) else [label])) else "classification"
     entries = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _LOOKED_AT)]
@@ -110,24 +111,33 @@ def _classes(entries: Sequence[Entry], header: Mapping[str, Any], said: Said, la
     """Classes by the names that the datalist gives, else by their numbers."""
     several = isinstance(label, list)
     found = len(label) if several else 1 + max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
-    named = {str(number): str(name) for number, name in header.get("labels", {}).items()}
-    labels = said.labels or tuple(named.get(str(number), f"class_{number}") for number in range(max(found, len(named))))
+    named = {number: name for name, numbers in names_in(header.get("labels")).items() for number in numbers}
+    labels = said.labels or tuple(named.get(number, f"class_{number}") for number in range(max(found, len(named))))
     if len(labels) < found:
         raise ConfigError(f"--labels {','.join(labels)}: {len(labels)} names for {found} classes; name each")
     yield Choice("target", "multilabel" if several else "multiclass", "any of several findings" if several else "one class an image")
     yield Choice("labels", list(labels), "as said" if said.labels else "names from the datalist" if named else "the datalist names none")
+    called = {name: label for number, label in enumerate(labels) if (name := named.get(number, str(number))) != str(number)}
+    if not several and _in_part(called):
+        yield Choice("label_values", {label: [number] for number, label in enumerate(labels)}, _RENAMED)
+
+
+def _in_part(renamed: Mapping[str, str]) -> bool:
+    """Whether some names were changed and others not, so that only numbers tell what is meant, see `loading.renumbering`."""
+    return len({before == after for before, after in renamed.items()}) == 2
 
 
 def _structures(entries: Sequence[Entry], header: Mapping[str, Any], said: Said, label: Any) -> Iterator[Choice]:
     """Structures by the names that the datalist gives, else by the values that masks hold."""
-    meant = _meant(header.get("labels", {}))
+    names = names_in(header.get("labels"))
     if isinstance(label, list):
-        labels = said.labels or tuple(meant) or tuple(f"structure_{number + 1}" for number in range(len(label)))
+        labels = said.labels or tuple(names_of_masks(names)) or tuple(f"structure_{number + 1}" for number in range(len(label)))
         yield Choice("target", "multilabel", "a mask file for each structure")
         yield Choice("labels", list(labels), "as said" if said.labels else "in the order of the mask files")
         return
-    reason = "as the datalist says"
-    if not meant:
+    reason, known = "as the datalist says", {name: values for name, values in names.items() if values != [0]}
+    meant = known
+    if not known:
         values = _mask_values(entries)
         shown = ", ".join(map(str, values))
         meant = dict(zip(said.labels or _names(values), ([value] for value in values), strict=False))
@@ -138,6 +148,7 @@ def _structures(entries: Sequence[Entry], header: Mapping[str, Any], said: Said,
         if len(said.labels) != len(meant):
             raise ConfigError(f"--labels {','.join(said.labels)}: the datalist knows {len(meant)} ({', '.join(meant)}); name each")
         meant = dict(zip(said.labels, meant.values(), strict=True))
+    renamed = _in_part(dict(zip(known, meant, strict=False)))
     regions = any(len(listed) > 1 for listed in meant.values())
     if regions or len(meant) == 1:
         yield Choice("target", "multilabel" if regions else "binary", "structures overlap" if regions else "one structure")
@@ -147,19 +158,12 @@ def _structures(entries: Sequence[Entry], header: Mapping[str, Any], said: Said,
         values_of = {"background": [0], **meant}
     yield Choice("labels", list(values_of), reason)
     plain = [[1]] if len(meant) == 1 else [[number] for number in range(len(values_of))]
-    if regions or list(values_of.values()) != plain:
-        yield Choice("label_values", values_of, "the values that files use")
+    if renamed or regions or list(values_of.values()) != plain:
+        yield Choice("label_values", values_of, _RENAMED if renamed else "the values that files use")
 
 
 def _names(values: Sequence[int]) -> tuple[str, ...]:
     return ("foreground",) if len(values) == 1 else tuple(f"structure_{value}" for value in values)
-
-
-def _meant(labels: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Structure -> its values, without the background, from Decathlon's {"1": "liver"} or nnU-Net's {"liver": 1, "organ": [1, 2]}."""
-    by_number = {name: [int(number)] for number, name in labels.items() if isinstance(name, str) and number.isdecimal()}
-    by_name = {name: value if isinstance(value, list) else [value] for name, value in labels.items() if not isinstance(value, str)}
-    return {name: values for name, values in {**by_number, **by_name}.items() if values != [0]}
 
 
 def _mask_values(entries: Sequence[Entry]) -> list[int]:

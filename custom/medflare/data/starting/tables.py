@@ -5,13 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
+from medflare.data.datalist import patient_id
 from medflare.data.starting.finding import Holdings, Item
-from medflare.data.starting.words import split_named, stem, words
+from medflare.data.starting.words import says_images, split_folder, split_named, stem, words
 
+Folders: TypeAlias = tuple[str, ...]
+
+_WHOLE: Final = "/"  # no folder's name
 _MOST_CLASSES: Final = 30  # a column with more different values says something else
 _EMPTY: Final = frozenset(("", "na", "nan", "none", "null"))
 # Column -> names that it goes by, the likelier first; compared as words.
@@ -98,7 +102,8 @@ def read_table(path: Path, held: Holdings, columns: Columns, *, kind: str = "") 
             lacks = f"no file for {row[used['image'][0]]!r}" if image is None else f"no {values}"
             missing.append(f"{place}: {lacks}")
             continue
-        patient, site = (row[used[name][0]].strip() if used[name] else "" for name in ("patient", "site"))
+        patient = patient_id(row[used["patient"][0]]) if used["patient"] else ""
+        site = row[used["site"][0]].strip() if used["site"] else ""
         split = split_named(row[used["split"][0]]) if used["split"] else ""
         label = (masks[0] if len(masks) == 1 else masks) if values == "mask" else cells
         items.append((place, Item((image,), label, patient, split, site)))
@@ -180,11 +185,16 @@ def _guessed(what: str, header: list[str]) -> list[str]:
 
 
 class _Finder:
-    """The file that a cell means: by its path, else its name, else its name without suffix."""
+    """The file that a cell means: by its path, else its name, else its name without suffix.
+
+    A path may begin above or below the folder that was given: of the shorter one all folders must be the last of the other. A path of
+    another machine (`D:\\export\\001.png`) says nothing about folders here: there a file in a folder such as "images" fits as well.
+    """
 
     def __init__(self, held: Holdings, home: Path):
         self._root, self._home, self._images = held.root, home, frozenset(held.images)
         self._names: dict[str, list[Path]] = {}
+        self._ends: dict[str, dict[Folders, list[Path]]] = {}  # of the names that were asked for, see `_by_end`
         for image in held.images:
             for name in {image.name, stem(image)}:
                 self._names.setdefault(name, []).append(image)
@@ -196,13 +206,45 @@ class _Finder:
         for folder in (self._home, self._root):
             if (folder / text) in self._images:
                 return folder / text
-        found = self._names.get(text.rpartition("/")[2], [])
-        nearer = [path for path in found if "/" in text and path.as_posix().endswith(f"/{text}")]
-        found = nearer or found
+        found = self._fitting(text)
         if len(found) > 1:
             both = " and ".join(path.relative_to(self._root).as_posix() for path in found[:2])
             raise DataError(f"{place}: {cell!r} may be {both}; write the path in the table")
         return found[0] if found else None
+
+    def _fitting(self, text: str) -> list[Path]:
+        """The files of that name whose folders fit best; all of them where the cell names no folder."""
+        parent, _, name = text.rpartition("/")
+        folders = tuple(part for part in parent.casefold().split("/") if part not in ("", ".", ".."))
+        named = self._names.get(name, [])
+        if not folders:
+            return named
+        ends = self._by_end(name)
+        above = (ends.get((_WHOLE, *folders[start:])) for start in range(1, len(folders) + 1))
+        found = ends.get(folders) or next(filter(None, above), [])
+        if not found and (text.startswith("/") or text[1:2] == ":"):
+            found = [path for path in named if all(part in folders or says_images(part) for part in self._inner(path))]
+        return [path for path in found if _of_one_split(folders, (self._root.resolve().name, *self._inner(path)))]
+
+    def _by_end(self, name: str) -> dict[Folders, list[Path]]:
+        """The last folders of a path -> the files of that name in such; all its folders below the root with _WHOLE before them."""
+        if name not in self._ends:
+            ends = self._ends[name] = {}
+            for path in self._names.get(name, []):
+                inner = self._inner(path)
+                below = (self._root.resolve().name.casefold(), *inner)
+                for key in ((_WHOLE, *inner), *(below[start:] for start in range(len(below)))):
+                    ends.setdefault(key, []).append(path)
+        return self._ends[name]
+
+    def _inner(self, path: Path) -> Folders:
+        return tuple(part.casefold() for part in path.parent.relative_to(self._root).parts)
+
+
+def _of_one_split(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether the folders of two paths name the same split, or one of them none; the innermost that names one counts."""
+    first, second = (next(filter(None, map(split_folder, reversed(parts))), "") for parts in (one, other))
+    return not first or not second or first == second
 
 
 def _labelled(path: Path, items: Sequence[tuple[str, Item]], columns: Sequence[str]) -> tuple[tuple[Item, ...], tuple[str, ...]]:

@@ -36,7 +36,7 @@ class FileName(NamedTuple):
     """What the place and name of a file say.
 
     Attributes:
-        key: what an image and its mask have in common: folders and name without the words for either.
+        key: what an image and its mask have in common: the split, then folders and name without the words for either.
         mask: whether it is a mask.
         split: that a folder names, or "".
     """
@@ -94,6 +94,20 @@ def split_folder(name: str) -> str:
     return found.pop() if len(found) == 1 and known else ""
 
 
+def says_images(name: str) -> bool:
+    """Whether a folder's name says no more than that images lie in it.
+
+    Args:
+        name: of the folder.
+
+    Examples:
+        >>> says_images("images"), says_images("Scans_data"), says_images("hospital2"), says_images("1")
+        (True, True, False, False)
+    """
+    said = words(name)
+    return bool(said) and set(said) <= _FILLING
+
+
 def stem(path: Path) -> str:
     """A file's name without its suffix, ".nii.gz" as a whole.
 
@@ -111,9 +125,9 @@ def read_name(path: Path) -> FileName:
 
     Examples:
         >>> read_name(Path("imagesTr/a_0001.nii.gz")).channel, read_name(Path("labelsTr/a.nii.gz")).key
-        ((('', 'a'), '0001'), ('', 'a'))
+        ((('training', '', 'a'), '0001'), ('training', '', 'a'))
         >>> read_name(Path("IMG_01_mask.png")), read_name(Path("IMG_01.png")).key
-        (FileName(key=('01',), mask=True, split=''), ('01',))
+        (FileName(key=('', '01'), mask=True, split=''), ('', '01'))
     """
     mask, split, key = False, "", []
     for folder in path.parent.parts:
@@ -124,7 +138,7 @@ def read_name(path: Path) -> FileName:
     name = stem(path)
     named_mask = _MASK_NAME.match(name)
     core = _without(named_mask, name)
-    return FileName((*key, _without(_IMAGE_NAME.match(core), core).lower()), mask or named_mask is not None, split)
+    return FileName((split, *key, _without(_IMAGE_NAME.match(core), core).lower()), mask or named_mask is not None, split)
 
 
 def _speaks(said: list[str], place: int) -> bool:
