@@ -162,6 +162,15 @@ def test_a_liar_among_five(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_a_liar_cannot_hide_in_running_statistics(rule: str) -> None:
+    """Its weights are the most central of all: distances of weights alone would hand it the statistics of everybody."""
+    rows = zip("ABCDE", (0.9, 1.2, 0.8, 1.1, 1.0), (0.9, 1.0, 1.1, 1.2, -1000.0), strict=True)
+    given = {site: {"w": torch.tensor([weight]), "running_mean": torch.tensor([mean])} for site, weight, mean in rows}
+    found, _ = combined(given, dict.fromkeys(given, 1.0), rule, NONE, {name: torch.zeros(1) for name in ("w", "running_mean")})
+    assert all(0.5 <= tensor.item() <= 1.2 for tensor in found.values())
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_one_site_alone_and_two(rule: str) -> None:
     assert by(rule, states([5.0])) == [5.0]
     assert by(rule, states([5.0], [7.0]), origin=6.0) == pytest.approx([6.0])

@@ -21,6 +21,7 @@ from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.networks.catalogue import NETWORKS
 from medflare.networks.features import FeatureNetwork
+from small import INSTANCE_UNET
 
 LR = 0.05
 SGD = {"name": "sgd", "lr": LR}
@@ -108,6 +109,23 @@ def test_gradient_at_the_global_model(squares: ModuleType) -> None:
     assert squares.equal(reply.states["model"], squares.trained(FedAvgSite, task)[0])
 
 
+@pytest.mark.parametrize(
+    ("changes", "images"), [({"fit": "patch", "patches_per_image": 3}, 5), ({}, 1), ({"batch_size": 1}, 1)], ids=["patches", "one", "alone"]
+)
+def test_gradient_is_a_mean_however_many_samples_an_image_gives(squares: ModuleType, changes: dict[str, Any], images: int) -> None:
+    """An image gives several patches; the only image of a site fills its batch twice."""
+    task = squares.task(network=INSTANCE_UNET, **changes)
+    half = squares.half(ScaffoldSite, task=task, counts=(images, 4, 5), control="gradient")
+    network, seen = half.site.network().train(), 0
+    zeros = {name: torch.zeros_like(weight) for name, weight in copy_state(dict(network.named_parameters())).items()}
+    for batch in half.site.batches("train", 0, "control", 0):
+        (half.site.loss(network(batch.images), batch.targets) * len(batch.images)).backward()
+        seen += len(batch.images)
+    reply = half.perform("train", 0, Message({"model": squares.start(task), "control": zeros}, {"counted": None}))
+    expected = {name: weight.grad / seen for name, weight in network.named_parameters() if weight.grad is not None}
+    close(reply.states["control_update"], expected)
+
+
 def test_the_first_round_is_fedavg(squares: ModuleType) -> None:
     scaffold = squares.federation(ScaffoldSite, ScaffoldServer, rounds=1)
     assert squares.equal(scaffold.model, squares.federation(FedAvgSite, FedAvgServer, rounds=1, weighting="uniform").model)
@@ -135,6 +153,22 @@ def test_c_is_the_mean_of_all_c_k_whoever_takes_part(squares: ModuleType, weight
     weights = dict.fromkeys(counts, 1.0) if weighting == "uniform" else counts
     close(played.server.control, weighted_mean(settled(played), weights))
     assert any(tensor.any() for tensor in played.server.control.values())
+
+
+def test_a_limited_share_holds_for_control_variates_too(squares: ModuleType) -> None:
+    """`max_share` makes less of A's images; that C comes later, whereupon A may count for more, leaves c the mean of the c_k."""
+    plan = squares.plan_of(ScaffoldSite, ScaffoldServer, weighting="samples")
+    halves = {name: ScaffoldSite(squares.site(name, counts=(count, 4, 5)), plan) for name, count in {"A": 12, "B": 6, "C": 6}.items()}
+    server = squares.server(ScaffoldServer, rounds=2, outside=(), halves=halves)
+    late = server.context.site_counts.pop("C")
+    server.context.counted = {"A": 0.5, "B": 1.0}
+    for step in server.steps()[:2]:
+        there = [name for name in halves if name in server.context.site_counts]
+        replies = {name: halves[name].perform(step.phase, step.round, server.configure(step, name)) for name in there}
+        server.aggregate(step, replies)
+        server.context.site_counts["C"], server.context.counted = late, {"A": 1.0, "B": 1.0, "C": 1.0}
+    assert server.weights == {"A": 6.0, "B": 6.0, "C": 6.0}
+    close(server.control, weighted_mean(settled(squares.Played([], server, halves)), server.weights))
 
 
 def test_few_sites_move_c_by_their_share_of_all(squares: ModuleType) -> None:

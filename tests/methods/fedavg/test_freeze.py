@@ -40,6 +40,17 @@ def test_what_rests_neither_moves_nor_travels() -> None:
     assert not all(torch.equal(server.model[name], start[name]) for name in start if name.endswith("conv.weight"))
 
 
+def test_a_list_rests_in_every_round() -> None:
+    task = small_task(freeze=["body"])
+    assert list(task.freeze["parts"]) == ["body"] and small_task(**task.to_dict()) == task
+    log, server, _ = play(task)
+    start = initial_network(task, squares.SEED).state_dict()
+    assert [turn.step.phase for turn in log] == ["train_part", "train_part", "train_part", "validate"]
+    moved = {name for name in start if not torch.equal(server.model[name], start[name])}
+    assert moved and moved <= set(head(start))
+    assert small_task(freeze=[]) == small_task()
+
+
 def test_moments_of_the_part_are_not_those_of_the_whole() -> None:
     members = play(small_task(**FROZEN), rounds=4, reset_optimizer=False)[2]
     kept = members["A"].memory.states
@@ -79,10 +90,11 @@ def test_a_network_at_rest_moves_again_afterwards() -> None:
             {"parts": ["body"], "rounds": 2},
             "dp_noise: rounds in which parts of the network rest are not counted",
         ),
+        ("fedavg", {}, ["boddy"], "freeze.parts: the network has no module 'boddy'; it has body, head"),
         ("fedavg", {}, {"parts": ["body"]}, "freeze takes parts and rounds, both or neither"),
     ],
 )
-def test_what_is_refused(method: str, hyper: dict[str, Any], freeze: dict[str, Any], words: str) -> None:
+def test_what_is_refused(method: str, hyper: dict[str, Any], freeze: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         get_method(method).check(hyper, small_task(freeze=freeze, network=INSTANCE_UNET))
 

@@ -192,6 +192,8 @@ def test_a_site_that_described_nothing_is_never_chosen() -> None:
         ("fedsm", {"selector": "ridge", "selector_updates": 3}, "leave out selector_updates"),
         ("fedsm_extra", {"selector": "ridge"}, "fedsm_extra: selector = ridge"),
         ("fedsm", {"gamma": "often"}, "gamma"),
+        ("fedsm", {"gamma": 1.5}, "gamma must be at most 1, got 1.5"),
+        ("fedsm", {"gamma": -1.0}, "gamma must be at least 0, got -1"),
     ],
 )
 def test_settings_that_do_not_go_together(method: str, options: dict[str, Any], said: str) -> None:
@@ -306,6 +308,15 @@ def test_honest_gradients_are_taken_however_they_are_computed(changes: dict[str,
     task = squares.task("classification", **changes)
     log = squares.federation(FedSMSite, FedSMServer, task, selector_updates=2, gamma=0.5, **COMPACT).log
     assert all("selector_gradient" in reply.states for turn in log[:-1] for reply in turn.replies.values())
+
+
+@pytest.mark.parametrize("steps", ["server", "fullbatch", "minibatch"])
+def test_a_site_with_one_image_answers_as_others_do(steps: str) -> None:
+    """The image fills its batch twice, and counts once."""
+    task, counts, hyper = squares.task("classification"), {"A": 1, "B": 6, "C": 6}, {**COMPACT, "selector_steps": steps}
+    halves = {name: squares.half(FedSMSite, name, task, (count, 4, 5), **hyper) for name, count in counts.items()}
+    log = squares.play(squares.server(FedSMServer, task, rounds=1, halves=halves), halves).log
+    assert 0.9 < log[0].replies["A"].facts["losses"]["selector"] < 1.3, "about log 3, as at the start of three sites"
 
 
 def test_both_selectors_have_one_last_layer() -> None:

@@ -17,6 +17,7 @@ from medflare.methods.fedsm.formulas import (
     gamma_candidates,
     gamma_within_error,
     jackknife_error,
+    median_by_gamma,
     patient_scores,
     soft_pull,
     tuned_gamma,
@@ -152,6 +153,10 @@ class TestGammaWithinError:
 
     def test_undefined_everywhere_is_the_global_model(self) -> None:
         assert gamma_within_error({"a": self.facts({"0": None, "1": None}, 0.0, 0)}) == 1.0
+
+    def test_an_error_that_is_missing_is_0(self) -> None:
+        sites = {name: {"gammas": {"0": 0.5}, "errors": {"0": error}} for name, error in (("a", 0.2), ("b", None), ("c", 0.3), ("d", 0.2))}
+        assert median_by_gamma(sites, ["0"]) == {"gammas": {"0": 0.5}, "errors": {"0": 0.1}}
 
 
 class TestCandidates:

@@ -92,6 +92,15 @@ def test_local_batch_norm_stays_at_the_site(monkeypatch: pytest.MonkeyPatch) -> 
     assert squares.equal(seen, {**start, **{name: first[name] for name in own}})
 
 
+def test_with_local_batch_norm_the_global_model_is_measured_as_it_came() -> None:
+    """One election compares the measurements of all rounds and of the last look, and what it elects is delivered with its own BatchNorm."""
+    half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
+    first = half.perform("train", 0, incoming(start)).states["model"]
+    sent = incoming({**first, **{name: torch.full_like(tensor, 3) for name, tensor in half.batch_norm.items()}})
+    trained, looked = (half.perform(phase, 1, sent).facts["validation"]["global"] for phase in ("train", "validate"))
+    assert trained == looked != half.validation(half.network("model", first))
+
+
 def test_memory_survives_a_new_process() -> None:
     half, start = squares.half(LocalModelSite, batch_norm="local"), squares.start()
     half.perform("train", 0, incoming(start))

@@ -107,6 +107,20 @@ def test_a_start_that_tells_nothing_asks_nothing() -> None:
     assert Gate(0.8, 0.0, 0.0).refusal(Look(0.1, 0.0, 1.0, ()), Look(1.0, 0.0, 1.0, ())) == ""
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_one_image_that_is_classified_tells_nothing(seed: int) -> None:
+    """Its share is its prediction: what is left of two entropies is rounding, of which nothing may be asked."""
+    logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))
+    looks = []
+    for p in logits.softmax(dim=2):
+        gathering = Gathering(CLASSIFICATION)
+        gathering.add(torch.tensor(1.0), p, p)
+        looks.append(gathering.look())
+    assert all(0 <= look.information < 1e-12 for look in looks)
+    for state, start in ((looks[1], looks[0]), (Look(0.1, 0.0, 1.0, ()), Look(1.0, 1e-7, 1.0, ()))):
+        assert Gate(0.8, 0.0, 0.0).refusal(state, start) == ""
+
+
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTICLASS, MULTILABEL, CLASSIFICATION])
 def test_a_look_gathers_what_all_batches_say_together(task: Any) -> None:
     half = squares.half(squares.partner(squares.FedAvgServer), "A", task)

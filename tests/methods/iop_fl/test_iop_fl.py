@@ -157,3 +157,10 @@ def test_uniform_weighting_is_the_plain_mean() -> None:
 def test_bad_settings_are_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         get_method("iop_fl").check({name: value})
+
+
+def test_a_layer_that_the_network_does_not_have_is_named_before_training() -> None:
+    method = get_method("iop_fl")
+    method.check({"fixed_layers": "head, body.0.model.0.conv"}, squares.SEGMENTATION)
+    with pytest.raises(ConfigError, match=r"fixed_layers: .* no layer bottleneck to route; layers found: body\.0\.model\.0\.conv, .*head"):
+        method.check({"fixed_layers": "head, bottleneck"}, squares.SEGMENTATION)

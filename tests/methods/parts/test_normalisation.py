@@ -1,5 +1,8 @@
 """A network that normalises by the batch at hand and remembers nothing of it."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +42,22 @@ def test_still_statistics_change_no_mode() -> None:
     assert model.num_batches_tracked == 0
     model(IMAGES)
     assert model.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("still", [still_statistics, batch_statistics])
+def test_instance_normalisation_that_remembers_is_still_too(still: Any, training: bool) -> None:
+    """Torch moves its statistics even where they are not tracked, and does not normalise by them then."""
+    model = nn.InstanceNorm2d(2, track_running_stats=True).train(training)
+    images = IMAGES[:6].reshape(3, 2, 2, 1).repeat(1, 1, 1, 2)
+    model.load_state_dict({**model.state_dict(), "running_mean": torch.tensor([1 / 3, -1 / 3])})
+    before, expected = copy_state(model.state_dict()), copy.deepcopy(model).train(training or still is batch_statistics)(images)
+    with still(model, model):
+        assert torch.equal(model(images), expected)
+        torch.testing.assert_close(copy_state(model.state_dict()), before)
+    assert squares.equal(copy_state(model.state_dict()), before) and model.momentum == 0.1 and model.training is training
+    model.train()(images)
+    assert not squares.equal(copy_state(model.state_dict()), before)
 
 
 def test_an_error_inside_changes_nothing() -> None:

@@ -109,10 +109,11 @@ def test_a_site_that_contradicts_the_others_is_named(lie: dict[int, float], name
     assert set(contradictions(election("median", lie).record)) == ({"L"} if named else set())
 
 
-def test_of_two_sites_or_two_rounds_nobody_is_named() -> None:
+def test_two_rounds_are_enough_to_contradict_and_two_sites_are_not() -> None:
     up: list[dict[str, Any]] = [{"round": round, "votes": {"A": value, "B": 1 - value}} for round, value in HONEST.items()]
     assert contradictions(up) == {}
-    assert contradictions(election("median", {1: 1.0}).record[:2]) == {}
+    assert contradictions(election("median", {1: 1.0}).record[:1]) == {}
+    assert set(contradictions(election("median", {1: 1.0}).record[::3])) == {"L"}
 
 
 def test_the_word_of_older_jobs() -> None:

@@ -15,9 +15,8 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
-from medflare.inference.deployed import plain_message
 from medflare.methods.base import Kept, Plan
-from medflare.methods.fedavg.site import GLOBAL, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.method import Method
 from medflare.methods.parts.proximal import pull
 from medflare.methods.parts.selection import Best
@@ -88,9 +87,10 @@ class DittoSite(FedAvgSite[DittoHyper]):
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """Inside, a site uses its personal model. One that never trained uses the global one."""
-        shared = plain_message(incoming.states[GLOBAL])
+        shared = received(incoming)
         if self.personal is None:
             return {"global": shared, "deployed": shared}
         best = self.best.state if self.plan.server_hyper.selection != "last" else None
-        own = plain_message(self.personal if best is None else best)
+        round = incoming.facts.get(SELECTED_ROUND) if best is None else self.best.round
+        own = trained_model(self.personal if best is None else best, round)
         return {"global": shared, "personal": own, "deployed": own}

@@ -31,7 +31,7 @@ from medflare.methods.base import MEASURED, Kept, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
-from medflare.methods.parts.training import train_epochs
+from medflare.methods.parts.training import samples_of_pass, train_epochs
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
@@ -176,9 +176,10 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
         """∇F_k(w_g): the mean gradient over one pass of training images as training takes them; nothing moves."""
         model = self.network("control", state)  # a network of its own: BatchNorm's running statistics move, and are thrown away
         model.train().zero_grad(set_to_none=True)
+        seen = samples_of_pass(self.site)
         with seeded(self.site.seed, self.site.name, round, "control", "dropout"):
             for images, targets, _ in self.site.batches("train", round, "control", 0):
-                (self.site.loss(model(images), targets) * (len(images) / self.site.n["train"])).backward()
+                (self.site.loss(model(images), targets) * (len(images) / seen)).backward()
         named = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
         return copy_state({name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in named})
 
@@ -226,11 +227,17 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
 
     @property
     def weights(self) -> dict[str, float]:
-        """site -> n_k of every inside site, those that are not there included; by samples, of those that ever enrolled."""
+        """site -> n_k of every inside site, those that are not there included; by samples, of those that ever enrolled.
+
+        Samples count as far as the lead lets them (`ServerContext.counted`). A site that comes later may change how far; what has gone
+        into c keeps its weight, so that c stays the mean of the c_k.
+        """
+        context = self.context
         if self.hyper.weighting == "uniform":
-            return dict.fromkeys(self.context.sites, 1.0)
-        now = {site: known["n"]["train"] for site, known in self.context.site_counts.items() if site in self.context.sites}
-        return {**self.memory.facts["samples"], **now}
+            return dict.fromkeys(context.sites, 1.0)
+        enrolled = {site: known["n"]["train"] for site, known in sorted(context.site_counts.items()) if site in context.sites}
+        now = {site: count * context.counted.get(site, 1.0) for site, count in enrolled.items()}
+        return {**now, **self.memory.facts["samples"]}
 
     @property
     def control(self) -> StateDict:

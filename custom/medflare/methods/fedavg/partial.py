@@ -14,9 +14,8 @@ from medflare.core.manifest import Entry, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
-from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Kept, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.tasks.config import TaskConfig
@@ -100,9 +99,13 @@ class PartialSite(FedAvgSite[F]):
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """Inside, all a site has is its own model. Outside, it is what the server made of everybody's parts."""
         if not self.inside:
-            return dict.fromkeys(("global", "deployed"), plain_message(incoming.states[GLOBAL]))
+            return dict.fromkeys(("global", "deployed"), received(incoming))
         best = self.best.state if self.plan.server_hyper.selection != "last" else None
-        own = plain_message(self.joined(self.part.shared(incoming.states[GLOBAL])) if best is None else best)
+        if best is None:
+            last = self.joined(self.part.shared(incoming.states[GLOBAL]))
+            own = trained_model(last, incoming.facts.get(SELECTED_ROUND))
+        else:
+            own = trained_model(best, self.best.round)
         return dict.fromkeys(("global", "personal", "deployed"), own)
 
 

@@ -10,10 +10,9 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
-from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
 from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step
-from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving
+from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving, trained_model
 from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import Election
 
@@ -129,4 +128,5 @@ class FedAvgServer(ServerHalf[G]):
     def models(self) -> dict[str, Message]:
         """The selected global model as "global", where the server has all of it."""
         whole = not self.partial or "whole" in self.memory.facts
-        return {"global": plain_message(self.selected[0])} if whole else {}
+        model, round = self.selected
+        return {"global": trained_model(model, round)} if whole else {}

@@ -68,6 +68,21 @@ def moving(plan: Plan[Any, Any]) -> StateDict:
     return resting(plan).shared(plan.template())
 
 
+def trained_model(state: StateDict, round: int | None) -> Message:
+    """A network as a delivered model.
+
+    Args:
+        state: its weights.
+        round: rounds of training behind them; None where nobody can say.
+    """
+    return plain_message(state, **{SELECTED_ROUND: round})
+
+
+def received(incoming: Message) -> Message:
+    """The global model as a delivered one, with the rounds of training behind it where the server says them."""
+    return trained_model(incoming.states[GLOBAL], incoming.facts.get(SELECTED_ROUND))
+
+
 class FedAvgSite(SiteHalf[F]):
     """Trains the incoming global model for the task's local epochs and sends it back.
 
@@ -186,5 +201,4 @@ class FedAvgSite(SiteHalf[F]):
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """Global and deployed are the selected global model; it is also all that a site has of its own."""
-        plain = plain_message(incoming.states[GLOBAL])
-        return dict.fromkeys(("global", "personal", "deployed"), plain)
+        return dict.fromkeys(("global", "personal", "deployed"), received(incoming))

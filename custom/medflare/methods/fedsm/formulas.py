@@ -107,7 +107,7 @@ def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
 def median_by_gamma(facts: Mapping[str, Mapping[str, Any]], candidates: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What the sites agree on: for every γ the median over sites of its validation metric, so that no site chooses γ for the others.
 
-    Its standard error is taken for that of a mean of as many sites, each with the median of the sites' errors.
+    Its standard error is taken for that of a mean of as many sites, each with the median of the sites' errors; one that is missing is 0.
 
     Args:
         facts: site -> {"gammas": {"0.5": metric or None, ...}, "errors": {"0.5": standard error, ...}}.
@@ -126,7 +126,7 @@ def median_by_gamma(facts: Mapping[str, Mapping[str, Any]], candidates: Sequence
     for text in candidates:
         known = [(found["gammas"][text], found["errors"][text]) for found in facts.values() if found["gammas"][text] is not None]
         metrics[text] = median(metric for metric, _ in known) if known else None
-        errors[text] = median(error for _, error in known) / math.sqrt(len(known)) if known else 0.0
+        errors[text] = median(error or 0.0 for _, error in known) / math.sqrt(len(known)) if known else 0.0
     return {"gammas": metrics, "errors": errors}
 
 

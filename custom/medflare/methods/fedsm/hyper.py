@@ -69,7 +69,7 @@ class FedSMServerHyper(SuperServerHyper):
     selector_updates: int = param(1, "selector updates a round; each further one is an exchange of the selector alone", low=1)
     ridge_penalty: float = param(0.01, "selector ridge: penalty, as a share of each feature's variance", low=0)
     choose_by: Literal["patient", "image"] = param("patient", "scores that choose: the mean over a patient's images, or each image's own")
-    gamma: float | Literal["tune", "grid"] = param(
+    gamma: Annotated[float, Field(ge=0, le=1)] | Literal["tune", "grid"] = param(
         "tune",
         "confidence below which the global model answers, or tune on validation: the largest quantile within one standard error of the "
         "best; grid: the best of eight fixed values",

@@ -16,7 +16,7 @@ from medflare.methods.base import Plan, ServerContext, SiteHalf
 from medflare.methods.fedsm.formulas import adam_step
 from medflare.methods.fedsm.hyper import FedSMSiteHyper
 from medflare.methods.fedsm.ridge import RIDGE, ridge_solution
-from medflare.methods.parts.training import epochs, weighted_sum
+from medflare.methods.parts.training import epochs, samples_of_pass, weighted_sum
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # VGG-11: the paper's
@@ -223,9 +223,10 @@ def accumulate_gradient(model: nn.Module, site: Site, keys: tuple[Key, ...], los
 
 
 def _losses(model: nn.Module, site: Site, batches: Iterator[Batch], loss: SelectorLoss) -> Iterator[tuple[Tensor, float]]:
-    """Each batch's mean loss and its share of the training samples."""
+    """Each batch's mean loss and its share of the samples of a pass."""
+    seen = samples_of_pass(site)
     for batch in batches:
-        yield loss(model(batch.images), batch), len(batch.images) / (site.n["train"] * site.fitting.per_image)
+        yield loss(model(batch.images), batch), len(batch.images) / seen
 
 
 def gradient_of(model: nn.Module) -> StateDict:

@@ -5,10 +5,10 @@ from typing import Any, ClassVar, TypeVar
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, blend, copy_state
-from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, site_models, states_of
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import trained_model
 from medflare.methods.fedsm.formulas import GAMMAS as GAMMA_GRID
 from medflare.methods.fedsm.formulas import (
     gamma_candidates,
@@ -131,7 +131,8 @@ class PersonalServer(FedAvgServer[W]):
     def models(self) -> dict[str, Message]:
         """The global model, every site's personal one, and the super model as "deployed"."""
         whole = self.configure_delivery(self.context.sites[0])
-        personal = {PERSONAL_OF.of(site): plain_message(whole.states[PERSONAL_OF.of(site)]) for site in self.context.sites}
+        rounds = whole.facts.get("rounds", dict.fromkeys(self.context.sites, self.context.rounds))
+        personal = {PERSONAL_OF.of(site): trained_model(whole.states[PERSONAL_OF.of(site)], rounds[site]) for site in self.context.sites}
         return {**super().models(), **personal, "deployed": Message(whole.states, {**whole.facts, "kind": self.site_class.kind})}
 
 

@@ -16,9 +16,8 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
-from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Kept, Plan
-from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite
+from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, received, trained_model
 from medflare.methods.fedsm.formulas import DECILES, patient_scores
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import adapt, train_apfl, train_meta
@@ -163,10 +162,11 @@ class PersonalSite(FedAvgSite[H]):
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """The global model, this site's personal model (inside), and the super model."""
-        models = {"global": plain_message(incoming.states[GLOBAL])}
+        models = {"global": received(incoming)}
         own = PERSONAL_OF.of(self.site.name)
         if own in incoming.states:
-            models["personal"] = plain_message(incoming.states[own])
+            round = incoming.facts.get(ROUNDS, {}).get(self.site.name, incoming.facts.get(SELECTED_ROUND))
+            models["personal"] = trained_model(incoming.states[own], round)
         models["deployed"] = Message(incoming.states, {**incoming.facts, "kind": self.kind})
         return models
 

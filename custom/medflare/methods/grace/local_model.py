@@ -14,9 +14,9 @@ from medflare.core.message import Message
 from medflare.core.rng import derived_seed
 from medflare.data.sites.site import Site
 from medflare.inference.adaptation import check_adaptable, dsbn_for, with_tent
-from medflare.inference.deployed import build, plain_message
-from medflare.methods.base import MEASURED, Kept, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite
+from medflare.inference.deployed import build
+from medflare.methods.base import MEASURED, VALIDATION, Kept, Plan
+from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.grace.formulas import a_distance
 from medflare.methods.grace.hyper import LocalModelHyper
 from medflare.methods.grace.two_step import Penalty, train_two_steps
@@ -61,12 +61,14 @@ class LocalModelSite(FedAvgSite[H]):
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training; the local model is measured, offered as the personal one and, where asked for, probed (A-distance)."""
         start = {**incoming.states[GLOBAL], **(self.batch_norm or {})}
+        as_it_came = self.validate(round, incoming).facts[VALIDATION] if self.batch_norm else {}
         self._steps = None
         reply = super().train(round, Message({GLOBAL: start}, incoming.facts))
+        reply.facts[VALIDATION] |= as_it_came  # with the site's own batch normalisation it is not the model that is delivered
         state = reply.states[MODEL]
         local = self.network("model", state)
         value = finite_or_none(self.validation(local))
-        reply.facts["validation"]["personal"] = value
+        reply.facts[VALIDATION]["personal"] = value
         self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
         if self.hyper.batch_norm == "local":
             self.batch_norm = LocalPart.of_batch_norm(local).kept(state)
@@ -95,10 +97,10 @@ class LocalModelSite(FedAvgSite[H]):
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """Inside: the local model (the global one where the site never trained). Outside: the global one, adapted as chosen."""
-        shared = plain_message(incoming.states[GLOBAL])
+        shared = received(incoming)
         if not self.inside:
             return {"global": shared, "deployed": self._adapted(shared)}
-        own = shared if self.personal.state is None else plain_message(self.personal.state)
+        own = shared if self.personal.state is None else trained_model(self.personal.state, self.personal.round)
         return {"global": shared, "personal": own, "deployed": own}
 
     def _adapted(self, model: Message) -> Message:

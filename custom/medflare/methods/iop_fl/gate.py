@@ -16,6 +16,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground
 
 Range = tuple[float, float]
+_TELLS = 1e-6  # nats; what is below is next to nothing, or rounding
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Look:
 
     Attributes:
         loss: the test-time loss.
-        information: mutual information of pixel and prediction, in nats.
+        information: mutual information of pixel and prediction, in nats, at least 0.
         agreement: with the masks, or classes, of the start; see `information.agreement`.
         shares: soft share of every foreground class; none in classification.
     """
@@ -57,10 +58,10 @@ class Gathering:
             p: probabilities (N, outputs, ...) of the state.
             start: of the start.
         """
-        every = all_classes(p, self.task.target)
+        every = all_classes(p, self.task.target).double()  # a difference of entropies is no more than what they are rounded to
         self._count += len(p)
-        self._sums += len(p) * torch.stack([loss, entropy_loss(every)]).double().cpu()
-        self._shares = self._shares + len(p) * class_shares(every).double().cpu()
+        self._sums += len(p) * torch.stack([loss.double(), entropy_loss(every)]).cpu()
+        self._shares = self._shares + len(p) * class_shares(every).cpu()
         same, total = agreeing(*(_decided(one, self.task) for one in (p, start)))
         self._same, self._total = self._same + same, self._total + total
 
@@ -70,7 +71,7 @@ class Gathering:
         loss, entropy = (self._sums / self._count).tolist()
         positive = shares[1:] if self.task.target == "multiclass" else shares[len(shares) // 2 :]
         covered = tuple(positive.tolist()) if self.task.kind == "segmentation" else ()
-        return Look(loss, float(entropy_of(shares)) - entropy, self._same / self._total if self._total else 1.0, covered)
+        return Look(loss, max(0.0, float(entropy_of(shares)) - entropy), self._same / self._total if self._total else 1.0, covered)
 
 
 def _decided(p: Tensor, task: TaskConfig) -> Tensor:
@@ -106,7 +107,7 @@ class Gate:
     """Which states may be kept; a limit of 0 asks nothing.
 
     Attributes:
-        information: least share of the start's mutual information.
+        information: least share of the start's mutual information; not asked of a start that tells nothing, as of one image's class.
         agreement: least agreement with the start.
         share: most times by which a foreground class may leave the inside sites' range of its share.
         ranges: of every foreground class, the smallest and the largest share at the inside sites; empty where nobody has said.
@@ -134,7 +135,7 @@ class Gate:
             >>> gate.refusal(Look(0.01, 0.08, 0.95, (0.2,)), start)
             'it covers 0.2 of the pixels, inside sites 0.02 to 0.04'
         """
-        if self.information and look.information < self.information * start.information:
+        if self.information and start.information > _TELLS and look.information < self.information * start.information:
             told = look.information / start.information
             return f"its predictions tell {told:.2f} of what those of the start tell, at least {self.information:g} is asked"
         if look.agreement < self.agreement:

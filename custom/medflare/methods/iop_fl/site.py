@@ -3,21 +3,23 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from medflare.core.errors import StateError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import Entry, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, batch_norm_entries, copy_state, difference
 from medflare.data.sites.site import Site
 from medflare.inference.adaptation import with_tent
 from medflare.inference.deployed import Repeated, plain_message
-from medflare.inference.routing import Statistics
+from medflare.inference.routing import Statistics, routed_layers
 from medflare.methods.base import N_SAMPLES, Kept, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite
+from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted, local_adapted_explicit, local_adapted_incremental
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
+from medflare.networks.catalogue import meta_network
+from medflare.tasks.config import TaskConfig
 
 ADAPTED = Entry("adapted", "the site's local adapted model, of which outside sites route their own")
 
@@ -37,6 +39,20 @@ class IOPSite(FedAvgSite[IOPHyper]):
     def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
         super().__init__(site, plan)
         self.best = Best(self.memory, "adapted")
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: IOPHyper, server_hyper: Any) -> None:
+        """As FedAvg's; layers that keep their coefficients are layers of the network that are routed.
+
+        Raises:
+            ConfigError: one that is not.
+        """
+        super().check(task, hyper, server_hyper)
+        if fixed := hyper.routed(0).fixed_layers:
+            found = [name for name, _ in routed_layers(meta_network(task))]
+            if unknown := sorted(set(fixed) - set(found)):
+                network = f"network {task.network['name']} has no layer {', '.join(unknown)} to route"
+                raise ConfigError(f"fixed_layers: {network}; layers found: {', '.join(found) or 'none'}")
 
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training; its local model goes into P_k (Eq. 4), whose metric is measured before."""
@@ -99,10 +115,12 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to this site's test images."""
-        models = {"global": plain_message(incoming.states[GLOBAL])}
+        models = {"global": received(incoming)}
         if self.inside:
             if self.selected is not None:
-                models["personal"] = plain_message(self.selected, selected_round=self.best.round)
+                last = self.plan.server_hyper.selection == "last"
+                round = incoming.facts.get(SELECTED_ROUND) if last else self.best.round
+                models["personal"] = trained_model(self.selected, round)
             models["deployed"] = models.get("personal", models["global"])
         elif EXPERT.family(incoming.states):
             models["deployed"] = self._routed(incoming)

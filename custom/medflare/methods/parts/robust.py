@@ -6,6 +6,9 @@
     geometric: w <- argmin_v Σ_k p_k |v - w_k|                                        (Pillutla et al., IEEE TSP 2022, Eq. 5 and Alg. 2)
     clipped:   w <- w_g + Σ_k p_k Δ_k / max(1, |Δ_k| / M)                             (Sun et al., 2019, Sec. 4, norm thresholding)
 
+Distances and lengths are those of whole models. Running statistics have a large share in them, since scanners differ more than updates do;
+but a site whose weights are the most central could send any statistics to a rule that goes by weights alone.
+
 "mean" is the weighted mean Σ_k p_k w_k. The first three treat every site alike: sample counts do not enter, since a bad site could
 lie about its own. Screening comes first and catches what is plainly wrong; these are for updates that look plausible and are not.
 """

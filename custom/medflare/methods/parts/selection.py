@@ -199,15 +199,16 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     return None
 
 
-_LEAST_CANDIDATES: Final = 3  # fewer have no order worth the name
+_LEAST_CANDIDATES: Final = 2  # one has no order
 _LOSS: Final = 0.05  # of the metric; near the end of training honest sites disagree about less
 
 
 def contradictions(record: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float]]:
-    """Sites that rank the candidates against the others: more pairs in the opposite order than in the same one, and a favourite that
-    would cost the others more than 0.05 of the metric.
+    """Sites that rank the candidates against the others: more of these have pairs of them in the opposite order than in the same one, and
+    its favourite would cost the others, by their median, more than 0.05 of the metric.
 
-    The others speak by their median; of two sites nobody can say which one is wrong, and none is named.
+    Every other site counts once, whatever its numbers: one that votes 1 and 0 must not make it look as if the rest contradicted. Of two
+    sites nobody can say which one is wrong, and none is named.
 
     Args:
         record: see `Election.record`.
@@ -229,9 +230,18 @@ def contradictions(record: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, 
         others = [median(value for name, value in candidate["votes"].items() if name != site) for candidate in heard]
         favourite = own.index(max(own))
         loss = max(others) - others[favourite]
-        if loss > _LOSS and _agreement(own, others) < 0:
+        if loss > _LOSS and _friends(site, heard) < 0:
             found[site] = (int(heard[favourite]["round"]), round(loss, 6))
     return found
+
+
+def _friends(site: str, heard: Sequence[Mapping[str, Any]]) -> int:
+    """How many other sites have the candidates in the order of this one, less those that have them in the opposite order."""
+    friends = 0
+    for other in {name for candidate in heard for name in candidate["votes"]} - {site}:
+        both = [candidate["votes"] for candidate in heard if other in candidate["votes"]]
+        friends += _sign(_agreement([float(votes[site]) for votes in both], [float(votes[other]) for votes in both]))
+    return friends
 
 
 def _agreement(first: Sequence[float], second: Sequence[float]) -> int:

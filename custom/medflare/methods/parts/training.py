@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict
+from medflare.data.sites.batches import samples_in
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.parts.steps import Steps, pack_scaling, unpack_scaling
@@ -72,6 +73,15 @@ def passes(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
     """
     for epoch in range(site.task.local_epochs if count is None else count):
         yield site.batches("train", *keys, epoch)
+
+
+def samples_of_pass(site: Site) -> int:
+    """Samples in one pass over the training images, of which each may give several patches.
+
+    Args:
+        site: gives the batches.
+    """
+    return samples_in(site.n["train"] * site.fitting.per_image, site.batch_size)
 
 
 def run_epochs(

@@ -17,8 +17,8 @@ from medflare.core.backing import empty
 from medflare.core.states import StateDict, batch_norm_entries, split_state, weighted_mean
 from medflare.methods.prr.spectra import change_spectra
 
-_TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
-_WEIGHTED = (nn.Linear, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
 
 def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0.48) -> float:
@@ -48,8 +48,9 @@ def fourier_aggregate(weights: Tensor, r: float, *, classifier: bool = False, **
     (S(k) + conj S(-k)) / 2 of the spectrum S alone, and that half is what is built here.
 
     Args:
-        weights: (K, O, I, kh, kw) convolutions or (K, O, I) linear layers of K sites with O outputs and I inputs. The paper knows no
-            volumes: a kernel (kh, kw, kd) has its depth beside kw, so one of depth 1 is aggregated as the plane that it is.
+        weights: (K, O, I, kh, kw) convolutions or (K, O, I) linear layers of K sites with O outputs and I inputs. The paper knows pictures
+            alone: a kernel (kh) is one (kh, 1), and a kernel (kh, kw, kd) has its depth beside kw, so one of depth 1 is aggregated as the
+            plane that it is.
         r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
         classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
         reading: see `Reading`.
@@ -67,8 +68,8 @@ def fourier_aggregate(weights: Tensor, r: float, *, classifier: bool = False, **
         tensor([[2., 4.],
                 [4., 2.]])
     """
-    if weights.dim() not in (3, 5, 6):
-        raise ValueError(f"weights of shape {tuple(weights.shape)} are neither (K, O, I) nor (K, O, I, kh, kw[, kd]); average them plainly")
+    if not 3 <= weights.dim() <= 6:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} are not (K, O, I[, kh[, kw[, kd]]]); average them plainly")
     found = empty(weights.shape, weights.dtype)
     _aggregate_layer(weights.detach().unbind(), found.unbind(), r, classifier, Reading(**reading))
     return found
@@ -116,7 +117,7 @@ def _aggregate_layer(weights: Sequence[Tensor], into: Sequence[Tensor], r: float
 
 
 def _axis_order(dimensions: int, classifier: bool, layout: str) -> tuple[tuple[int, ...], int]:
-    """The order of the axes (O, I, kh, kw[, kd]) in which merging neighbours makes the matrix, and how many of them are its rows."""
+    """The order of the axes (O, I, kh[, kw[, kd]]) in which merging neighbours makes the matrix, and how many of them are its rows."""
     if dimensions == 2 or classifier:
         return tuple(range(dimensions)), 1
     further = tuple(range(3, dimensions))
@@ -254,7 +255,7 @@ def treatments(network: nn.Module) -> dict[str, Treatment]:
 
 
 def without_rule(network: nn.Module) -> str | None:
-    """The first layer whose weights are none that Fourier aggregation knows, "features.0 (Conv1d)"; None where it knows them all.
+    """The first layer whose weights are none that Fourier aggregation knows, "features.0 (Embedding)"; None where it knows them all.
 
     Biases and normalisation are averaged plainly and need none.
 
@@ -262,8 +263,8 @@ def without_rule(network: nn.Module) -> str | None:
         network: whose state is to be aggregated.
 
     Examples:
-        >>> without_rule(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 3))), without_rule(nn.Conv3d(1, 1, 1))
-        ('1 (Conv1d)', None)
+        >>> without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2))), without_rule(nn.Conv3d(1, 1, 1))
+        ('1 (Embedding)', None)
     """
     for name, layer in network.named_modules():
         if isinstance(layer, (*_WEIGHTED, nn.LayerNorm)):

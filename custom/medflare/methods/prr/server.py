@@ -9,9 +9,9 @@ from torch import Tensor
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, weighted_mean
-from medflare.inference.deployed import plain_message
 from medflare.methods.aggregation import Aggregation, SiteModel, site_models, states_of
 from medflare.methods.base import Kept, ServerContext, ServerHalf, Step
+from medflare.methods.fedavg.site import trained_model
 from medflare.methods.prr.formulas import global_prototypes, impossible_prototypes, most_representative
 from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
@@ -169,4 +169,5 @@ class PRRServer(ServerHalf[PRRServerHyper]):
 
     def models(self) -> dict[str, Message]:
         """The model for sites that never trained, where the sites have given what it is made of."""
-        return {"global": plain_message(self.outside)} if self.memory.facts["complete"] else {}
+        rounds = self.context.rounds if self.hyper.outside_model == "mean" else None  # a site's personal model is of its own best round
+        return {"global": trained_model(self.outside, rounds)} if self.memory.facts["complete"] else {}

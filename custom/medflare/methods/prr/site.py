@@ -12,6 +12,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf, meta_network
+from medflare.methods.fedavg.site import trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
@@ -205,5 +206,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         """Inside, a site uses its personal model; "global" is its deputy. A site that never trained uses what it is sent."""
         if self.personal is None:
             return dict.fromkeys(("global", "deployed"), plain_message(self._deputy_state(incoming)))
-        models = {role: plain_message(state) for role, state in self._delivered(incoming).items()}
+        best = self.plan.server_hyper.selection != "last"
+        rounds = {role: self.best[role].round if best else None for role in self.best}
+        models = {role: trained_model(state, rounds[role]) for role, state in self._delivered(incoming).items()}
         return {**models, "deployed": models["personal"]}
