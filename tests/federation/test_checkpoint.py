@@ -70,6 +70,17 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert [event["message"] for event in after.events] == ["before", "at the new start", "went on after 4 finished steps"]
 
 
+def test_who_has_not_come_back_yet_is_remembered(tmp_path: Path) -> None:
+    """A run that is taken up and interrupted again still knows the members that missed it, with the images that they had."""
+    checkpoint, second, third = Checkpoint(tmp_path, PLAN), federation(), federation()
+    checkpoint.save(1, under_way())
+    checkpoint.restore(second)
+    second.outcome.enrolled["A"] = {"n": {"train": 3}}
+    checkpoint.save(2, second)
+    Checkpoint(tmp_path, PLAN).restore(third)
+    assert third.returning == {"A": {"train": 3}, "B": {"train": 4}}
+
+
 def test_the_last_one_counts_and_nothing_else_is_left(tmp_path: Path) -> None:
     for finished in (1, 2):
         Checkpoint(tmp_path, PLAN).save(finished, under_way())

@@ -7,7 +7,7 @@ import pytest
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
-from medflare.federation.enrolment import Enrolment, listed
+from medflare.federation.enrolment import Enrolment, listed, versions_here
 from medflare.federation.exchange import Courier, Reply
 from medflare.federation.outcome import Outcome
 from medflare.federation.settings import ENROL
@@ -151,6 +151,19 @@ def test_a_late_site_that_cannot_take_part_stops_nobody() -> None:
     assert [event["message"] for event in found.context.events.of("warning", site="C")] == ["wants to join and cannot: no images"]
 
 
+def test_a_site_that_never_gets_in_is_asked_less_and_less_often() -> None:
+    """Each time the others wait for it."""
+    places = Places({0: "AB", **dict.fromkeys(range(1, 40), "ABC")}, {"C": Reply(problem="no images")})
+    found = enrolment(places)
+    found.open(2)
+    for round in range(1, 33):
+        found.members(Step("train", round))
+    assert said(found, "failed") == [("C", round) for round in (1, 2, 4, 8, 16, 32)]
+    places.broken = {}
+    found.admit(33)
+    assert "C" in found.enrolled, "before the final models everybody is asked"
+
+
 def test_a_site_that_cannot_take_part_ends_the_run_before_it_begins() -> None:
     found = enrolment(Places({0: "ABC"}, {"B": Reply(problem="no images"), "C": Reply(problem="site C: another task")}))
     with pytest.raises(FederationFailed, match=r"^B: no images; site C: another task$"):
@@ -198,3 +211,45 @@ def test_a_site_that_makes_no_sense_is_turned_away_once_and_the_others_go_on() -
     assert found.members(Step("train", 1)) == ["A", "C"] and not places.told
     (event,) = found.context.events.of("rejected")
     assert event["site"] == "B" and "a number of" in event["message"]
+
+
+def test_a_site_that_was_turned_away_is_not_told_to_join_later() -> None:
+    found = enrolment(Places({0: "ABCO"}, {"B": Reply(Message({}, counts(7) | {"class_counts": [0, 9000]}))}))
+    found.open(2)
+    assert said(found, "rejected") == [("B", 0)] and not said(found, "missing")
+
+
+def test_who_was_turned_away_is_among_the_reasons_for_too_few() -> None:
+    nonsense = {"B": Reply(Message({}, counts(7) | {"class_counts": [0, 9000]}))}
+    reason = r"\(B: class_counts add up to 9000, its 7 training images have 1792 pixels\)$"
+    with pytest.raises(FederationFailed, match=r"^2 of .* min_sites is 3; put right what was turned away or lower min_sites " + reason):
+        enrolment(Places({0: "ABC"}, nonsense)).open(3)
+    with pytest.raises(FederationFailed, match=r"; start the missing sites, put right what was turned away or lower min_sites " + reason):
+        enrolment(Places({0: "AB"}, nonsense)).open(2)
+
+
+HERE: Final = versions_here()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kind", "words"),
+    [
+        ({}, None, ""),
+        (HERE, None, ""),
+        ({"torch": f"{HERE['torch'].partition('+')[0]}+rocm9"}, None, ""),
+        ({"jax": "1.0"}, None, ""),
+        ({**HERE, "torch": "1.13"}, "warning", f"runs torch 1.13 (the server {HERE['torch']}): numbers may differ in the last digits"),
+        ({"medflare": f"{HERE['medflare']}.post1"}, "warning", f"runs medflare {HERE['medflare']}.post1 (the server {HERE['medflare']})"),
+        ({"medflare": "9.1.0"}, "rejected", f"runs medflare 9.1.0, the server {HERE['medflare']}; install the same version at both"),
+        ({"medflare": "nine"}, "rejected", "runs medflare nine"),
+    ],
+)
+def test_a_site_that_runs_on_other_versions_is_named(theirs: dict[str, str], kind: str | None, words: str) -> None:
+    places = Places({0: "ABC", 1: "ABC"}, {"B": Reply(Message({}, {**COUNTS, "versions": dict(theirs)}))})
+    found = enrolment(places)
+    found.open(2)
+    found.members(Step("train", 1))
+    events = [event for event in found.context.events if event["site"] == "B"]
+    assert [event["kind"] for event in events] == ([kind] if kind else [])
+    assert all(event["message"].startswith(words) for event in events)
+    assert ("B" in found.enrolled) == (kind != "rejected")

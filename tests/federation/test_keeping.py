@@ -16,6 +16,7 @@ from medflare.federation.participant import Participant
 from medflare.federation.settings import DELIVER, ENROL
 from medflare.inference.deployed import load_model, plain_message
 from medflare.methods.catalogue import get_method
+from medflare.tasks.cases import Cases
 from methods import squares
 from small import stacked
 
@@ -105,6 +106,13 @@ def test_the_card_and_an_event_say_so(site: Site, tmp_path: Any) -> None:
     cards = {role: load_model(tmp_path / role).card for role in ("global", "personal", "deployed")}
     assert cards["deployed"]["kept"] == {"keep": "global", "model": "global", "validation": {}}
     assert "kept" not in cards["global"] and "kept" not in cards["personal"]
+
+
+def test_the_card_has_the_rounds_behind_a_model_where_its_method_says_them(site: Site, tmp_path: Any) -> None:
+    folder, state = SiteFolder(tmp_path, "A", DITTO, site.task, squares.SEED), site.network().state_dict()
+    folder.keep("personal", plain_message(state, selected_round=3), {}, Cases())
+    folder.keep("global", plain_message(state), {}, Cases())
+    assert [load_model(tmp_path / role).card["round"] for role in ("personal", "global")] == [3, None]
 
 
 @pytest.mark.parametrize(

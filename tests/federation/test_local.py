@@ -170,13 +170,23 @@ class TestDefinedBehaviour:
             ({"lamb": 0.3}, "did you mean 'lam'"),
             ({"lam": 2.0}, "lam must be at most 1, got 2.0"),
             ({"personalization": "ditto"}, "personalization must be one of softpull, finetune, .*, got 'ditto'"),
-            ({"outside": ["site-1"]}, "site-1 is both inside and outside"),
+            ({"outside": ["site-1", "site-2", "site-3"]}, "every site is outside; name at least one that trains"),
             ({"sites": []}, "at least one site"),
         ],
     )
     def test_wrong_settings_are_refused_before_anything_starts(self, options: dict[str, Any], words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             run(**options)
+
+    def test_an_outside_site_may_be_named_among_all(self) -> None:
+        """As the command and studies take them."""
+        results = run("fedavg", sites=["site-1", "site-2", "site-3"], outside=["site-3"], rounds=1)
+        assert {site: found["role"] for site, found in results["sites"].items()} == {
+            "site-1": "inside",
+            "site-2": "inside",
+            "site-3": "outside",
+        }
+        assert results["mean"] == run("fedavg", sites=2, outside=["site-3"], rounds=1)["mean"]
 
     def test_unknown_method(self) -> None:
         with pytest.raises(ConfigError, match="unknown method 'fedsmm'; did you mean fedsm or"):

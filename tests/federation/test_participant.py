@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import medflare
 from medflare.core.errors import ConfigError
 from medflare.core.manifest import Fact
 from medflare.core.message import Message
@@ -15,7 +16,7 @@ from medflare.core.store import MemoryStore
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keeper
 from medflare.federation.participant import Participant
-from medflare.federation.screening.replies import unreadable
+from medflare.federation.screening.replies import ENROLS, unfit, unreadable
 from medflare.federation.screening.withholding import too_few, withhold
 from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.catalogue import get_method
@@ -49,6 +50,13 @@ def test_many_images_that_were_left_out_fit_through_the_servers_gate() -> None:
     assert unreadable(reply, "A") is None
     messages = [event["message"] for event in reply.facts["events"] if event["kind"] == "left_out"]
     assert messages[0].startswith("0.png: damaged") and messages[-1] == "and 255 more, which the site's own data check names"
+
+
+def test_a_site_says_what_it_runs_on() -> None:
+    reply = _asked(0)[ENROL]
+    told = reply.facts["versions"]
+    assert told["medflare"] == medflare.__version__ and {*told} == {"medflare", "torch", "monai"}
+    assert unfit(reply, ENROLS) is None
 
 
 @pytest.mark.parametrize(("minimum", "validation", "test"), [(0, True, True), (4, True, True), (5, False, True), (6, False, False)])

@@ -13,12 +13,14 @@ import pytest
 from safetensors.torch import load_file
 
 import medflare
+from interrupted import Killed
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore, StateStore
 from medflare.federation.checkpoint import CHECKPOINT
 from medflare.federation.local.loop import resume_local
-from medflare.federation.memory import HalfMemory
+from medflare.federation.memory import HalfMemory, RememberedHalf
+from medflare.federation.outcome import StepReport
 from small import tiny_phantom
 
 TINY = tiny_phantom(batch_size=32)
@@ -92,6 +94,40 @@ class TestResume:
     def test_nothing_to_resume(self, tmp_path: Path) -> None:
         with pytest.raises(StateError, match="no checkpoint in"):
             resume_local(tmp_path)
+
+
+class TestMissedResumption:
+    """Of three sites one is not there when the run is taken up, which is interrupted once more."""
+
+    @staticmethod
+    def leg(folder: Path, last: int | None, **options: Any) -> dict[str, Any]:
+        """A run that is killed within a step, or comes to its end."""
+
+        def observe(report: StepReport) -> None:
+            if report.index == last:
+                raise Killed
+
+        try:
+            return medflare.run_local("ditto", TINY, 3, rounds=3, seed=1, out=folder, observe=observe, **options)
+        except Killed:
+            return {}
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        self.leg(tmp_path, 1)
+        self.leg(tmp_path, 2, resume=True, absent={round: ["site-3"] for round in range(4)})
+        return tmp_path
+
+    def test_the_site_goes_on_from_what_it_remembers(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(RememberedHalf, "begin", lambda half, *_: pytest.fail(f"{half.name} begins afresh"))
+        results = self.leg(folder, None, resume=True)
+        assert results["status"] == "COMPLETED" and not [event for event in results["events"] if event["kind"] == "rejected"]
+
+    def test_a_lost_state_is_no_newcomers(self, folder: Path) -> None:
+        shutil.rmtree(folder / "sites" / "site-3" / "state")
+        results = self.leg(folder, None, resume=True)
+        assert results["status"] == "FAILED"
+        assert "site-3" in results["reason"] and "its state is gone; put back that of the last job" in results["reason"]
 
 
 class TestDamagedStates:

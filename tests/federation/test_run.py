@@ -9,6 +9,7 @@ from medflare.evaluation.results import load_results, read_rounds
 from medflare.federation.local.loop import run_local
 from medflare.federation.run import Run
 from medflare.federation.settings import WAITS, RunSettings
+from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
 from small import tiny_phantom
@@ -92,3 +93,34 @@ def test_a_run_that_begins_anew_has_nothing_of_an_earlier_one(tmp_path: Path) ->
     there: list[bool] = []
     run_local("fedavg", TINY, 2, rounds=1, seed=3, out=tmp_path, observe=lambda step: there.append((tmp_path / "results.json").exists()))
     assert there == [False, False] and len(read_rounds(tmp_path)) == 2, "a round and the look at its models"
+
+
+@pytest.mark.parametrize(("method", "selection"), [("fedavg", "median"), ("fedavg", "last"), ("fedsm", "median"), ("fedrep", "median")])
+def test_a_card_says_after_how_many_rounds(method: str, selection: str, tmp_path: Path) -> None:
+    results = run_local(method, TINY, 2, rounds=3, seed=3, out=tmp_path, outside=["site-3"], selection=selection)
+    chosen = results["elections"].get("global", {"round": 3})["round"]
+    card = load_model(tmp_path / "models" / "global").card
+    assert (card["round"], card["rounds"]) == (chosen, 3)
+    if method == "fedsm":
+        assert load_model(tmp_path / "models" / "deployed").card["round"] == chosen, "of its global model"
+        assert load_model(tmp_path / "sites" / "site-3" / "deployed").card["round"] == chosen
+
+
+def test_the_card_of_a_run_that_ended_early(tmp_path: Path) -> None:
+    """The round of the model, and the rounds that were trained."""
+    still = {**TINY, "optimizer": {"name": "sgd", "lr": 1e-12}}
+    results = run_local("fedavg", still, 2, rounds=9, seed=3, patience=1, out=tmp_path)
+    card = load_model(tmp_path / "models" / "global").card
+    assert (card["round"], card["rounds"]) == (1, results["rounds"]) and results["rounds"] < 9
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "moon", "grace", "fedsm", "iop_fl"])
+@pytest.mark.parametrize("selection", ["median", "last"])
+def test_every_card_of_a_site_says_after_how_many_rounds(method: str, selection: str, tmp_path: Path) -> None:
+    task = {**TINY, "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
+    results = run_local(method, task, 2, rounds=2, seed=3, out=tmp_path, outside=["site-3"], selection=selection)
+    found = {card.parent.relative_to(tmp_path): load_model(card.parent).card["round"] for card in (tmp_path / "sites").rglob("card.json")}
+    assert len(found) >= 8 and set(found.values()) <= {1, 2}
+    chosen = results["elections"].get("global", {"round": 2})["round"]
+    assert found[Path("sites/site-3/global")] == load_model(tmp_path / "models" / "global").card["round"] == chosen
+    assert selection != "last" or set(found.values()) == {2}

@@ -4,13 +4,17 @@ import json
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.wf_comm_server import WFCommServer
+from nvflare.apis.shareable import Shareable
 
 from flare.server import Server
 from medflare.cli import main
+from medflare.core.events import Event
 from medflare.evaluation.results import load_results
 from medflare.federation.run import Run
 from medflare.flare.aggregators import SoftPullAggregator, WeightedAggregator
@@ -135,10 +139,12 @@ def test_a_simulator_whose_run_has_died_says_so(server: Server) -> None:
     controller = MedflareController(rounds=3, seed=7)
     controller._relay = Gone()  # type: ignore[assignment]
     controller.communicator = WFCommServer()
+    controller._events.add("late", "was late", site="site-2", round=1)
     server.run(controller)
     results = load_results(server.root)
     assert results["status"] == "FAILED" and server.panics == [results["reason"]]
-    assert results["reason"] == "the process in which the simulator's server computed died"
+    assert results["reason"].startswith("the process in which the simulator's server computed died, as when memory runs out")
+    assert [event["kind"] for event in results["events"]] == ["late", "failed"], "what the run had told is not lost"
 
 
 class OwnAggregator(WeightedAggregator):
@@ -158,3 +164,21 @@ def test_ones_own_aggregator_keeps_the_run_in_its_process(server: Server, monkey
     controller._relay = Gone()  # type: ignore[assignment]
     server.run(controller)
     assert ran == ["fedavg"] and not server.panics
+
+
+def test_answers_that_nobody_waits_for_become_so_many_events_and_no_more(server: Server) -> None:
+    """Their number and the task's name are a site's own word, and events go into every record of the run."""
+    controller, noted = MedflareController(rounds=1, seed=0), list[Event]()
+    controller._note = noted.append
+    for _ in range(1000):
+        controller.process_result_of_unknown_task(SimpleNamespace(name="site-1"), "train" * 10**5, "1", Shareable(), server.context())
+    controller.process_result_of_unknown_task(SimpleNamespace(name="site-2"), "train", "1", Shareable(), server.context())
+    assert len(noted) == 21 and max(len(event["message"]) for event in noted) < 200
+    assert noted[-1]["message"] == "an answer to 'train' came after its step was closed and was not used"
+
+
+def test_flares_monitor_of_tasks_is_made_to_last() -> None:
+    controller = MedflareController(rounds=1, seed=0)
+    controller.set_communicator(WFCommServer())
+    controller.start_controller(FLContext())
+    controller.communicator._client_task_map.pop("unknown")

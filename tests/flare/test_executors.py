@@ -24,7 +24,9 @@ from medflare.core.store import write_json
 from medflare.data.datalist import SPLITS
 from medflare.data.sites.local import OutboundLimits, read_local
 from medflare.federation.participant import identity_of
+from medflare.flare import executors
 from medflare.flare.exchange.participants import TASK_FILE, ParticipantSpec, anchor
+from medflare.flare.exchange.signs import Pulse
 from medflare.flare.exchange.wire import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
 from medflare.flare.guard import refuse_undeclared
@@ -101,6 +103,20 @@ def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: Tas
     assert (kept.card["site"], kept.card["role"], kept.card["method"]) == ("CS", "personal", "fedavg")
     assert len(list((place / "medflare-cache").iterdir())) == 1, "decoded images are kept for all jobs of the site"
     assert not list((place / "run").rglob("*cache*"))
+
+
+def test_a_site_lives_while_its_task_or_answer_travels(fl_ctx: FLContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the poll that brings a task until its answer was sent, downloads, filters and uploads included."""
+    told: list[str] = []
+    monkeypatch.setattr(Pulse, "begin", lambda pulse, fl_ctx: told.append("lives"))
+    monkeypatch.setattr(Pulse, "end", lambda pulse: told.append("rests"))
+    monkeypatch.setattr(executors, "wait_for_work", lambda fl_ctx: told.append("waits"))
+    executor = FedAvgExecutor(seed=0)
+    pull, send, sent = EventType.BEFORE_PULL_TASK, EventType.BEFORE_SEND_TASK_RESULT, EventType.AFTER_SEND_TASK_RESULT
+    for event in (pull, send, sent, EventType.END_RUN):
+        told.append(event)
+        executor.handle_event(event, fl_ctx)
+    assert told == [pull, "rests", "waits", "lives", send, sent, "rests", EventType.END_RUN, "rests"]
 
 
 def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, task: TaskConfig) -> None:

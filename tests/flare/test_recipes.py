@@ -11,7 +11,7 @@ import pytest
 from nvflare.recipe import PocEnv, SimEnv
 from nvflare.recipe.spec import ExecEnv
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, FederationFailed
 from medflare.flare.recipes import RECIPES, FedAvgRecipe, FedSMRecipe, MedflareRecipe
 
 
@@ -86,6 +86,6 @@ def test_an_interrupted_simulation_is_no_failed_one(pressed: bool, tmp_path: Pat
 
     monkeypatch.setattr(MedflareRecipe, "execute", execute)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt if pressed else RuntimeError):
+    with pytest.raises(KeyboardInterrupt if pressed else FederationFailed):
         FedAvgRecipe(rounds=1).simulate(["A"], tmp_path)
     assert signal.getsignal(signal.SIGINT) is before

@@ -96,9 +96,10 @@ class Checkpoint:
         seen = {key: dict(self._new(f"seen/{key}", found.items())) for key, found in past.seen.items()}
         events, history = self._new("events", federation.events), self._new("history", outcome.history)
         self._journal.add({"history": history, "events": events, "seen": seen})
+        members = {**federation.returning, **{site: facts["n"] for site, facts in outcome.enrolled.items()}}
         run = {
             "finished": finished,
-            "enrolled": {site: outcome.enrolled[site]["n"] for site in sorted(outcome.enrolled)},
+            "enrolled": dict(sorted(members.items())),  # also those that have not come back yet
             "past": {"lengths": past.lengths, "ratios": past.ratios},
             "journal": self._journal.mark,
             "bytes": [outcome.down_bytes, outcome.up_bytes],

@@ -24,6 +24,7 @@ from medflare.evaluation.site_report import SiteReport, patient_values, render_s
 from medflare.federation.screening.withholding import tells_of_few
 from medflare.inference.deployed import save_model
 from medflare.methods.catalogue import build_deployed
+from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import Method
 from medflare.methods.parts.training import finite_or_none
 from medflare.tasks.cases import Cases
@@ -105,6 +106,7 @@ class SiteFolder(Keeper):
     def keep(self, role: str, model: Message, metrics: Mapping[str, Any], cases: Cases) -> None:
         """Write a delivered model and its card into a folder of the role's name, and what it scored patient by patient."""
         card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
+        card["round"] = model.facts.get(SELECTED_ROUND)
         chosen = {KEPT: model.facts[KEPT]} if KEPT in model.facts else {}
         save_model(self.folder / role, self.task, model, {**card, **chosen})
         write_json(self.folder / SCORES / f"{role}.json", cases.to_dict())

@@ -1,17 +1,22 @@
 """Who takes part: sites say what they have before anything is trained; a site that cannot take part ends the run, a late one joins."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
+import medflare
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
+from medflare.core.packages import installed_versions
 from medflare.evaluation.record import shares
 from medflare.federation.exchange import START, Courier
+from medflare.federation.screening.replies import VERSIONS
 from medflare.federation.screening.shares import capped
 from medflare.federation.settings import ENROL
 from medflare.methods.base import ServerContext, Step
 from medflare.tasks.config import TaskConfig
+
+_COMPARED: Final = ("medflare", "torch", "monai")
 
 
 class Enrolment:
@@ -21,8 +26,8 @@ class Enrolment:
         context: names the inside and outside sites, takes their counts and what is noticed.
         courier: reaches them.
         identity: facts that a site must agree with; it refuses, by name, where its task or method differs.
-        returning: sites that were enrolled when the run that is taken up was interrupted, with their counts; they go on from what they
-            remember, and with the images that they had.
+        returning: sites that have enrolled in the run that is taken up, before one of its interruptions, with their counts; they go on from
+            what they remember, and with the images that they had.
         finished: steps that were done before.
         max_share: the most of all training images that one site may count for; None: no limit.
     """
@@ -38,8 +43,10 @@ class Enrolment:
     ):
         self.context, self.courier, self.identity = context, courier, identity
         self.returning, self.finished, self.max_share = returning or {}, finished, max_share
-        self._turned_away: set[str] = set()
+        self._turned_away: dict[str, str] = {}  # site -> why
         self._silent: dict[str, str] = {}  # site -> why there was no answer when it was asked last
+        self._vain: dict[str, int] = {}  # site -> how often it was asked and did not get in
+        self._rests: dict[str, int] = {}  # site -> steps in which it is not asked
         self._heaviest = ""
 
     @property
@@ -60,20 +67,28 @@ class Enrolment:
         """
         if problems := self.admit(0):
             raise FederationFailed(listed(problems))
+        reasons = {**self._silent, **self._turned_away}
         if len(self.inside) < needed:
-            reasons = f" ({listed(self._silent)})" if self._silent else ""
+            missing = {*self.context.sites} - self.enrolled.keys()
+            away = missing & self._turned_away.keys()
+            remedies = ["start the missing sites"] * (missing > away) + ["put right what was turned away"] * bool(away)
             raise FederationFailed(
                 f"{len(self.inside)} of the sites {', '.join(self.context.sites)} enrolled ({', '.join(self.inside) or 'none'}), "
-                f"min_sites is {needed}; start the missing sites or lower min_sites{reasons}"
+                f"min_sites is {needed}; {', '.join(remedies)} or lower min_sites{f' ({listed(reasons)})' if reasons else ''}"
             )
         self._weigh(0)
-        for site in sorted({*self.context.sites, *self.context.outside} - self.enrolled.keys() - self._silent.keys()):
+        for site in sorted({*self.context.sites, *self.context.outside} - self.enrolled.keys() - reasons.keys()):
             self.context.events.add("missing", "not there when the federation started; it may join later", site=site, round=0)
 
     def members(self, step: Step) -> list[str]:
-        """The enrolled inside sites that are there for a step, sorted; sites that came in since the last step enrol first."""
+        """The enrolled inside sites that are there for a step, sorted; sites that came in since the last step enrol first.
+
+        The others wait for them. Who does not get in is asked again after one step, two, four, eight and so on.
+        """
         before, events = set(self.enrolled), self.context.events
-        for site, problem in self.admit(step.round).items():
+        resting = {site for site, steps in self._rests.items() if steps > 0}
+        self._rests |= {site: self._rests[site] - 1 for site in resting}
+        for site, problem in self.admit(step.round, resting).items():
             events.add("warning", f"wants to join and cannot: {problem}", site=site, round=step.round)
         for site in sorted(self.enrolled.keys() - before):
             events.add("joined", f"joined in round {step.round}", site=site, round=step.round)
@@ -85,15 +100,19 @@ class Enrolment:
                 events.add("missing", f"not there for '{step.phase}' of round {step.round}", site=site, round=step.round)
         return [site for site in self.inside if site in present]
 
-    def admit(self, round: int) -> dict[str, str]:
+    def admit(self, round: int, resting: Collection[str] = ()) -> dict[str, str]:
         """Ask newcomers what they have; returns site -> problem for those that say that they cannot take part.
 
         A site whose answer nobody can work with is not asked again, and one that does not answer may do so later; the run goes on without
         either where enough others are there.
+
+        Args:
+            round: at hand.
+            resting: sites that are not asked now.
         """
         context, problems = self.context, dict[str, str]()
-        known = {*context.sites, *context.outside}
-        new = [site for site in sorted(self.courier.present(round)) if site in known - self._turned_away and site not in self.enrolled]
+        wanted = {*context.sites, *context.outside} - self._turned_away.keys() - self.enrolled.keys() - {*resting}
+        new = [site for site in sorted(self.courier.present(round)) if site in wanted]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
         invitation = {**self.identity, "sites": list(context.sites)}
         finished = {site: self.finished if site in self.returning else 0 for site in new}
@@ -103,24 +122,31 @@ class Enrolment:
             if reply.message is None:
                 context.events.add(reply.kind, reply.problem, site=site, round=round)
                 if reply.kind == "rejected":  # what it says makes no sense: the others need not wait for it
-                    self._turned_away.add(site)
+                    self._turned_away[site] = reply.problem
                 else:
                     (problems if reply.kind == "failed" else self._silent)[site] = reply.problem
+                    self._vain[site] = self._vain.get(site, 0) + 1
+                    self._rests[site] = 2 ** (self._vain[site] - 1) - 1
                 continue
             facts = dict(reply.message.facts)
-            if problem := self._changed(site, facts["n"]) or impossible_counts(context.task, facts):
+            if problem := self._refusal(site, facts):
                 context.events.add("rejected", problem, site=site, round=round)
-                self._turned_away.add(site)
+                self._turned_away[site] = problem
                 continue
+            if other := other_packages(facts.get(VERSIONS, {}), versions_here()):
+                context.events.add("warning", other, site=site, round=round)
             context.events.extend(facts.pop("events", []), site=site)
             self.enrolled[site] = context.site_counts[site] = {**facts, "role": roles[site]}
         return problems
 
-    def _changed(self, site: str, images: Mapping[str, int]) -> str:
-        known = self.returning.get(site, images)
-        if images == known:
-            return ""
-        return f"it came back with {_counts(images)} instead of {_counts(known)}; counts do not change during a run"
+    def _refusal(self, site: str, facts: Mapping[str, Any]) -> str:
+        """Why a site cannot take part with what it says, "" where it can."""
+        if problem := other_release(facts.get(VERSIONS, {}), versions_here()):
+            return problem
+        images, known = facts["n"], self.returning.get(site, facts["n"])
+        if images != known:
+            return f"it came back with {_counts(images)} instead of {_counts(known)}; counts do not change during a run"
+        return impossible_counts(self.context.task, facts)
 
     def _weigh(self, round: int) -> None:
         """An event where one of several inside sites has more than half of all training images, one of two more than three quarters."""
@@ -138,6 +164,49 @@ class Enrolment:
 
 def _counts(images: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {split}" for split, count in images.items()) + " images"
+
+
+def versions_here() -> dict[str, str]:
+    """Package -> version, of what weights depend on; of medflare that of the code, which may have come with the job."""
+    known = {**installed_versions(), "medflare": medflare.__version__}
+    return {package: known[package] for package in _COMPARED if package in known}
+
+
+def other_release(theirs: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Why a site with another release of medflare cannot take part, "" where it can, or does not tell.
+
+    Args:
+        theirs: package -> version of the site.
+        here: the same of the server.
+
+    Examples:
+        >>> other_release({"medflare": "0.3.0"}, {"medflare": "0.2.0"})
+        'runs medflare 0.3.0, the server 0.2.0; install the same version at both'
+        >>> other_release({"medflare": "0.2.1"}, {"medflare": "0.2.0"})
+        ''
+    """
+    own, other = here["medflare"], theirs.get("medflare", here["medflare"])
+    if other.split(".")[:2] == own.split(".")[:2]:
+        return ""
+    return f"runs medflare {other}, the server {own}; install the same version at both"
+
+
+def other_packages(theirs: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """What of a site is of another version than at the server, "" where nothing is; builds of one version are not told apart.
+
+    Args:
+        theirs: package -> version of the site.
+        here: the same of the server.
+
+    Examples:
+        >>> other_packages({"torch": "2.4.1+cpu"}, {"torch": "2.5.0+cu124"})
+        'runs torch 2.4.1+cpu (the server 2.5.0+cu124): numbers may differ in the last digits'
+        >>> other_packages({"torch": "2.5.0+cpu"}, {"torch": "2.5.0+cu124"})
+        ''
+    """
+    other = {name: own for name, own in here.items() if name in theirs and theirs[name].partition("+")[0] != own.partition("+")[0]}
+    named = ", ".join(f"{name} {theirs[name]} (the server {own})" for name, own in other.items())
+    return f"runs {named}: numbers may differ in the last digits" if named else ""
 
 
 def impossible_counts(task: TaskConfig, facts: Mapping[str, Any]) -> str:

@@ -129,7 +129,10 @@ class RememberedHalf:
             return self._half
         membership = self.store.load(_MEMBERSHIP)
         if membership is None:
-            raise StateError(f"site {self.name} was asked to work before it enrolled, or its state is gone; restart the job")
+            raise StateError(
+                f"site {self.name} was asked to work before it enrolled, or its state is gone; put back that of the last job in which the "
+                "site took part, or start the run afresh"
+            )
         owner = membership.facts["site"]
         if owner != self.name:
             raise StateError(f"the state that site {self.name} finds belongs to site {owner}; put each site's state back in its place")

@@ -13,10 +13,11 @@ from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated, volume_picture
+from medflare.federation.enrolment import versions_here
 from medflare.federation.exchange import START
 from medflare.federation.memory import RememberedHalf, WorkingTime
 from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
-from medflare.federation.screening.replies import DELIVERS
+from medflare.federation.screening.replies import DELIVERS, VERSIONS
 from medflare.federation.screening.rounding import Rounding
 from medflare.federation.screening.withholding import rare_classes, too_few, withhold
 from medflare.federation.settings import DELIVER, ENROL, PHASES_OF_ALL
@@ -180,7 +181,8 @@ class Participant:
             self.account.ledger.clear()
             self.working.clear()
         counts = [] if (rare := rare_classes(site, self.minimum_patients)) else site.class_counts().tolist()
-        return Message({}, {"n": site.n, "class_counts": counts, "events": _notes(site, self.minimum_patients, rare)})
+        notes = _notes(site, self.minimum_patients, rare)
+        return Message({}, {"n": site.n, "class_counts": counts, VERSIONS: versions_here(), "events": notes})
 
     def _agree(self, site: Site, role: str, theirs: Mapping[str, Any]) -> None:
         """ConfigError where site and server do not mean the same run, or the site's own rules forbid it."""

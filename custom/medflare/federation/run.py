@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, partial
@@ -11,7 +11,7 @@ from typing import Any
 
 from medflare.core.backing import Backing
 from medflare.core.errors import Aborted, MedflareError, StateError
-from medflare.core.events import EventLog
+from medflare.core.events import Event, EventLog
 from medflare.core.manifest import Manifest
 from medflare.core.states import state_bytes
 from medflare.core.store import make_folder, write_json
@@ -28,6 +28,7 @@ from medflare.federation.settings import WAITS, RunSettings, check_rounds
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import Plan, ServerContext, ServerHalf
+from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import Method
 from medflare.networks.weights import starting_state
 from medflare.tasks.config import TaskConfig
@@ -211,6 +212,7 @@ def keep_what_is_left(run: Run, server: ServerHalf[Any], outcome: Outcome) -> No
         return
     for path, model in server.models().items():
         card = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed, "rounds": server.context.rounds}
+        card["round"] = model.facts.get(SELECTED_ROUND)
         save_model(run.folder / MODELS / path, run.task, model, card)
     for name, content in (server.documents() if isinstance(server, Telling) else {}).items():
         write_json(run.folder / name, content, public=True)
@@ -267,9 +269,17 @@ def _site_record(site: str, settings: RunSettings, outcome: Outcome) -> SiteReco
 
 
 def refused_run(
-    folder: Path, reason: str, roles: Mapping[str, str], *, method: str = UNKNOWN, task: TaskConfig | None = None, seed: Any, rounds: Any
+    folder: Path,
+    reason: str,
+    roles: Mapping[str, str],
+    *,
+    method: str = UNKNOWN,
+    task: TaskConfig | None = None,
+    seed: Any,
+    rounds: Any,
+    events: Iterable[Event] = (),
 ) -> dict[str, Any]:
-    """Write and return the results of what could not become a run, because its task, method or settings are wrong.
+    """Write and return the results of what could not become a run, because its task, method or settings are wrong, or died.
 
     Args:
         folder: where results.json and report.html go.
@@ -279,9 +289,10 @@ def refused_run(
         task: as far as it is known.
         seed: as it was given; what is no whole number is shown as 0.
         rounds: as they were given; what is no whole number is shown as 0.
+        events: what was noticed before.
     """
-    events = EventLog()
-    events.add("failed", reason)
+    told = EventLog(events)
+    told.add("failed", reason)
     record = RunRecord(
         method=method,
         task=task,
@@ -289,7 +300,7 @@ def refused_run(
         rounds=max(0, rounds) if isinstance(rounds, int) else 0,
         sites={site: SiteRecord(role) for site, role in roles.items()},
         reason=reason,
-        events=events.to_list(),
+        events=told.to_list(),
     )
     return write_results(folder, record)
 

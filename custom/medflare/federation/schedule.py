@@ -6,11 +6,12 @@ federation cannot differ.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from numpy.random import Generator
 from torch import Tensor
 
 from medflare.core.errors import FederationFailed
@@ -43,7 +44,7 @@ class Federation:
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps.
         reports: phase -> the facts that a reply may hold, from the same declaration.
-        returning: sites that were enrolled when the run that is taken up was interrupted, with their counts.
+        returning: sites that have enrolled in the run that is taken up, before one of its interruptions, with their counts.
         past: what the screening remembers of the steps before.
     """
 
@@ -98,9 +99,12 @@ class Federation:
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def _step(self, index: int, step: Step, enrolment: Enrolment) -> None:
+        asked: list[str] = []
+        failed: set[str] = set()
         for attempt in range(self.rules.repeats + 1):
             started, down, up = time.monotonic(), self.outcome.down_bytes, self.outcome.up_bytes
-            asked = self._drawn(step, members := enrolment.members(step))
+            members = enrolment.members(step)
+            asked = drawn(self, step, members, attempt, asked, failed)
             outgoing = {site: numbered(self.server.configure(step, site), index, self.server.context.rounds) for site in asked}
             screened, rejected = self._exchange(step, outgoing)
             accepted = screened.accepted
@@ -112,6 +116,7 @@ class Federation:
             if attempt == self.rules.repeats:
                 raise FederationFailed(f"{reason} ({named})")
             self.events.add("repeated", f"{reason}; asking again ({named})", round=step.round)
+            failed |= rejected.keys()
         self._take(step, screened)
         context = self.server.context
         context.notes = {}
@@ -121,14 +126,6 @@ class Federation:
         report = StepReport(step, index, facts, rejected, time.monotonic() - started, *traffic, context.notes, screened.similarity)
         self.outcome.history.append(report.line())
         self.on_step(report)
-
-    def _drawn(self, step: Step, members: list[str]) -> list[str]:
-        """Partial participation: the same sites in every engine and after a restart."""
-        count = self.rules.sites_per_round
-        if step.everyone or count is None or count >= len(members):
-            return members
-        generator = numpy_generator(self.server.context.seed, "server", step.round, "participants")
-        return sorted(generator.choice(members, size=count, replace=False).tolist())
 
     def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Screened, dict[str, str]]:
         """Usable replies in sorted site order, and the reason for every other site; each reason becomes an event."""
@@ -183,6 +180,48 @@ class Federation:
             self.outcome.delivered[site] = facts
         if not self.outcome.delivered:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
+
+
+def drawn(
+    federation: Federation, step: Step, members: list[str], attempt: int = 0, asked: Sequence[str] = (), failed: Collection[str] = ()
+) -> list[str]:
+    """Who is asked, sorted: everybody, or of partial participation the same sites in every engine and after a restart.
+
+    A round in which sites stood in for others goes on with them: its steps build on each other.
+
+    Args:
+        federation: its rules, seed and history.
+        step: what is asked.
+        members: sites that are there.
+        attempt: how often the step was asked before.
+        asked: sites that were asked last.
+        failed: sites without a usable answer to the step so far.
+    """
+    count = federation.rules.sites_per_round
+    if step.everyone or count is None or count >= len(members):
+        return members
+    seed, keys = federation.server.context.seed, ("server", step.round, "participants")
+    if attempt:
+        return stand_ins(members, count, asked, failed, numpy_generator(seed, *keys, attempt))
+    before = [line["sites"] for line in federation.outcome.history[-1:] if line["round"] == step.round]
+    if before and any(event["round"] == step.round for event in federation.events.of("repeated")):
+        return [site for site in members if site in before[0]]
+    return sorted(numpy_generator(seed, *keys).choice(members, size=count, replace=False).tolist())
+
+
+def stand_ins(members: Sequence[str], count: int, asked: Sequence[str], failed: Collection[str], generator: Generator) -> list[str]:
+    """Who of the drawn sites has answered, and others in place of the rest, sorted; where there are no others, the rest again.
+
+    Args:
+        members: sites that are there.
+        count: of sites to be asked.
+        asked: sites that were asked last.
+        failed: sites without a usable answer so far.
+        generator: draws.
+    """
+    kept = [site for site in members if site in asked and site not in failed]
+    others = generator.permutation([site for site in members if site not in kept]).tolist()
+    return sorted([*kept, *sorted(others, key=lambda site: site in failed)][:count])
 
 
 def ask_rounded(

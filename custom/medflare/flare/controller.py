@@ -5,8 +5,9 @@ Light to import, as `executors`: in the simulator the run is computed elsewhere 
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
@@ -25,7 +26,7 @@ from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.exchange.desk import Desk
 from medflare.flare.exchange.progress import GROUP, Journal, Progress
 from medflare.flare.exchange.serving import Ending, ServerSpec, allowed, executed, formula
-from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.exchange.tasks import TaskExchange, survive_resends
 from medflare.flare.exchange.tracking import Tracking
 from medflare.flare.exchange.upkeep import share_cleanup_thread
 from medflare.flare.exchange.watch import Watch
@@ -34,6 +35,8 @@ from medflare.flare.simulator.office import Office
 from medflare.flare.simulator.ports import keep_ports_apart
 from medflare.flare.simulator.relay import Relay
 from medflare.flare.simulator.workers import Workers
+
+_LATE: Final = 20  # a site's answers to closed steps that become events
 
 
 class MedflareController(Controller):
@@ -78,12 +81,14 @@ class MedflareController(Controller):
         self._stop_reason = ""
         self._workers: Workers | None = None
         self._relay: Relay | None = None
+        self._late: Counter[str] = Counter()
         self._note: Callable[[Event], None] = lambda event: self._events.extend([event])
 
     # -- FLARE's hooks -----------------------------------------------------------------------------------------------------
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Nothing: sites may ask for work before this, so `handle_event` has made ready for them."""
+        """Ready to send tasks; sites may ask for some before this, so `handle_event` has made ready for them."""
+        survive_resends(self.communicator)
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Let nobody wait for work any more, and take back the open tasks."""
@@ -107,8 +112,10 @@ class MedflareController(Controller):
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
         """Note that an answer came after its step was closed; it is not used."""
-        late = f"an answer to '{task_name}' came after its step was closed and was not used"
-        self._note({"kind": "late", "message": late, "site": client.name})
+        self._late[client.name] += 1
+        if self._late[client.name] <= _LATE:  # the name is the site's own word, and so is how often it sends one
+            late = f"an answer to {task_name!r:.40} came after its step was closed and was not used"
+            self._note({"kind": "late", "message": late, "site": client.name})
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
@@ -155,7 +162,7 @@ class MedflareController(Controller):
         except Aborted:
             raise
         except Exception as error:
-            return spec.refused(error)
+            return spec.refused(error, journal.events)
         return executed(run, tasks)
 
     def _aggregator(self, fl_ctx: FLContext) -> Any:

@@ -30,7 +30,7 @@ from medflare.flare.exchange.participants import (
     SiteTask,
     anchor,
     authorized,
-    interrupted,
+    left_behind,
     load_ahead,
 )
 from medflare.flare.exchange.signs import Pulse, announce_tensors, expect_answers, wait_for_work
@@ -65,12 +65,14 @@ class MedflareExecutor(Executor):
         self.hyper = hyper
         self.server_half = server_half
         self.resume = resume
+        self._known: ParticipantSpec | None = None
         self._authorized: ParticipantSpec | None = None
         self._participant: Participant | None = None
         self._redaction: tuple[Redaction | None] | None = None
         self._abort_signal = Signal()
         share_cleanup_thread()
         self._relay = Relay(os.getppid())
+        self._pulse = Pulse()
         self._preload = Preload(self.method_name) if _serves_a_site() and not self._relay.there() else None
         anchor(DATA_ROOT)
 
@@ -80,13 +82,19 @@ class MedflareExecutor(Executor):
         return self.method or self.default_method
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Have everything imported before the first task; wait for work before every poll; be able to send what is to be sent; tidy up."""
+        """Have everything imported before the first task; wait for work before every poll; tell the server that the site lives until the
+        answer has been sent; be able to send it; tidy up."""
         if event_type == EventType.ABOUT_TO_START_RUN and self._preload is not None:
             self._preload.finish()
         elif event_type == EventType.BEFORE_PULL_TASK:
+            self._pulse.end()
             wait_for_work(fl_ctx)
+            self._pulse.begin(fl_ctx)
         elif event_type == EventType.AFTER_SEND_TASK_RESULT:
+            self._pulse.end()
             give_back_memory()
+        elif event_type == EventType.END_RUN:
+            self._pulse.end()
         elif event_type == EventType.BEFORE_SEND_TASK_RESULT and "torch" in sys.modules:
             register_tensors()  # code that a job or a filter brings may have left a tensor where none belongs
             if self._relay.there():
@@ -105,8 +113,7 @@ class MedflareExecutor(Executor):
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:
             fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, shareable, self._spec(fl_ctx)), private=True, sticky=False)
-            with Pulse(fl_ctx):
-                reply = self._reply(task_name, round, shareable, fl_ctx)
+            reply = self._reply(task_name, round, shareable, fl_ctx)
             expect_answers(fl_ctx, arrays_bytes(reply))
             return reply
         except Aborted:
@@ -150,6 +157,12 @@ class MedflareExecutor(Executor):
         return bool(self._abort_signal.triggered)
 
     def _spec(self, fl_ctx: FLContext) -> ParticipantSpec:
+        """Made once: nothing of it changes during a job, and finding what an interrupted one has left asks the disk."""
+        if self._known is None:
+            self._known = self._new_spec(fl_ctx)
+        return self._known
+
+    def _new_spec(self, fl_ctx: FLContext) -> ParticipantSpec:
         workspace: Workspace = fl_ctx.get_engine().get_workspace()
         job = fl_ctx.get_job_id()
         return ParticipantSpec(
@@ -161,7 +174,7 @@ class MedflareExecutor(Executor):
             local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),
             folder=str(Path(workspace.get_run_dir(job)) / FOLDER),
             hyper=self.hyper or {},
-            resumed=str(Path(workspace.get_run_dir(interrupted(self.resume))) / FOLDER) if self.resume else "",
+            resumed=left_behind(workspace, self.resume),
         )
 
 

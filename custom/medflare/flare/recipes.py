@@ -6,22 +6,25 @@ from nvflare.recipe import SimEnv
 FedSMRecipe(task="phantom", rounds=10, lam=0.3).execute(SimEnv(num_clients=4))
 """
 
+import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, FederationFailed
 from medflare.core.settings import checked
 from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
 from medflare.flare.names import by_name, named_classes
 from medflare.tasks.config import TaskConfig, load_task
+
+_FLARES_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")  # a dot parts the names of FLARE's cells
 
 
 class MedflareRecipe(Recipe):
@@ -73,10 +76,33 @@ class MedflareRecipe(Recipe):
             threads: sites that work at the same time; None: all.
 
         Raises:
+            ConfigError: FLARE can have no site of such a name, or no workspace there.
+            FederationFailed: the simulator did not come to its end, or the run failed, whose results say why.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
+        check_place(sites, workspace)
         with _interruptible():
-            self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
+            try:
+                self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
+            except RuntimeError as error:
+                raise FederationFailed(f"FLARE's simulator failed: {error}") from error
+
+
+def check_place(sites: Iterable[str], workspace: Path) -> None:
+    """Nothing where FLARE's simulator can have such sites in such a folder; it would stop in the middle with a traceback.
+
+    Args:
+        sites: names.
+        workspace: the simulator's folder.
+
+    Raises:
+        ConfigError: it cannot, with what to use.
+    """
+    for site in sites:
+        if not _FLARES_NAME.fullmatch(site):
+            raise ConfigError(f"site {site!r}: FLARE takes names of letters without accents, digits, - and _; the plain loop takes others")
+    if any(letter.isspace() for letter in str(workspace.absolute())):
+        raise ConfigError(f"{workspace.absolute()}: FLARE's simulator takes no blanks in its path; use another folder, or the plain loop")
 
 
 @contextmanager
@@ -97,7 +123,7 @@ def _interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, note)
     try:
         yield
-    except RuntimeError:
+    except FederationFailed:
         if pressed:
             raise KeyboardInterrupt from None
         raise

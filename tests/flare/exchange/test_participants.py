@@ -15,10 +15,11 @@ from nvflare.apis.fl_context import FLContext
 from flare.server import Server
 from foreign.install import METHOD, install
 from medflare.core.errors import ConfigError
+from medflare.core.store import write_json
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.participants import ParticipantSpec, authorize, authorize_network, load_ahead
+from medflare.flare.exchange.participants import ParticipantSpec, authorize, authorize_network, left_behind, load_ahead
 from medflare.methods import catalogue
 from medflare.networks import own
 from small import small_task
@@ -120,3 +121,27 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
     spec = ParticipantSpec("clinic", "fedavg", "", 0, str(place.task_file), str(local), str(tmp_path / "job"))
     participant = spec.participant(lambda: False)
     assert (participant.minimum_patients, participant.chosen) == (5, "best")
+
+
+def test_a_site_that_slept_through_a_job_remembers_the_one_before(tmp_path: Path) -> None:
+    """Three jobs, each of which takes up the one before; in the second the site never did anything."""
+    workspace = SimpleNamespace(
+        get_run_dir=lambda job: str(tmp_path / job), get_app_config_dir=lambda job: str(tmp_path / job / "app_CS" / "config")
+    )
+    for job, before in (("third", "second"), ("second", "first"), ("first", "")):
+        config = Path(workspace.get_app_config_dir(job)) / "config_fed_client.json"
+        write_json(config, {"executors": [{"executor": {"args": {"resume": before}}}]})
+    assert left_behind(workspace, "") == ""
+    assert left_behind(workspace, "third") == str(tmp_path / "third/medflare"), "nothing is remembered anywhere"
+    (tmp_path / "first/medflare/state").mkdir(parents=True)
+    assert left_behind(workspace, "third") == str(tmp_path / "first/medflare")
+    (tmp_path / "third/medflare/state").mkdir(parents=True)
+    assert left_behind(workspace, "third") == str(tmp_path / "third/medflare")
+    assert left_behind(workspace, "unknown") == str(tmp_path / "unknown/medflare")
+    write_json(
+        Path(workspace.get_app_config_dir("circle")) / "config_fed_client.json",
+        {"executors": [{"executor": {"args": {"resume": "circle"}}}]},
+    )
+    assert left_behind(workspace, "circle") == str(tmp_path / "circle/medflare")
+    with pytest.raises(ConfigError, match="is no job id"):
+        left_behind(workspace, "../elsewhere")

@@ -1,5 +1,8 @@
 """Signs between a site and the server: a site polls when the server can be heard, and never waits for minutes for a lost message."""
 
+import threading
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,8 @@ from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 
 from medflare.flare.exchange import signs
-from medflare.flare.exchange.signs import LATER, PATIENCE, expect_answers, wait_for_work
+from medflare.flare.exchange.signs import LATER, PATIENCE, Pulse, expect_answers, wait_for_work
+from waiting import eventually
 
 
 class Line:
@@ -22,7 +26,11 @@ class Line:
         self.codes = list(codes)
         self.asked = 0
         self.later = False
+        self.new_context: Any = None
         self.client = SimpleNamespace(communicator=SimpleNamespace(timeout=300.0))
+
+    def was_asked(self, times: int) -> bool:
+        return self.asked >= times
 
     def send_aux_request(self, topic: str, **request: Any) -> dict[str, Any]:
         code = self.codes[min(self.asked, len(self.codes) - 1)]
@@ -88,6 +96,20 @@ def test_a_lost_message_is_noticed_in_half_a_minute() -> None:
     assert line.client.communicator.timeout == 300.0, "the server fetches a large result itself, which no byte of progress tells"
     expect_answers(fl_ctx, result_bytes=1 << 20)
     assert line.client.communicator.timeout == 30.0
+
+
+def test_a_site_that_has_a_task_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs, "_EVERY", 0.01)
+    line = Line(ReturnCode.OK)
+    fl_ctx, pulse = context(line), Pulse()
+    line.new_context = lambda: nullcontext(fl_ctx)
+    pulse.end()
+    for _ in range(2):
+        pulse.begin(fl_ctx)
+        wanted = line.asked + 2
+        assert eventually(partial(line.was_asked, wanted))
+    pulse.end()
+    assert eventually(lambda: not any(thread.name == "medflare_pulse" for thread in threading.enumerate()))
 
 
 def test_flare_has_the_attributes_that_are_set() -> None:

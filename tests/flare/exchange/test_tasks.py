@@ -2,17 +2,20 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from nvflare.apis.controller_spec import TaskCompletionStatus
+from nvflare.apis.client import Client
+from nvflare.apis.controller_spec import Task, TaskCompletionStatus
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.fl_constant import ReturnCode
-from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
@@ -21,12 +24,14 @@ from medflare.core.backing import Backing
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply
+from medflare.flare.exchange import tasks as steps
 from medflare.flare.exchange import watch
 from medflare.flare.exchange.messages import MessageExchange
-from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.exchange.tasks import TaskExchange, survive_resends
 from medflare.flare.exchange.watch import Watch
 from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
 from medflare.methods.base import Step
+from waiting import eventually
 
 STEP = Step("train", 3)
 ENROLMENT = Step("enrol", 0)
@@ -173,6 +178,21 @@ def test_who_is_late_for_enrolment_is_asked_again_when_it_asks_for_work() -> Non
     assert replies["FG"].problem.endswith("the site had not fetched its task")
     carrier.tasks.watch.sign_of_life("DU")
     assert carrier.present(0) == ["CS"], "it is still reading its images: the others do not wait for it at every step"
+    carrier.tasks.wait_for_task("DU", 0.0)
+    assert carrier.present(1) == ["CS", "DU"]
+
+
+def test_nobody_waits_long_for_a_site_that_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads its images while the others go on, and is asked again when it asks for work."""
+    monkeypatch.setattr(steps, "_NEWCOMER", 0.3)
+    controller = FakeController(CS=answers(), DU=later(1.0, answers()), FG=never_answers)
+    carrier = exchange(controller, enrol_timeout=LONG)
+    controller.behaviours["CS"] = later(0.5, answers())
+    sent = asked(controller)
+    assert carrier(ENROLMENT, {"CS": sent.pop("CS")})["CS"].message is not None, "at the beginning there is time"
+    late = carrier(ENROLMENT, sent)
+    assert {reply.kind for reply in late.values()} == {"late"} and "was closed after 0.3 s" in late["DU"].problem
+    assert carrier.present(1) == ["CS"]
     carrier.tasks.wait_for_task("DU", 0.0)
     assert carrier.present(1) == ["CS", "DU"]
 
@@ -330,3 +350,39 @@ def test_an_unknown_outside_site_is_named() -> None:
     controller = FakeController(CS=answers(), DU=answers())
     with pytest.raises(ConfigError, match="unknown outside site 'HT'; this job runs at CS, DU"):
         exchange(controller, outside=("HT",)).present(0)
+
+
+@contextmanager
+def monitored() -> Iterator[tuple[WFCommServer, FLContext]]:
+    """FLARE's own server side of tasks with two sites, as a run's controller has it, its monitor at work."""
+    engine = SimpleNamespace(get_clients=lambda: [Client("CS", "1"), Client("DU", "2")])
+    manager = FLContextManager(engine=engine, identity_name="server", job_id="job", public_stickers={}, private_stickers={})
+    engine.new_context = manager.new_context
+    communicator = WFCommServer(task_check_period=0.01)
+    communicator._engine, communicator.controller = engine, SimpleNamespace(name="controller")
+    survive_resends(communicator)
+    communicator._task_monitor.start()
+    try:
+        yield communicator, manager.new_context()
+    finally:
+        communicator._all_done = True
+        communicator._task_monitor.join()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_task_that_a_site_asks_for_twice_is_forgotten_like_any_other() -> None:
+    """While another site still has one: FLARE then notes the task twice. A model would stay in memory for every later step."""
+    with monitored() as (communicator, fl_ctx):
+        for step in range(2):
+            for site in ("CS", "DU"):
+                task = Task("train", Shareable(), result_received_cb=lambda client_task, fl_ctx: None)
+                communicator.send(task, fl_ctx, targets=[site])
+            given = {}
+            for site in ("CS", "DU", "CS") if step == 0 else ("CS", "DU"):
+                _, given[site], _ = communicator.process_task_request(Client(site, "1"), fl_ctx)
+            if step == 0:
+                assert [len(task.client_tasks) for task in communicator._tasks] == [2, 1], "FLARE notes it once: no need to survive that"
+            for site, number in given.items():
+                communicator.process_submission(Client(site, "1"), "train", number, Shareable(), fl_ctx)
+            assert eventually(lambda: not communicator._tasks, seconds=20)
+        assert communicator._task_monitor.is_alive() and not communicator._client_task_map

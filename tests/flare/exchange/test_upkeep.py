@@ -49,9 +49,9 @@ def test_hundreds_of_streams_share_one_thread_that_ends_with_them() -> None:
     for number in range(300):
         calls.after(0.2 + number * 1e-4, lambda: None)
     calls.after(0.3, done.set)
-    assert threading.active_count() == before + 1
+    assert threading.active_count() <= before + 1, "those of other tests may end meanwhile"
     assert waited_for(done)
-    assert eventually(lambda: threading.active_count() == before)
+    assert eventually(lambda: threading.active_count() <= before)
     again = threading.Event()
     calls.after(0.01, again.set)
     assert waited_for(again)

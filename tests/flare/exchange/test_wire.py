@@ -1,6 +1,7 @@
 """Messages survive FLARE's serialisation bit by bit, tensors as tensors."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.fuel.utils import fobs
 
-from medflare.core.errors import UpdateError
+from medflare.core.errors import StateError, UpdateError
 from medflare.core.message import Message
 from medflare.flare.exchange.wire import (
     FACTS,
@@ -19,6 +20,7 @@ from medflare.flare.exchange.wire import (
     error_of,
     error_reply,
     from_bytes,
+    readable,
     register_decomposers,
     to_bytes,
     to_message,
@@ -156,6 +158,38 @@ def test_what_filters_leave_in_place_of_arrays() -> None:
     model["names"] = "a patient"
     with pytest.raises(UpdateError, match="model/names is no tensor but str"):
         to_message(shareable)
+
+
+STRANGE = {
+    "of another byte order": lambda model: model.data.update(w=np.ones(3, ">f4")),
+    "ragged": lambda model: model.data.update(w=[[1.0], [1.0, 2.0]]),
+    "dates": lambda model: model.data.update(w=np.zeros(2, "datetime64[s]")),
+    "a number said to be bfloat16": lambda model: (model.data.update(w=np.float32(3)), model.meta.update(bfloat16=["w"])),
+    "bytes said to be bfloat16": lambda model: (model.data.update(w=np.ones(3, np.uint8)), model.meta.update(bfloat16=["w"])),
+    "no list of names": lambda model: model.meta.update(bfloat16=3),
+}
+
+
+@pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE)
+def test_what_no_tensor_can_be_made_of_is_its_sites_fault_alone(change: Callable[[DXO], object]) -> None:
+    """FLARE carries all of it: an exception would end the job for everybody."""
+    shareable = to_shareable(Message({"model": {"w": torch.ones(2)}}))
+    change(dxo_of(shareable).data["model"])
+    arrived = fobs.loads(fobs.dumps(shareable))
+    message, problem, kind = readable(arrived, to_message)
+    assert message is None and kind == "rejected" and problem
+
+
+def test_no_answer_raises_but_the_servers_own_errors() -> None:
+    headless = to_shareable(Message())
+    headless["__headers__"] = [1]
+    assert readable(headless, to_message)[2] == "rejected"
+
+    def full(answer: Shareable) -> None:
+        raise StateError("no space left")
+
+    with pytest.raises(StateError):
+        readable(to_shareable(Message()), full)
 
 
 def test_errors_travel_as_one_line() -> None:

@@ -121,8 +121,12 @@ def test_large_updates_are_fetched_in_chunks(tmp_path: Path) -> None:
 
 def test_an_older_job_is_replaced_and_anything_else_is_not(tmp_path: Path) -> None:
     folder = build_job("fedavg", "phantom", out=tmp_path / "job")
-    (folder / "leftover.txt").write_text("old")
-    assert not (build_job("fedsm", "phantom", out=folder) / "leftover.txt").exists()
+    (folder / "app/config/leftover.json").write_text("old")
+    assert not (build_job("fedsm", "phantom", out=folder) / "app/config/leftover.json").exists()
+    (folder / "notes.txt").write_text("the user's own")
+    with pytest.raises(ConfigError, match=r"notes.txt would be lost"):
+        build_job("fedsm", "phantom", out=folder)
+    (folder / "notes.txt").unlink()
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "data.txt").write_text("not a job")
     with pytest.raises(ConfigError, match="is no job folder"):

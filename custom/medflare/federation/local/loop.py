@@ -66,10 +66,10 @@ def run_local(
     Args:
         method: name of the method.
         task: preset name, JSON file, mapping or configuration.
-        sites: names of the sites that train, or how many (site-1, site-2, ...).
+        sites: names of the sites, or how many (site-1, site-2, ...); all but those outside train.
         rounds: federation rounds.
         seed: of everything that is drawn.
-        outside: sites that never train and only receive the final models.
+        outside: sites that never train and only receive the final models, whether `sites` names them or not.
         data_root: folder with one subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
         weights: file, or folder of the file, that the task's network.weights name; None: MEDFLARE_WEIGHTS, else an installed package's.
         resplit: draw the splits anew by patient with this seed.
@@ -102,15 +102,16 @@ def run_local(
     config = load_task(task)
     chosen.check(hyper, config)
     config = config if resplit is None else replace(config, resplit=resplit)
-    inside, apart = _names(sites), tuple(sorted(_listed(outside, "outside")))
+    apart = tuple(sorted(_listed(outside, "outside")))
+    inside = tuple(name for name in _names(sites) if name not in apart)
+    if not inside:
+        raise ConfigError("every site is outside; name at least one that trains")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
     if together and workers is not None and workers > 1:
         raise ConfigError(f"together: sites train as one batch in this process, with workers = {workers} each in its own; leave out one")
     if together:
         check_method(chosen, config, hyper)
-    if both := set(inside) & set(apart):
-        raise ConfigError(f"site {min(both)} is both inside and outside; name it once")
     few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share, "suspects": suspects}
     steering = {"rounds": rounds, "seed": seed, "outside": apart, "patience": patience, "wire": wire, **few}
     settings = run_settings(steering)

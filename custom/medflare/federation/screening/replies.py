@@ -4,10 +4,11 @@ A site is believed to be honest and may still be wrong: a full disk, a wrong ver
 raise an error anywhere behind this gate.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
-from medflare.core.manifest import Fact, count, listing, models, number, table
+from medflare.core.manifest import Fact, count, listing, models, number, table, text
 from medflare.core.message import Message
 from medflare.federation.screening.answers import class_counts
 from medflare.federation.screening.plain import not_events, not_plain, not_states, shown
@@ -16,6 +17,7 @@ from medflare.tasks.metrics_table import METRICS
 
 _MOST_IMAGES: Final = 10**9  # more than any hospital has, and few enough for sums of their pixels
 _SPLITS: Final = ("train", "validation", "test")
+_VERSION: Final = re.compile(r"[\w.+!-]{1,64}", re.ASCII)
 
 METRIC: Final = number(0.0, 1.0, optional=True)
 _DISTANCE: Final = number(0.0, 1e6, optional=True)  # pixels or millimetres
@@ -43,10 +45,22 @@ def _images(value: object) -> str | None:
     return None if "train" in splits else "says nothing of 'train'"
 
 
+def _packages(value: object) -> str | None:
+    """Package -> version; what an event can name."""
+    if problem := table(text())(value):
+        return problem
+    versions: Mapping[str, str] = value  # type: ignore[assignment]  # it is a table
+    odd = next((name for name, number in versions.items() if not _VERSION.fullmatch(number)), None)
+    return None if odd is None else f"{shown(odd)} is {shown(versions[odd])}, expected a version"
+
+
+VERSIONS: Final = Fact("versions", "of the packages that its results depend on; medflare 0.2.0 does not tell them", _packages)
+
 # What the phases of every method report, see `exchange.PHASES_OF_ALL`.
 ENROLS: Final = (
     Fact("n", "images by split", _images),
     Fact("class_counts", "training images or pixels by class; none where the site keeps them", listing(count())),
+    VERSIONS,
 )
 DELIVERS: Final = (
     Fact("metrics", "model -> metric -> value on test images", models(_measured, 1000), "test"),

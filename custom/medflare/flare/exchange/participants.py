@@ -4,6 +4,7 @@ The imports at the top are light, see `executors`.
 """
 
 import gc
+import json
 import logging
 import os
 import re
@@ -14,13 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nvflare.apis.fl_constant import JobConstants
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.workspace import Workspace
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.data.sites.local import CACHE, local_settings, read_local
+from medflare.data.sites.local import CACHE, FOLDER, local_settings, read_local
 
 if TYPE_CHECKING:
     from medflare.data.sites.redaction import Redaction
@@ -275,6 +278,37 @@ def interrupted(job: str) -> str:
     if not re.fullmatch(r"[\w-]+", job):
         raise ConfigError(f"resume = {job!r} is no job id; give the id that FLARE listed the interrupted job under")
     return job
+
+
+def left_behind(workspace: Workspace, job: str) -> str:
+    """Where a site finds what it remembers of the interrupted job that it takes up; "" where none is taken up.
+
+    A job may itself have taken up another one, and the site may have done nothing in it: what it remembers then lies with the job before.
+
+    Args:
+        workspace: of the site.
+        job: the id of the interrupted job, or "".
+
+    Raises:
+        ConfigError: it is no job id.
+    """
+    folders: list[Path] = []
+    while job:
+        folder = Path(workspace.get_run_dir(interrupted(job))) / FOLDER
+        if (folder / _MEMBER).exists():
+            return str(folder)
+        if folder in folders:
+            break
+        folders.append(folder)
+        job = _taken_up(Path(workspace.get_app_config_dir(job)) / JobConstants.CLIENT_JOB_CONFIG)
+    return str(folders[0]) if folders else ""
+
+
+def _taken_up(config: Path) -> str:
+    """The id of the job that a job took up, by the site's configuration of it; "" where it took up none, or nobody can tell."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return str(json.loads(config.read_text(encoding="utf-8"))["executors"][0]["executor"]["args"]["resume"])
+    return ""
 
 
 def anchor(variable: str) -> None:

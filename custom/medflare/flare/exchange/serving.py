@@ -13,6 +13,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
 from medflare.core.errors import ConfigError, MedflareError
+from medflare.core.events import Event
 from medflare.data.sites.local import LOCAL_FILE, local_settings, read_local
 from medflare.evaluation.names import FAILED, FOLDER, UNKNOWN
 from medflare.federation.settings import run_settings
@@ -129,11 +130,12 @@ class ServerSpec:
             **watching,
         )
 
-    def refused(self, error: Exception) -> "Ending":
-        """The end of a job that cannot even become a run: its results say why, and what is known of it.
+    def refused(self, error: Exception, events: Iterable[Event] = ()) -> "Ending":
+        """The end of a job that cannot even become a run, or whose process has died: its results say why, and what is known of it.
 
         Args:
             error: why.
+            events: of the run, as far as it came.
         """
         from medflare.federation.run import refused_run
         from medflare.tasks.config import load_task
@@ -145,7 +147,7 @@ class ServerSpec:
         outside = self.settings["outside"]
         named = outside if isinstance(outside, list | tuple) else ()
         roles = {site: "outside" if site in named else "inside" for site in self.members}
-        return Ending.of(refused_run(Path(self.results), reason, roles, method=str(self.server_half) or UNKNOWN, **known))
+        return Ending.of(refused_run(Path(self.results), reason, roles, method=str(self.server_half) or UNKNOWN, events=events, **known))
 
 
 @dataclass(frozen=True)

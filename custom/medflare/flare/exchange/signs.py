@@ -8,7 +8,6 @@ stops waiting for the answer.
 import threading
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from nvflare.apis.fl_constant import ReturnCode
@@ -16,7 +15,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 
-ALIVE = "medflare.alive"  # site to server, while a task runs
+ALIVE = "medflare.alive"  # site to server, while it has a task
 WORK = "medflare.work"  # site to server, before a poll; the answer comes when there is work, at the latest after PATIENCE
 TENSORS = "medflare.tensors"  # header of a sign of life: what the site sends next may hold torch's tensors
 LATER = "medflare.later"  # header of that answer: there is no work, and the site shall itself wait for PATIENCE
@@ -32,23 +31,33 @@ _UNANSWERED = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 
 
 class Pulse:
-    """Sends a sign of life to the server every two seconds while the block runs, so that it can tell long training from a dead process."""
+    """Sends a sign of life to the server every two seconds, so that it can tell a site at work from a dead process.
 
-    def __init__(self, fl_ctx: FLContext):
-        self._engine = fl_ctx.get_engine()
+    At work is a site from the poll that brings a task until its answer has been sent: over a slow line a model travels for minutes, and
+    what filters of the site's own take counts as well.
+    """
+
+    def __init__(self) -> None:
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="medflare_pulse", daemon=True)
 
-    def __enter__(self) -> "Pulse":
-        self._thread.start()
-        return self
+    def begin(self, fl_ctx: FLContext) -> None:
+        """From now on.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        Args:
+            fl_ctx: finds the site's engine.
+        """
+        self.end()
+        self._stop = threading.Event()
+        threading.Thread(target=self._beat, args=(fl_ctx.get_engine(), self._stop), name="medflare_pulse", daemon=True).start()
+
+    def end(self) -> None:
+        """No more of them."""
         self._stop.set()
 
-    def _beat(self) -> None:
-        while not self._stop.wait(_EVERY):
-            with self._engine.new_context() as fl_ctx:
+    @staticmethod
+    def _beat(engine: Any, stop: threading.Event) -> None:
+        while not stop.wait(_EVERY):
+            with engine.new_context() as fl_ctx:
                 _tell_server(ALIVE, fl_ctx, timeout=0.0)
 
 

@@ -1,7 +1,7 @@
 """How a step's messages reach the sites under FLARE and their answers come back: one task per site, one wait for all.
 
 Nothing here can hang on a site: an answer comes, or the step's time is over, or the site shows no sign of life any more. Signs
-of life are its questions for work and the pulse that it sends while a task runs, see `signs`. What the messages say is not
+of life are its questions for work and the pulse that it sends while it has a task, see `signs`. What the messages say is not
 looked at (`messages` does), and the imports are light, see `executors`.
 """
 
@@ -23,6 +23,7 @@ from medflare.federation.settings import DELIVER, ENROL
 from medflare.flare.exchange.upkeep import give_back_memory
 from medflare.flare.exchange.watch import Watch
 
+_NEWCOMER = 60.0  # seconds for which the others wait for a site that joins later; then it goes on reading, and is asked again
 _LOOK = 0.1  # seconds between two looks at the clock and the abort signal; answers wake the wait at once
 A = TypeVar("A")
 Read = Callable[[str, Shareable], A]  # of a site's name and its answer
@@ -43,6 +44,27 @@ class Answer(Generic[A]):
     problem: str = "no answer"
     kind: str = "missing"
     seconds: float = 0.0
+
+
+class _Sent(dict[str, ClientTask]):
+    """FLARE's list of the tasks that sites have, by id, from which one may be taken twice."""
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        """The task, or the default."""
+        return super().pop(key, default)
+
+
+def survive_resends(communicator: Any) -> None:
+    """Let FLARE's monitor of tasks live where a site asks twice for its task, as after a lost answer or a restart.
+
+    FLARE 2.9.0 looks through all standing tasks for the one that it sends again, forgets at the next one that it is sent again, and notes
+    it a second time. When the task ends it is taken from the list twice, and the monitor dies of a KeyError: no task would be forgotten
+    from then on, its model neither, and no dead site noticed.
+
+    Args:
+        communicator: of the workflow's controller, a `WFCommServer`, before it has sent anything.
+    """
+    communicator._client_task_map = _Sent(communicator._client_task_map)
 
 
 class _Step(NamedTuple):
@@ -172,12 +194,13 @@ class TaskExchange(Board):
         Raises:
             Aborted: the job is being stopped.
         """
+        timeout = self._timeout(phase)
         with self._changed:
             self._step = _Step(phase, round)
             self._asked = {site: self._ask(self._step, site, data) for site, data in sorted(outgoing.items())}
             self._changed.notify_all()
         try:
-            problems = self._wait(self._step, read, {ENROL: self.enrol_timeout, DELIVER: 0.0}.get(phase, self.step_timeout))
+            problems = self._wait(self._step, read, timeout)
         finally:
             with self._changed:
                 asked, self._asked = self._asked, {}
@@ -186,6 +209,12 @@ class TaskExchange(Board):
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
             give_back_memory()
         return {site: problems.get(site) or _taken(site, one, read) for site, one in asked.items()}
+
+    def _timeout(self, phase: str) -> float:
+        """Seconds for which the next step waits; for a newcomer everybody does, so that it may read its images while the others go on."""
+        if phase == ENROL:
+            return self.enrol_timeout if self._step is None else min(self.enrol_timeout or _NEWCOMER, _NEWCOMER)
+        return 0.0 if phase == DELIVER else self.step_timeout
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 

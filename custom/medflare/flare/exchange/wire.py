@@ -15,7 +15,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.fuel.utils import fobs
 
-from medflare.core.errors import UpdateError
+from medflare.core.errors import Aborted, StateError, UpdateError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,7 +162,7 @@ def error_of(shareable: Shareable) -> str | None:
     code = shareable.get_return_code()
     if code == ReturnCode.OK:
         return None
-    return shareable.get_header(_ERROR_HEADER) or f"the task ended with FLARE's return code {code}"
+    return str(shareable.get_header(_ERROR_HEADER) or "") or f"the task ended with FLARE's return code {code}"
 
 
 def readable(answer: Shareable, read: Callable[[Shareable], C]) -> tuple[C | None, str, str]:
@@ -171,14 +171,19 @@ def readable(answer: Shareable, read: Callable[[Shareable], C]) -> tuple[C | Non
     Args:
         answer: of a site.
         read: raises UpdateError where the answer is no message.
+
+    Raises:
+        StateError, Aborted, MemoryError: as `read` does, where the server is at fault.
     """
-    problem = error_of(answer)
-    if problem is not None:
-        return None, problem, "failed"
     try:
-        return read(answer), "", ""
+        problem = error_of(answer)
+        return (read(answer), "", "") if problem is None else (None, problem, "failed")
+    except (StateError, Aborted, MemoryError):  # the server's own
+        raise
     except UpdateError as error:
         return None, str(error), "rejected"
+    except Exception as error:  # FLARE carries whatever a filter or a forger put into the answer, and it is this site's alone
+        return None, f"its answer cannot be read ({type(error).__name__}: {error})", "rejected"
 
 
 def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
@@ -201,16 +206,24 @@ def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
     """The state that `_packed` packed; filters may have put numpy's scalars or torch's tensors in the place of arrays.
 
     Raises:
-        UpdateError: something that is neither.
+        UpdateError: something that is neither, or an array of numbers that torch does not know.
     """
     import torch
 
-    odd = part.get_meta_prop(_BFLOAT16, ())
+    odd = part.get_meta_prop(_BFLOAT16) or ()
+    if not isinstance(odd, list | tuple):
+        raise UpdateError(f"{entry}: {_BFLOAT16} must be a list of names, got {odd!r:.80}")
     state = {}
     for name, value in part.data.items():
         try:
             tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.require(value, requirements=["C", "W"]))
-        except TypeError as error:
-            raise UpdateError(f"{entry}/{name} is no tensor but {type(value).__name__}") from error
+        except (TypeError, ValueError) as error:
+            raise UpdateError(f"{entry}/{name} is no tensor but {_kind(value)}") from error
+        if name in odd and tensor.dtype != torch.int16:
+            raise UpdateError(f"{entry}/{name} is said to be bfloat16 but travels as {tensor.dtype}")
         state[name] = tensor.view(torch.bfloat16) if name in odd else tensor
     return state
+
+
+def _kind(value: object) -> str:
+    return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__

@@ -130,18 +130,19 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
     Args:
         method: name of the method.
         task: preset name, JSON file, mapping or configuration.
-        out: the folder to write; an older job in it is replaced, unless it has classes of the user's own.
+        out: the folder to write; an older job in it is replaced, unless files of the user's own lie there.
         settings: fields of `JobSettings`.
 
     Raises:
         ConfigError: a setting is wrong, or `out` holds something that is no job, or more than a job.
     """
     folder = Path(out)
-    ours = ("README.md", Path(medflare.__file__).parent.name, "__pycache__")
-    if own := [path for path in sorted((folder / "app" / "custom").glob("*")) if path.name not in ours]:
-        raise ConfigError(f"{own[0]} would be lost, as the job there is written anew; choose another folder, or move it away")
     if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
+    ours = ("README.md", Path(medflare.__file__).parent.name, "__pycache__")
+    own = [path for path in sorted((folder / "app" / "custom").glob("*")) if path.name not in ours]
+    if own := own + [path for path in sorted(folder.glob("*")) if path.name not in ("meta.json", "app")]:
+        raise ConfigError(f"{own[0]} would be lost, as the job there is written anew; choose another folder, or move it away")
     job = FederationJob(load_task(task), checked(JobSettings, {"method": method, **settings}, "job"))
     with tempfile.TemporaryDirectory() as scratch:
         job.export_job(scratch)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
 
 from nvflare.apis.shareable import Shareable
 
@@ -19,6 +19,10 @@ from medflare.flare.exchange.serving import Ending, ServerSpec
 from medflare.flare.exchange.tasks import Answer, TaskExchange
 from medflare.flare.exchange.wire import readable, to_bytes, together_from_bytes
 from medflare.flare.simulator.relay import Relay
+
+_DIED: Final = (
+    "the process in which the simulator's server computed died, as when memory runs out; metrics.jsonl has the steps that were done"
+)
 
 
 class Office:
@@ -56,7 +60,7 @@ class Office:
             try:
                 said = self._listen(connection)
             except (EOFError, ConnectionError) as error:
-                raise MedflareError("the process in which the simulator's server computed died") from error
+                raise MedflareError(_DIED) from error
         if said["aborted"]:
             raise Aborted(said["reason"])
         return Ending(said["reason"], said["table"])

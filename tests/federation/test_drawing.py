@@ -1,0 +1,94 @@
+"""Partial participation: who is drawn for a round, and who is asked in place of a drawn site that fails."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from medflare.core.message import Message
+from medflare.core.rng import numpy_generator
+from medflare.federation.exchange import Reply
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.participant import Participant
+from medflare.federation.run import Run
+from medflare.federation.schedule import stand_ins
+from medflare.federation.settings import run_settings
+from medflare.methods.base import Step
+from medflare.methods.catalogue import get_method
+from medflare.methods.method import Method
+from methods import squares
+
+SITES: Final = ("A", "B", "C")
+Fault = Callable[[str, Step, Message], Message | None]
+
+
+class Asked(LocalExchange):
+    """Notes who is asked; what sites answer, a test may change."""
+
+    def __init__(self, method: Method, fault: Fault):
+        super().__init__(SITES, lambda name: Participant(name, lambda role: squares.site(name), method, {}))
+        self.fault = fault
+        self.asked: list[tuple[str, int, str]] = []
+
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        self.asked.append((step.phase, step.round, "".join(sorted(outgoing))))
+        return super().__call__(step, outgoing)
+
+    def answer(self, site: str, step: Step, message: Message) -> Reply:
+        reply = super().answer(site, step, message)
+        assert reply.message is not None, reply.problem
+        return Reply(self.fault(site, step, reply.message))
+
+
+def run(rounds: int, method: Method | None = None, fault: Fault = lambda site, step, message: message) -> tuple[dict[str, Any], Asked]:
+    """A run of three sites, two of them a round, and who was asked in it."""
+    method = method or get_method("fedavg")
+    settings = run_settings({"rounds": rounds, "seed": squares.SEED, "sites_per_round": 2})
+    exchange = Asked(method, fault)
+    return Run(method, squares.SEGMENTATION, {}, settings, SITES).execute(exchange), exchange
+
+
+def broken(site: str, step: Step, message: Message) -> Message:
+    """What B trains is no model."""
+    if (site, step.phase) == ("B", "train"):
+        next(iter(message.states["model"].values())).fill_(math.nan)
+    return message
+
+
+def of_phase(exchange: Asked, phase: str) -> list[tuple[int, str]]:
+    return [(round, sites) for name, round, sites in exchange.asked if name == phase]
+
+
+def test_others_are_asked_in_place_of_a_drawn_site_that_fails() -> None:
+    """Once; who has answered is asked again, and other rounds have the draws that they have without the fault."""
+    (_, fine), (results, exchange) = run(5), run(5, fault=broken)
+    drawn, asked = of_phase(fine, "train"), of_phase(exchange, "train")
+    with_b = [(round, pair) for round, pair in drawn if "B" in pair]
+    assert results["status"] == "COMPLETED" and {pair for _, pair in with_b} == {"AB", "BC"}
+    assert sorted(asked) == sorted([*drawn, *((round, "AC") for round, _ in with_b)])
+    assert [event["round"] for event in results["events"] if event["kind"] == "repeated"] == [round for round, _ in with_b]
+
+
+def test_a_round_goes_on_with_the_sites_that_stood_in() -> None:
+    """Models that were trained in a round are scored by those who trained them."""
+    results, exchange = run(3, get_method("robust", server="sha"), broken)
+    assert results["status"] == "COMPLETED" and "undefined" not in {event["kind"] for event in results["events"]}
+    assert of_phase(exchange, "score") == [(round, "AC") for round in range(3)]
+
+
+def test_where_all_fail_all_are_named() -> None:
+    results, exchange = run(1, fault=lambda site, step, message: None if step.phase == "train" else message)
+    (_, first), (_, second) = of_phase(exchange, "train")
+    assert results["status"] == "FAILED" and "0 usable replies to 'train' in round 0" in results["reason"]
+    assert {*first, *second} == set(SITES) and len(second) == 2, "the third site, and one of the two again"
+
+
+def test_stand_ins_are_drawn_of_those_who_did_not_fail() -> None:
+    members, found = list("ABCDEF"), set()
+    for attempt in range(30):
+        who = stand_ins(members, 3, ["A", "B", "C"], {"B"}, numpy_generator(0, attempt))
+        assert who == stand_ins(members, 3, ["A", "B", "C"], {"B"}, numpy_generator(0, attempt))
+        assert who == sorted(who) and len(who) == 3 and {"A", "C"} < {*who} and "B" not in who
+        found |= {*who} - {"A", "C"}
+    assert found == set("DEF")
+    assert stand_ins(["A", "B", "F"], 2, ["A", "C"], set("AC"), numpy_generator(0)) == ["B", "F"], "who has gone is replaced as well"
+    assert stand_ins(["A", "B", "F"], 2, ["A", "B"], set("ABF"), numpy_generator(0)) != [], "better again than nobody"
