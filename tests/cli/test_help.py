@@ -91,7 +91,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("run --rouds 3", "unknown option '--rouds'"),  # what is misspelt comes before what is missing
         ("study fedavg --otu=x", "medflare study: unknown option '--otu'; did you mean --out"),
         ("run fedavg --engine lokal", "medflare run: argument --engine: unknown choice 'lokal'; did you mean local?"),
-        ("run fedavg --site 2", "ambiguous option: --site could match --site-half"),
+        ("run fedavg --site 2", "medflare run: unknown option '--site'; did you mean --sites"),
+        ("job fedavg --out j --sites 4", "medflare job: unknown option '--sites'"),  # no beginning of --sites-per-round
         ("run fedavg --rounds x", "argument --rounds: invalid int value: 'x'; medflare run --help shows"),
         ("run fedavg fedsm", "medflare run: unrecognized arguments: fedsm;"),
     ],
@@ -100,8 +101,8 @@ def test_what_is_misspelt_is_named_with_the_nearest(line: str, reason: str, caps
     assert reason in refused(capsys, *line.split())
 
 
-def test_beginnings_and_values_of_options_are_no_misspelling() -> None:
-    options = command_line().parse_args(["run", "fedavg", "--round", "3", "--sites=2", "--out", "--x y"])
+def test_values_of_options_are_no_misspelling() -> None:
+    options = command_line().parse_args(["run", "fedavg", "--rounds", "3", "--sites=2", "--out", "--x y"])
     assert (options.rounds, options.sites, str(options.out)) == (3, "2", "--x y")
     assert [str(path) for path in command_line().parse_args(["predict", "--out", "o", "model", "--", "--odd.png"]).images] == ["--odd.png"]
 

@@ -82,7 +82,7 @@ def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "datalist.json").touch()  # serves sites of every name
     assert main(["run", "fedavg", "--server-half", "grace", *options, *settings, *where]) == 0
     (((method, task, sites), named, root),) = engine.calls
-    assert (method, task.name, task.batch_size, sites) == ("fedavg", "phantom", 4, ["A", "B"])
+    assert (method, task.name, task.batch_size, sites) == ("fedavg", "phantom", 4, ["A", "B", "X", "Y"])
     assert named.pop("say") is print
     assert named.pop("out") == tmp_path / "out" / "fedavg+grace-phantom-seed5"
     expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2}
@@ -317,6 +317,7 @@ def test_a_study_takes_references_and_a_rule_of_selection(tmp_path: Path, monkey
 
     assert list(rows("fedavg", "constant", "--reference", "single-site,constant")) == ["fedavg", "constant", "single-site"]
     assert list(rows("fedavg", "--reference", "all")) == ["fedavg", "constant", "single-site", "centralised"], "phantom has no BatchNorm"
+    assert list(rows("fedsm", "--reference", "oracle,constant")) == ["fedsm", "constant"], "the oracle comes from a method's own models"
     batch_norm = ("--set", "task.network.norm=batch")
     assert list(rows("--reference", "all", *batch_norm)) == ["constant", "single-site", "batch-statistics", "centralised"]
     chosen = rows("fedavg", "fedsm:selection=best", "--reference", "constant", "--selection", "last")
@@ -341,7 +342,7 @@ def test_a_study_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.Capt
     assert "task.NAME=VALUE" in refused(capsys, *begin, "--set", "lam=3")
     assert "give --sites" in refused(capsys, "study", "fedavg", "--out", str(tmp_path))
     assert "at least one method" in refused(capsys, "study", *begin[2:])
-    assert "there are all, constant" in refused(capsys, *begin, "--reference", "oracel")
+    assert "there are all, constant" in (said := refused(capsys, *begin, "--reference", "oracel")) and said.rstrip().endswith(", oracle")
     assert "choose best, last, dice, iou" in refused(capsys, *begin, "--selection", "hd95")
     assert "batch-statistics" in refused(capsys, *begin, "--reference", "batch-statistics")
     assert "leave the halves out" in refused(capsys, "study", "single-site:site_half=moon", *begin[2:])

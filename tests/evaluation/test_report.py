@@ -32,6 +32,17 @@ def test_page_holds_the_numbers(record: RunRecord, history: list[dict[str, Any]]
     assert ["1", "C", "rejected", "update to 'train' not used: model/w holds NaN or infinity"] in page.tables[3]
 
 
+def test_a_mean_says_over_how_many_sites_it_is(record: RunRecord) -> None:
+    def page_with(**deployed: float | None) -> str:
+        sites = {name: SiteRecord("inside", metrics={"deployed": {"dice": value}}) for name, value in deployed.items()}
+        return render_report(build_results(dataclasses.replace(record, sites=sites)))
+
+    assert "mean over 2 of 4 inside sites, deployed model" in page_with(A=0.5, B=0.7, C=None, D=math.nan)
+    assert "mean over 1 of 2 inside sites, deployed model" in page_with(A=0.5, B=None)
+    assert "mean over 2 inside sites, deployed model" in page_with(A=0.5, B=0.7)
+    assert "mean over 1 inside site, deployed model" in page_with(A=0.5)
+
+
 def test_the_page_shows_the_chosen_round_and_every_vote(record: RunRecord) -> None:
     """Two rounds; C, whose metric is undefined in the first, would have chosen another one."""
     candidates = [

@@ -193,6 +193,11 @@ def pictures(tmp_path: Path) -> Path:
     shapes = {"same": (16, 16), "large": (40, 28), "small": (9, 12), "wide": (10, 40), "colour": (20, 30, 3), "alpha": (20, 30, 4)}
     for name, shape in shapes.items():
         Image.fromarray(random.integers(0, 255, shape).astype(np.uint8)).save(folder / f"{name}.png")
+    colour = Image.fromarray(random.integers(0, 255, (20, 30, 3)).astype(np.uint8))
+    colour.quantize(16).save(folder / "palette.png")
+    lying = Image.Exif()
+    lying[0x0112] = 6  # EXIF's orientation: the camera was held upright
+    colour.save(folder / "camera.png", exif=lying)
     return folder
 
 
@@ -206,7 +211,7 @@ def test_a_bundle_predicts_as_medflare_does(
     run_bundle(tmp_path / "bundle", pictures, tmp_path / "monai", monkeypatch, **script)
     predict(super_model, [pictures], tmp_path / "medflare", builder=build_deployed)
     found = sorted((tmp_path / "monai").glob("*.png"))
-    assert len(found) == 6
+    assert len(found) == 8
     for file in found:
         expected = np.asarray(Image.open(tmp_path / "medflare" / file.name))
         np.testing.assert_array_equal(np.asarray(Image.open(file)), expected == 3)

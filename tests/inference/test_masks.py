@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 from medflare.core.errors import ConfigError
+from medflare.data.files.geometry import Grid
 from medflare.data.files.readers import read_image, read_mask
 from medflare.data.targets import encode_mask
+from medflare.inference import masks
 from medflare.inference.inputs import Input
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.tasks.config import TaskConfig, load_task
@@ -136,6 +138,23 @@ def test_pictures_keep_their_rows(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["b_seg_left-lung.png", "b_seg_heart.png"]
 
 
+def test_no_mask_takes_anothers_name(tmp_path: Path) -> None:
+    """Labels of any script, and such as differ in nothing that a file's name can say."""
+    labels = ["肝臓", "脾臓", "left lung", "Left-lung", "heart_1"]
+    task, masks = task_of("multilabel", labels), np.stack([np.full((4, 4), number) for number in range(5)])
+    files = write_masks(Input(tmp_path / "b.png", "b"), masks, task, tmp_path)
+    assert [file.name[len("b_seg") : -len(".png")] for file in files] == ["_肝臓", "_脾臓", "_left-lung_3", "_Left-lung_4", "_heart-1"]
+    assert [int(np.asarray(Image.open(file)).max()) for file in files] == [0, 1, 2, 3, 4]
+
+
 def test_values_that_no_png_can_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="do not fit a PNG mask"):
         write_masks(Input(tmp_path / "a.png", "a"), np.full((1, 2, 2), -1), TASKS[0], tmp_path)
+
+
+def test_a_mask_of_an_image_that_lies_nowhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of frames in one file: an affine would tell viewers a place that nobody knows."""
+    monkeypatch.setattr(masks, "series_grid", lambda path: Grid((4, 3, 2), np.eye(4), known=False))
+    (file,) = write_masks(Input(tmp_path / "frames.dcm", "frames"), np.ones((1, 3, 4, 2), np.int64), TASKS[0], tmp_path)
+    header = nibabel.load(file).header
+    assert nibabel.load(file).shape == (4, 3, 2) and (header["sform_code"], header["qform_code"]) == (0, 0)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.data.files.bounds import ImageBounds
 from medflare.data.loading import FOLDERS
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.scoring import scoring_batch
@@ -105,9 +106,9 @@ def test_images_that_a_model_is_fitted_to_are_read_again_and_not_kept(
     seen: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def watched(source: Input, task: TaskConfig) -> Prepared:
+    def watched(source: Input, task: TaskConfig, bounds: ImageBounds) -> Prepared:
         nonlocal most
-        found = prepare(source, task)
+        found = prepare(source, task, bounds)
         seen.append(weakref.ref(found.images))
         most = max(most, sum(one() is not None for one in seen))
         return found
@@ -314,7 +315,7 @@ def test_an_output_folder_that_cannot_be_written(
 ) -> None:
     (tmp_path / "out").write_text("a file")
     assert main(["predict", str(untrained()), str(data_root / "A/test"), "--out", str(tmp_path / "out")]) == 1
-    assert "masks cannot be written here" in capsys.readouterr().err
+    assert "out: nothing can be written here (Not a directory); give --out another folder" in capsys.readouterr().err
 
 
 def test_a_tampered_model_is_not_loaded(
@@ -325,3 +326,16 @@ def test_a_tampered_model_is_not_loaded(
     assert main(["predict", str(model), str(data_root / "A/test"), "--out", str(tmp_path / "out")]) == 1
     assert "is not the file its card.json describes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_image_that_is_too_large_names_the_option_that_takes_it(
+    untrained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / "large.png")
+    call = ["predict", str(untrained()), str(tmp_path / "large.png"), "--out", str(tmp_path / "out"), "--max-pixels"]
+    assert main([*call, "599"]) == 1
+    assert "large.png: 20 x 30 pixels" in (said := capsys.readouterr().err) and "takes 599 pixels (--max-pixels): store" in said
+    assert main([*call, "600"]) == 0
+    capsys.readouterr()
+    assert main([*call, "0"]) == 1
+    assert "--max-pixels, --max-voxels: pixels must be at least 1, got 0" in capsys.readouterr().err

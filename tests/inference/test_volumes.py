@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,25 @@ def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) ->
     for frame, height in zip(frames, places, strict=True):
         np.testing.assert_array_equal(frame, mask[:, :, round((height - 30) / 2)].T)
     assert mask.any() and frames.sum() == mask.sum()
+
+
+def test_what_can_have_no_segmentation_object_is_named(tmp_path: Path) -> None:
+    """A series without its frame of reference, as some anonymised ones are, and one slice alone; the others are written."""
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    (tmp_path / "in/single").mkdir(parents=True)
+    for name in ("anonymised", "ct"):
+        dicom_series(tmp_path / "in" / name)
+    for file in (tmp_path / "in/anonymised").iterdir():
+        header = pydicom.dcmread(file)
+        del header.FrameOfReferenceUID
+        header.save_as(file)
+    shutil.copy(tmp_path / "in/ct/0.dcm", tmp_path / "in/single/one.dcm")
+    task = load_task({**SLICES, "size": [8, 8]})
+    summary = predict(_bright(task), [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: Bright(), seg=True)
+    assert summary.images == 1 and (tmp_path / "out/ct_seg.dcm").is_file() and summary.table.is_file()
+    anonymised, single = summary.failed
+    assert "anonymised: cannot have a DICOM segmentation (0.dcm has no FrameOfReferenceUID); predict it without --dicom-seg" in anonymised
+    assert "single/one.dcm: cannot have a DICOM segmentation (it is no series" in single
 
 
 def test_segmentation_objects_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

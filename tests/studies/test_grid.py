@@ -1,14 +1,20 @@
 """Studies: candidates, the grid, and that finished runs are not run again."""
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from medflare.core.errors import ConfigError
+from medflare.cli import main
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.hyper import halved
 from medflare.evaluation.contract import validate_results
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.methods.catalogue import get_method
-from medflare.studies.candidates import Candidate
+from medflare.studies.archive import run_folder, write_run
+from medflare.studies.candidates import REFERENCES, Candidate
 from medflare.studies.grid import run_study
 from medflare.studies.references import CENTRALISED, POOLED, SINGLE_SITE
 from medflare.studies.setting import Setting
@@ -115,3 +121,115 @@ def test_the_seed_draws_the_split_anew(tmp_path: Path) -> None:
     runs = run_study([Candidate.parse("fedavg")], SETTING, [0, 1], tmp_path)["fedavg"]
     first, second = (run["configuration"]["task"]["resplit"] for run in runs)
     assert (first, second) == (0, 1)
+
+
+# ---- runs that are kept ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Labels of the rows that were run, in their order; instead of training a run only says how it was asked for."""
+    labels: list[str] = []
+
+    def run(row: Candidate, setting: Setting, seed: int, outside: tuple[str, ...] = ()) -> dict[str, Any]:
+        labels.append(row.label)
+        task = dataclasses.replace(setting.task, resplit=seed)
+        sites = {site: SiteRecord("outside" if site in outside else "inside") for site in setting.sites}
+        return build_results(RunRecord(row.method, task, seed, setting.rounds, sites, hyper=row.effective, seconds={"total": 1.0}))
+
+    monkeypatch.setattr(Candidate, "run", run)
+    return labels
+
+
+@pytest.mark.parametrize("text", ["fedsm", "fedavg:server_half=grace", "single-site:method=prr,det=false", *REFERENCES])
+def test_a_row_knows_the_hyper_parameters_of_its_runs(text: str) -> None:
+    task = dataclasses.replace(TASK, network={**TASK.network, "norm": "batch"}, size=(8, 8))
+    row = Candidate.parse(text, None if text == "constant" else "last")
+    assert row.run(Setting(task, SETTING.sites, 1), seed=0)["configuration"]["hyper"] == json.loads(json.dumps(row.effective))
+
+
+@pytest.mark.parametrize(
+    ("selection", "setting", "named"),
+    [
+        (None, {"rounds": 4}, "rounds = 1, this study has rounds = 4;"),
+        (None, {"sites": ("site-1", "site-2", "site-3")}, "sites = ['site-1', 'site-2'], this study has sites = ['site-1', "),
+        (None, {"task": dataclasses.replace(TASK, size=(16, 16))}, "task.size = [32, 32], this study has task.size = [16, 16];"),
+        ("last", {}, "server.selection = 'median', this study has server.selection = 'last';"),
+        (None, {"rounds": 2, "task": dataclasses.replace(TASK, batch_size=2)}, "rounds = 1, task.batch_size = 16, this study has "),
+    ],
+)
+def test_kept_runs_of_another_study_are_not_its_answer(
+    selection: str | None, setting: dict[str, Any], named: str, tmp_path: Path, trained: list[str]
+) -> None:
+    run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path)
+    kept, rows = (tmp_path / "table.md").read_text(), (tmp_path / "study.json").read_text()
+    candidates = [Candidate.parse(text, selection) for text in ("fedprox", "fedavg")]
+    with pytest.raises(StateError) as refused:
+        run_study(candidates, dataclasses.replace(SETTING, **setting), [0], tmp_path)
+    said = str(refused.value)
+    assert said.startswith(f"{tmp_path / 'fedavg' / 'seed0'} holds a run with {named}") and "another --out" in said and "\n" not in said
+    assert trained == ["fedavg"]
+    assert ((tmp_path / "table.md").read_text(), (tmp_path / "study.json").read_text()) == (kept, rows)
+
+
+def test_a_kept_run_of_an_earlier_version_is_what_its_settings_mean_now(tmp_path: Path, trained: list[str]) -> None:
+    candidates = [Candidate.parse("fedavg")]
+    run_study(candidates, SETTING, [0], tmp_path)
+    file = run_folder(tmp_path, "fedavg", 0) / "results.json"
+    results = json.loads(file.read_text())
+    del results["configuration"]["task"]["accumulate"], results["configuration"]["hyper"]["server"]["weighting"]
+    file.write_text(json.dumps(results))
+    run_study(candidates, SETTING, [0], tmp_path)
+    with pytest.raises(StateError, match=r"holds a run with task.accumulate = 1, this study has task.accumulate = 2;"):
+        run_study(candidates, dataclasses.replace(SETTING, task=dataclasses.replace(TASK, accumulate=2)), [0], tmp_path)
+    results["configuration"]["task"]["of_old"] = 3
+    file.write_text(json.dumps(results))
+    with pytest.raises(StateError, match=r"task.of_old = 3, "):
+        run_study(candidates, SETTING, [0], tmp_path)
+    assert trained == ["fedavg"]
+
+
+def test_a_run_that_failed_is_tried_again(runs: list[dict[str, Any]], tmp_path: Path, trained: list[str]) -> None:
+    failed = {**runs[0], "status": "FAILED", "reason": "A: no images are mounted"}
+    write_run(run_folder(tmp_path, "fedavg", 0), failed)
+    said: list[str] = []
+    for _ in range(2):
+        groups = run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path, say=said.append)
+        assert [run["status"] for run in groups["fedavg"]] == ["COMPLETED"]
+    assert said == ["fedavg, seed 0 had failed and is run again: A: no images are mounted", "[1/1] fedavg, seed 0: COMPLETED, 1 s"]
+    assert trained == ["fedavg"], "once, and then it is kept"
+
+
+@pytest.mark.parametrize(
+    ("rows", "seeds", "left_out", "named"),
+    [
+        (["fedavg", "constant", "fedavg"], [0], [], "row 'fedavg'"),
+        (["fedavg"], [1, 0, 0], [], "seed 0"),
+        (["fedavg"], [0], ["site-2", "site-2"], "left-out site 'site-2'"),
+    ],
+)
+def test_what_is_given_twice_is_no_repetition(
+    rows: list[str], seeds: list[int], left_out: list[str], named: str, tmp_path: Path, trained: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{named} is given twice") as refused:
+        run_study([Candidate.parse(row) for row in rows], SETTING, seeds, tmp_path / "out", left_out=left_out)
+    assert "\n" not in str(refused.value) and not trained and not (tmp_path / "out").exists()
+
+
+# ---- before anything is trained ----------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["study", *options]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and not said.out
+    return said.err
+
+
+def test_what_cannot_end_is_not_begun(tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    study = ("constant", "fedavg", "--sites", "2", "--seeds", "0", "--out", str(tmp_path / "out"))
+    assert "fedavg: rounds is 0, which trains nothing" in refused(capsys, *study, "--rounds", "0")
+    (tmp_path / "file").touch()
+    assert str(tmp_path / "file") in refused(capsys, *study, "--rounds", "1", "--figures", str(tmp_path / "file"))
+    assert "seed 0 is given twice" in refused(capsys, *study, "--rounds", "1", "--seeds", "0,0")
+    assert not trained

@@ -89,10 +89,12 @@ def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: Callable[..., Path]
     runs = [json.loads((out / f"fedavg/seed{seed}/results.json").read_text()) for seed in (0, 1)]
     ours = [run["sites"]["A"]["metrics"]["deployed"]["dice"] for run in runs]
     assert lines[3][2].startswith(f"{50 * sum(ours):.2f} [") and "- images are synthetic\n" in table and "the suite has" not in table
-    options = ["--seeds", "0", "--set", "task.batch_size=8", "--rounds", "2"]
-    assert main([*run, "--out", str(out), *options]) == 0
+    assert main([*run, "--out", str(out), "--seeds", "0"]) == 0
     again = capsys.readouterr().out
-    assert "[1/" not in again and "- seeds: 0, the suite has 0, 1" in again and "rounds:" not in again  # it was run with one round
+    assert "[1/" not in again and "- seeds: 0, the suite has 0, 1" in again and "rounds:" not in again
+    options = ["--seeds", "0", "--set", "task.batch_size=8", "--rounds", "2"]
+    assert main([*run, "--out", str(out), *options]) == 1
+    assert "holds a run with rounds = 1, task.batch_size = 4, this study has rounds = 2" in capsys.readouterr().err
     assert main([*run, "--out", str(tmp_path / "other"), *options, "--sites", "A,B,C"]) == 0
     other = capsys.readouterr().out
     assert "- rounds: 2, the suite has 1" in other and "- sites: A, B, C, the suite has A, B" in other

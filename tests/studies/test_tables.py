@@ -156,8 +156,14 @@ def test_unequal_rows_are_called_unequal(record: RunRecord) -> None:
 
     report = study_report({"fresh": row(True, 2), "kept": row(False, 2), "long": row(False, 3)})
     assert "keeps its moments from round to round in kept, long, and starts every round afresh in fresh" in report
-    assert "different numbers of rounds" in report
+    assert "different numbers of rounds" in report and "different tasks" not in report
     assert "add `--reference constant,single-site`" in report
+    assert record.task is not None
+    tasks = [dataclasses.replace(record.task, **changes) for changes in ({}, {"resplit": 1}, {"size": (8, 8), "batch_size": 1})]
+    of_others = {str(place): [build_results(dataclasses.replace(record, task=task))] for place, task in enumerate(tasks)}
+    del of_others["0"][0]["configuration"]["task"]["batch_size"]  # of a version that did not write it down
+    del of_others["1"][0]["configuration"]["task"]["batch_size"]
+    assert "- Unequal: runs have different tasks (size).\n" in study_report(of_others)
 
 
 # ---- what methods chose ------------------------------------------------------------------------------------------------------

@@ -41,11 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print("; ".join(["medflare: interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130
+    except EOFError:
+        print("medflare: no answer came; give what is asked for as an option, or --yes where there is one", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # whoever read the output (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at the end
         return 1
     except OSError as error:
-        if error.filename is None:  # no file of the user's: where it comes from says more than one line could
+        if error.filename is None and error.errno not in _FULL:  # no file of the user's: where it comes from says more than one line
             raise
         print(f"medflare: {_about_a_file(error)}", file=sys.stderr)
         return 1
@@ -62,13 +65,15 @@ _REMEDIES: Final = {
     errno.ENOSPC: "make room on the disk, or use another one",
     errno.EDQUOT: "make room within this account's quota, or use another disk",
     errno.ENAMETOOLONG: "use a shorter path",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _about_a_file(error: OSError) -> str:
     """One line about a file that cannot be used: its path, what the system says, the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "use another place")
-    return f"{error.filename}: {error.strerror}; {remedy}"
+    return f"{error.filename or 'what the command prints'}: {error.strerror}; {remedy}"
 
 
 def _print_anything() -> None:
@@ -96,14 +101,20 @@ def command_line() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that refuses what it does not know in one line, with the nearest option or command that it has."""
+    """A parser that refuses what it does not know in one line, with the nearest option or command that it has.
+
+    It completes no option: of `job` --sites would be taken for --sites-per-round.
+    """
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **{**settings, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, which would first complain of what is missing, and only then of what is misspelt."""
         words = list(sys.argv[1:] if args is None else args)
         for word in takewhile(self._own, words):
             name = word.partition("=")[0]
-            if name.startswith("--") and " " not in word and not self._knows(name):
+            if name.startswith("--") and " " not in word and name not in self._option_string_actions:
                 from medflare.core.settings import no_such
 
                 self.error(no_such("option", name, (known for known in self._option_string_actions if known.startswith("--"))))
@@ -115,10 +126,6 @@ class _Parser(argparse.ArgumentParser):
     def _own(self, word: str) -> bool:
         """Whether options may still follow that are not those of a subcommand, nor values."""
         return word.startswith("-") if self._subparsers else word != "--"
-
-    def _knows(self, name: str) -> bool:
-        """Whether it is an option, or the beginning of some, which argparse completes or calls ambiguous."""
-        return any(known.startswith(name) for known in self._option_string_actions)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse does, with the nearest of the choices."""

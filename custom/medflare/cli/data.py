@@ -2,13 +2,20 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medflare.cli.options import Commands, add_command
 from medflare.cli.starting import add_features, add_init, add_prepare
+from medflare.core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from medflare.tasks.config import TaskConfig
 
 _ROOT = "folder with datalist.json, or with one such folder per site"
-_TASK = "preset name or a JSON file, see app_configs/"
+_TASK_FILE = "task.json"
+_TASK = f"preset name or a JSON file (default: {_TASK_FILE} in the folder or above it, else what medflare task init proposes)"
 
 
 def add_commands(commands: Commands) -> None:
@@ -30,6 +37,30 @@ def add_commands(commands: Commands) -> None:
     _add_plan(commands)
 
 
+def _task(options: argparse.Namespace) -> "TaskConfig":
+    """The task that was named; else the one that lies with the data, else what `medflare task init` would propose, and a line which it is.
+
+    Raises:
+        ConfigError: it is no task.
+        DataError: none can be proposed.
+    """
+    from medflare.data.starting.proposing import Answers, propose
+    from medflare.tasks.config import load_task
+
+    if options.task is not None:
+        return load_task(options.task)
+    root = options.root.resolve()
+    if lying := next((file for folder in (root, root.parent) if (file := folder / _TASK_FILE).is_file()), None):
+        print(f"task: {lying}", file=sys.stderr)
+        return load_task(lying)
+    try:
+        proposed = load_task(propose(root, Answers()).settings)
+    except DataError as error:
+        raise DataError(f"no task can be proposed: {error}; or name one with --task") from error
+    print(f"task: {proposed.name}, as medflare task init proposes it; name another with --task", file=sys.stderr)
+    return proposed
+
+
 # -- check -----------------------------------------------------------------------------------------------------------------
 
 
@@ -43,7 +74,7 @@ def _add_check(actions: Commands) -> None:
         examples=(example, "medflare data check /data/site-1 --task app_configs/ham10000.json"),
     )
     check.add_argument("root", type=Path, help=_ROOT)
-    check.add_argument("--task", required=True, help=_TASK)
+    check.add_argument("--task", help=_TASK)
     check.add_argument("--local", type=Path, help="the site's local/medflare.json, for its bounds and data_folders (default: none)")
     check.add_argument("--out", type=Path, help="folder for thumbnails (default: none are written)")
 
@@ -51,10 +82,11 @@ def _add_check(actions: Commands) -> None:
 def _check(options: argparse.Namespace) -> int:
     from medflare.data.checking.check import check_site
     from medflare.data.sites.local import local_settings, read_local
-    from medflare.tasks.config import load_task
 
+    if options.local is not None and not options.local.exists():  # a site's own may be missing, one that is named may not
+        raise ConfigError(f"--local {options.local}: file not found; correct the path, or leave it out")
     own = local_settings({} if options.local is None else read_local(options.local))
-    report = check_site(options.root, load_task(options.task), out=options.out, own=own)
+    report = check_site(options.root, _task(options), out=options.out, own=own)
     print(report.render())
     return 0 if report.ok else 1
 
@@ -75,16 +107,15 @@ def _add_fingerprint(actions: Commands) -> None:
         ),
     )
     parser.add_argument("root", type=Path, help=_ROOT)
-    parser.add_argument("--task", required=True, help=f"what files and labels mean: {_TASK}; size and network do not matter")
+    parser.add_argument("--task", help=f"what files and labels mean, size and network do not matter: {_TASK}")
     parser.add_argument("--out", type=Path, help="file to write (default: printed)")
 
 
 def _fingerprint(options: argparse.Namespace) -> int:
     from medflare.core.store import write_json
     from medflare.data.checking.fingerprint import fingerprints, to_json
-    from medflare.tasks.config import load_task
 
-    found = fingerprints(options.root, load_task(options.task))
+    found = fingerprints(options.root, _task(options))
     if options.out is None:
         print(json.dumps(to_json(found), indent=2))
         return 0

@@ -38,14 +38,21 @@ def _add_predict(commands: Commands) -> None:
         help="test-time adaptation to these images; auto: as the model's method means it; none: as it was delivered (default: auto)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    for unit, default in (("pixels", "8192 x 8192"), ("voxels", "512 x 512 x 1024")):
+        help = f"the most {unit} of an image, which are counted before it is unpacked (default: {default})"
+        parser.add_argument(f"--max-{unit}", type=int, metavar="N", help=help)
     parser.add_argument("--dicom-seg", action="store_true", help="masks of DICOM series as DICOM segmentations; needs highdicom")
 
 
 def _predict(options: argparse.Namespace) -> int:
+    from medflare.core.settings import checked
+    from medflare.data.files.bounds import ImageBounds
     from medflare.inference.deployed import load_model
     from medflare.inference.predict import predict
     from medflare.methods.catalogue import build_deployed
 
+    given = {"pixels": options.max_pixels, "voxels": options.max_voxels}
+    bounds = checked(ImageBounds, {unit: most for unit, most in given.items() if most is not None}, "--max-pixels, --max-voxels")
     stored = load_model(options.model)
     summary = predict(
         stored,
@@ -55,6 +62,7 @@ def _predict(options: argparse.Namespace) -> int:
         adapt=options.adapt,
         device=options.device,
         seg=options.dicom_seg,
+        bounds=bounds,
         say=lambda line: print(f"medflare: {line}", file=sys.stderr),
     )
     print(summary.render())

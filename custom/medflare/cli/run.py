@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medflare.cli.options import (
     EVALUATE,
@@ -23,7 +24,10 @@ from medflare.cli.options import (
     site_names,
     weights_place,
 )
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, FederationFailed, StateError
+
+if TYPE_CHECKING:
+    from medflare.flare.recipes import MedflareRecipe
 
 _OF_FLARE = ("step_timeout", "enrol_timeout", "silence", "threads")  # the plain loop calls one site after the other and waits for each
 
@@ -91,6 +95,9 @@ def _run(options: argparse.Namespace) -> int:
     hyper, task = hyper_and_task(options, method)
     settings = run_arguments(options)
     sites = list(dict.fromkeys([*site_names(options.sites), *settings["outside"]]))
+    _refuse_too_few([site for site in sites if site not in settings["outside"]], settings["min_sites"])
+    if options.weights is not None and not task.network.get("weights"):
+        raise ConfigError(f"--weights: task {task.name} names no network.weights that could lie there; see docs/learning.md, or --from")
     weights = options.weights or options.model
     name = method.name if options.rounds or not method.trains else EVALUATE
     folder = options.out / f"{name}-{task.name}-seed{options.seed}"
@@ -101,10 +108,9 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{given[0].replace('_', '-')} is for FLARE's simulator; leave it out with --engine local")
         from medflare.federation.local.loop import run_local
 
-        inside = [site for site in sites if site not in settings["outside"]]
         shared = {"workers": options.workers, "together": options.together}
         with _new(folder, weights) as start, _resumable(folder, options), data_root(options.data_root), weights_place(start):
-            run_local(options.method, task, inside, rounds=options.rounds, out=folder, say=print, **shared, **settings, **hyper)
+            run_local(options.method, task, sites, rounds=options.rounds, out=folder, say=print, **shared, **settings, **hyper)
     elif options.workers is not None:
         raise ConfigError("--workers is for --engine local; FLARE's simulator has --threads")
     elif options.together:
@@ -114,9 +120,20 @@ def _run(options: argparse.Namespace) -> int:
 
         recipe = MedflareRecipe(method=options.method, task=task, num_rounds=options.rounds, **settings, **hyper)
         with _new(folder, weights) as start, data_root(options.data_root), weights_place(start):
-            recipe.simulate(sites, folder, threads=options.threads)
-            _bring_up(folder)
+            _simulate(recipe, sites, folder, options.threads)
     return 0 if show_results(folder) else 1
+
+
+def _refuse_too_few(inside: list[str], least: int | None) -> None:
+    """Nothing where enough sites train, as far as one can know before they are asked.
+
+    Raises:
+        ConfigError: nobody does, or fewer than --min-sites.
+    """
+    if not inside:
+        raise ConfigError("--outside: no site is left to train; name one more with --sites")
+    if least is not None and least > len(inside):
+        raise ConfigError(f"--min-sites {least}: {len(inside)} of the sites train; name more with --sites, or lower it")
 
 
 # -- the folder of a run ---------------------------------------------------------------------------------------------------
@@ -156,16 +173,38 @@ def _new(folder: Path, start: Path | None) -> Iterator[Path | None]:
                 kept.rename(folder)
 
 
-def _bring_up(folder: Path) -> None:
-    """Link results, report and models of a run in FLARE's simulator, deep in its workspace, to where the plain loop has them."""
-    from medflare.core.errors import StateError
+def _simulate(recipe: "MedflareRecipe", sites: list[str], folder: Path, threads: int | None) -> None:
+    """The run in FLARE's simulator, its results brought up; of a run that failed they say why.
+
+    Raises:
+        FederationFailed: it came to no results.
+    """
+    try:
+        recipe.simulate(sites, folder, threads=threads)
+    except FederationFailed:
+        if not _bring_up(folder):
+            raise
+    else:
+        _bring_up(folder)
+
+
+def _bring_up(folder: Path) -> bool:
+    """Link results, report and models of a run in FLARE's simulator, deep in its workspace, to where the plain loop has them.
+
+    Returns:
+        Whether there are any; of none says so who shows them.
+    """
     from medflare.evaluation.results import find_results
     from medflare.federation.checkpoint import CHECKPOINT
 
-    with suppress(StateError):  # there are none, and whoever shows them says so
-        for path in sorted(find_results(folder).parent.iterdir()):
-            if not path.name.startswith(CHECKPOINT):  # the plain loop does not go on with it
-                (folder / path.name).symlink_to(os.path.relpath(path, folder))
+    try:
+        found = find_results(folder)
+    except StateError:
+        return False
+    for path in sorted(found.parent.iterdir()):
+        if not path.name.startswith(CHECKPOINT):  # the plain loop does not go on with it
+            (folder / path.name).symlink_to(os.path.relpath(path, folder))
+    return True
 
 
 @contextmanager
@@ -258,13 +297,18 @@ def _refuse_what_cannot_go_on(options: argparse.Namespace) -> None:
         DataError: a site without data.
         StateError: no run that can be taken up is there.
     """
-    from medflare.evaluation.names import COMPLETED, RESULTS_FILE
+    from medflare.core.store import StateStore
+    from medflare.evaluation.names import COMPLETED, FOLDER, RESULTS_FILE
     from medflare.evaluation.results import load_results
-    from medflare.federation.checkpoint import stored_plan
+    from medflare.federation.checkpoint import CHECKPOINT, stored_plan
     from medflare.tasks.config import load_task
 
     if (options.path / RESULTS_FILE).is_file() and load_results(options.path / RESULTS_FILE)["status"] == COMPLETED:
         raise ConfigError(f"{options.path}: this run has come to its end; see medflare results {shlex.quote(str(options.path))}")
+    if not options.path.is_dir():
+        raise StateError(f"{options.path}: not there; give the folder of a run")
+    if not StateStore(options.path).path(CHECKPOINT).exists() and any(options.path.glob(f"*/server/**/{FOLDER}")):
+        raise StateError(f"{options.path}: a run in FLARE's simulator cannot be resumed; start it afresh, with --engine local it can")
     plan = stored_plan(options.path)
     with data_root(options.data_root):
         refuse_strangers([*plan["sites"], *plan["outside"]], load_task(plan["task"]))

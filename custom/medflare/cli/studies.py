@@ -43,7 +43,8 @@ def add_commands(commands: Commands) -> None:
             "Compare methods over seeds and splits; prints and keeps Markdown tables. A comparison says little without rows that a method "
             "has to beat: --reference all adds them. Every table says by what its models were selected, and warns of rows that are "
             "still rising or that sit at the constant answer. Differences to the first row, and to training alone, have 95 % intervals "
-            "over seeds and over patients. Finished runs are kept, and --tables makes the tables of a folder again."
+            "over seeds and over patients. Completed runs are kept; what failed is run again whenever the study is; a folder with runs "
+            "of other settings is refused. --tables makes the tables of a folder again."
         ),
         examples=(
             "medflare study fedavg fedsm --reference all --sites 3 --rounds 5 --out study",
@@ -68,9 +69,9 @@ def add_commands(commands: Commands) -> None:
         help=(
             "comma-separated rows to hold the methods against, or all. constant: the best answer that looks at no image; single-site: "
             "every site alone (as a row of its own, single-site:method=prr, with another method's loss); batch-statistics: FedAvg "
-            "normalised by the test images at hand (networks with BatchNorm); centralised: everybody's images in one place. A method "
-            "with personal models also gets a row 'oracle': the better of global and personal at each site, chosen on test images as "
-            "nobody can"
+            "normalised by the test images at hand (networks with BatchNorm); centralised: everybody's images in one place; oracle, which "
+            "methods with personal models get in any case: the better of global and personal at each site, chosen on test images as nobody "
+            "can"
         ),
     )
     about = "run a table of a paper and lay it beside the paper's numbers: a name or a JSON file, see app_configs/suites/; "
@@ -139,10 +140,13 @@ def _figures(options: argparse.Namespace, groups: "Groups") -> None:
 
 
 def _run(options: argparse.Namespace, candidates: "list[Candidate]", setting: "Setting", seeds: list[int]) -> "Groups":
+    from medflare.core.store import make_folder
     from medflare.studies.grid import run_study
 
     with data_root(options.data_root):
         refuse_strangers(setting.sites, setting.task)
+        if options.figures is not None:
+            make_folder(options.figures, public=True)  # where it cannot be, nothing need be trained
         return run_study(
             candidates, setting, seeds, options.out, left_out=_left_out(options, setting), processes=options.processes, say=print
         )
@@ -203,10 +207,12 @@ def _candidates(methods: list[str], references: str, task: "TaskConfig", selecti
         ConfigError: there is none, a method is wrong, or there is no such reference.
     """
     from medflare.studies.candidates import REFERENCES, Candidate
+    from medflare.studies.tables.rows import ORACLE
 
-    names = names_in(references)
-    if unknown := [name for name in names if name not in (*REFERENCES, "all")]:
-        raise ConfigError(f"--reference {unknown[0]!r}: there are all, {', '.join(REFERENCES)}")
+    given = names_in(references)
+    if unknown := [name for name in given if name not in (*REFERENCES, ORACLE, "all")]:
+        raise ConfigError(f"--reference {unknown[0]!r}: there are all, {', '.join((*REFERENCES, ORACLE))}")
+    names = [name for name in given if name != ORACLE]  # tables make its row of a method's own models
     rows = [Candidate.parse(text, selection) for text in methods]
     wanted = [name for name in (REFERENCES if "all" in names else names) if name not in methods]
     for reference in (Candidate.parse(name, selection) for name in dict.fromkeys(wanted)):

@@ -104,10 +104,11 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     tiles = []
     for metric in metric_names(results)[:1]:
         for role in ROLES:
-            count = sum(site["role"] == role for site in results["sites"].values())
-            value = results["mean"][role]["deployed"][metric]
+            values = [site["metrics"]["deployed"][metric] for site in results["sites"].values() if site["role"] == role]
+            value, count, defined = results["mean"][role]["deployed"][metric], len(values), sum(found is not None for found in values)
             if value is not None:
-                where = f"mean over {count} {role} site{'s' if count > 1 else ''}, deployed model"
+                some = f"{defined} of " if defined < count else ""
+                where = f"mean over {some}{count} {role} site{'s' if count > 1 else ''}, deployed model"
                 tiles.append((f"{metric_label(metric)}, {role}", format_metric(metric, value), where))
     for model, election in results.get("elections", {}).items():
         voters = {site for candidate in election["candidates"] for site in candidate["votes"]}

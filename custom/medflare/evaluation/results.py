@@ -99,7 +99,8 @@ def find_results(path: Path) -> Path:
     """
     if path.is_file():
         return path
-    found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else [*path.rglob(f"{FOLDER}/{RESULTS_FILE}")]
+    below = (f"*/{RESULTS_FILE}", f"**/{FOLDER}/{RESULTS_FILE}")  # of runs of the plain loop, and in workspaces of FLARE's
+    found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else [file for where in below for file in path.glob(where)]
     if not path.exists():
         raise StateError(f"{path}: not there; give the folder of a run, or its {RESULTS_FILE}")
     if not found:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
-from medflare.data.files.readers import PICTURES
+from medflare.data.files.readers import COLOURS, PICTURES
 from medflare.data.sites.fitting import OVERLAP
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
@@ -24,6 +24,10 @@ from medflare.tasks.config import TaskConfig
 
 _META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
+_UPRIGHT = (  # as tasks.readers, but for 16 bits: what a camera says of its position, transparency, palettes
+    "$lambda image: (lambda image: image.convert('L') if image.mode == 'LA' else image.convert('RGB') "
+    f"if image.mode in {(*COLOURS, 'P')!r} else image)(ImageOps.exif_transpose(image))"
+)
 _LUMA = "torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)"  # as tasks.readers
 
 
@@ -119,7 +123,7 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
     output = "@inferer(item['image'][None].to(@device), @network)[0].detach().cpu()"
     saving = _volume_masks(task) if volumes else _segmentation(task) if task.kind == "segmentation" else _classification()
     return {
-        "imports": ["$import pathlib", "$import torch", "$import monai", *(["$import nibabel"] if volumes else [])],
+        "imports": ["$import pathlib", "$import torch", "$import monai", "$import nibabel" if volumes else "$from PIL import ImageOps"],
         "bundle_root": ".",
         "device": "$torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
         "dataset_dir": "$@bundle_root + '/images'",
@@ -148,9 +152,9 @@ def _preprocessing(task: TaskConfig) -> list[Any]:
     chosen = {1: grey, 3: colour}.get(task.image_channels, "image")
     mode = f"'area' if image.shape[1] >= {height} and image.shape[2] >= {width} else 'bilinear'"
     resize = f"image if image.shape[1:] == ({height}, {width}) else monai.transforms.Resize(({height}, {width}), mode={mode})(image)"
-    intensity = as_data(task.intensity)
+    intensity, reader = as_data(task.intensity), {"_target_": "PILReader", "converter": _UPRIGHT}
     return [
-        {"_target_": "LoadImaged", "keys": "image", "reader": "PILReader", "ensure_channel_first": True},
+        {"_target_": "LoadImaged", "keys": "image", "reader": reader, "ensure_channel_first": True},
         {"_target_": "Transposed", "keys": "image", "indices": [0, 2, 1]},  # MONAI reads pictures column by column
         {"_target_": "CastToTyped", "keys": "image", "dtype": "$torch.float32"},
         "$lambda item: {**item, 'size': tuple(item['image'].shape[1:])}",

@@ -20,6 +20,8 @@ _MAY_BE_EMPTY = (
     *("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyID", "StudyDate", "StudyTime"),
     *("AccessionNumber", "ReferringPhysicianName"),
 )
+# Without these nobody can say where the masks lie and whose they are.
+_NEEDED = ("FrameOfReferenceUID", "StudyInstanceUID", "ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing")
 _ALIGNED = 0.1  # slices between where a file says that it lies and where its slice of the volume does
 
 
@@ -45,12 +47,11 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
         The content of the file; equal masks of a series give equal identifiers.
 
     Raises:
-        DataError: a file of the series cannot be read, or is none of the volume's slices.
+        DataError: a file of the series cannot be read, lacks what the object needs, or is none of the volume's slices.
     """
     import highdicom
     from pydicom.sr.codedict import codes
     from pydicom.sr.coding import Code
-    from pydicom.uid import generate_uid
 
     volume = np.stack(list(structures.values()), axis=-1)
     slices = _slices(series, affine, volume.shape[2])
@@ -69,9 +70,23 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
         for number, label in enumerate(structures, start=1)
     ]
     origin = [slices[0].SeriesInstanceUID, task.fingerprint(), volume.tobytes().hex()]
+    try:
+        found = _segmentation(slices, volume, described, origin, task)
+    except (ValueError, TypeError, AttributeError) as error:  # a header that highdicom refuses, in its words
+        raise unwritable(series, str(error)) from error
+    content = io.BytesIO()
+    found.save_as(content)
+    return content.getvalue()
+
+
+def _segmentation(slices: list[Any], volume: np.ndarray, described: list[Any], origin: list[str], task: TaskConfig) -> Any:
+    """The object, of masks (columns, rows, slices, segments)."""
+    import highdicom
+    from pydicom.uid import generate_uid
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of masks without a voxel, and of what sources lack
-        found = highdicom.seg.Segmentation(
+        return highdicom.seg.Segmentation(
             source_images=slices,
             pixel_array=volume.transpose(2, 1, 0, 3).astype(np.uint8),  # frames, rows, columns, segments
             segmentation_type=highdicom.seg.SegmentationTypeValues.BINARY,
@@ -85,9 +100,16 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
             software_versions=medflare.__version__,
             device_serial_number="0",
         )
-    content = io.BytesIO()
-    found.save_as(content)
-    return content.getvalue()
+
+
+def unwritable(image: Path, why: str) -> DataError:
+    """Why masks of this image cannot become such an object, and what to do.
+
+    Args:
+        image: a folder with a series, or a file.
+        why: a few words.
+    """
+    return DataError(f"{image}: cannot have a DICOM segmentation ({why.rstrip('.')}); predict it without --dicom-seg")
 
 
 def _slices(series: Path, affine: np.ndarray, count: int) -> list[Any]:
@@ -98,6 +120,9 @@ def _slices(series: Path, affine: np.ndarray, count: int) -> list[Any]:
     to_index = np.linalg.inv(affine)
     for file in sorted(path for path in series.iterdir() if path.is_file() and is_dicom(path)):
         header = dcmread(file)
+        for keyword in _NEEDED:
+            if not header.get(keyword):
+                raise unwritable(series, f"{file.name} has no {keyword}")
         left, posterior, superior = map(float, header.ImagePositionPatient)
         place = float((to_index @ [-left, -posterior, superior, 1])[2])
         if abs(place - round(place)) > _ALIGNED or not 0 <= round(place) < count:

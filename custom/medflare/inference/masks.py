@@ -3,6 +3,8 @@
 import gzip
 import io
 import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,10 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically
 from medflare.data.files.geometry import Grid
-from medflare.data.files.readers import NIFTI, suffix
+from medflare.data.files.readers import NIFTI, is_dicom, suffix
 from medflare.data.files.volumes import series_grid
 from medflare.data.targets import stored_values
-from medflare.inference.dicom_seg import dicom_seg
+from medflare.inference.dicom_seg import dicom_seg, unwritable
 from medflare.inference.inputs import Input
 from medflare.tasks.config import TaskConfig
 
@@ -113,20 +115,31 @@ def write_masks(
 
     Returns:
         The files, named after the input: NAME_seg.png, NAME_seg.nii.gz, or NAME_seg_LABEL... with a mask per label.
+
+    Raises:
+        DataError: `seg`, and the image is DICOM and can have no segmentation object.
     """
+    if seg and source.path.is_file() and is_dicom(source.path):
+        raise unwritable(source.path, "it is no series of slices that have a place each")
     if seg and source.path.is_dir():
         structures = label_masks(masks if grid else np.swapaxes(masks, 1, 2), task)
         file = out / f"{source.name}_seg.dcm"
         write_atomically(file, dicom_seg(source.path, structures, grid.affine if grid else series_grid(source.path).affine, task))
         return [file]
     files = []
-    for number, mask in enumerate(masks):
-        label = f"_{re.sub(r'[^A-Za-z0-9]+', '-', task.labels[number])}" if len(masks) > 1 else ""
+    for mask, label in zip(masks, _endings(task.labels) if len(masks) > 1 else [""], strict=True):
         nifti = suffix(source.path) in NIFTI or mask.ndim == 3
         file = out / f"{source.name}_seg{label}{'.nii.gz' if nifti else '.png'}"
         write_atomically(file, _nifti(source.path, mask, grid) if nifti else _png(mask))
         files.append(file)
     return files
+
+
+def _endings(labels: Sequence[str]) -> list[str]:
+    """What sets the names of the labels' files apart, letters and digits of any script; numbered where nothing else does."""
+    plain = [re.sub(r"[\W_]+", "-", label) for label in labels]
+    same = Counter(map(str.casefold, plain))  # file systems may not tell large letters from small ones
+    return [f"_{name}_{number}" if same[name.casefold()] > 1 else f"_{name}" for number, name in enumerate(plain, start=1)]
 
 
 def _png(mask: np.ndarray) -> bytes:
@@ -149,10 +162,10 @@ def _nifti(path: Path, mask: np.ndarray, grid: Grid | None) -> bytes:
         header = image.header.copy()
         header["cal_min"] = header["cal_max"] = 0  # the image's display range
         volume = image.__class__(compact if grid else _as_stored(compact, image.affine), image.affine, header)
-    elif grid:
-        volume = nibabel.Nifti1Image(compact, grid.affine)
     else:
-        volume = nibabel.Nifti1Image(np.swapaxes(compact, 0, 1), series_grid(path).affine)
+        lies = grid or series_grid(path)
+        voxels = compact if grid else np.swapaxes(compact, 0, 1)
+        volume = nibabel.Nifti1Image(voxels, lies.affine if lies.known else None)  # a header without a code says that nobody knows
     volume.set_data_dtype(compact.dtype)
     return gzip.compress(volume.to_bytes(), mtime=0)
 

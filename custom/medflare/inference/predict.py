@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
-from medflare.core.store import csv_text, write_atomically
+from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture
 from medflare.data.files.geometry import Grid
@@ -39,6 +39,7 @@ from medflare.tasks.config import TaskConfig
 
 ADAPTATIONS = ("auto", "none", "tent", "dsbn")
 TABLE = "predictions.csv"
+_BOUND = "--max-{}"  # of the command
 
 
 @runtime_checkable
@@ -132,6 +133,7 @@ def predict(
     adapt: str = "auto",
     device: str = "cpu",
     seg: bool = False,
+    bounds: ImageBounds = ImageBounds(),
     say: Callable[[str], None] = lambda line: None,
 ) -> Summary:
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
@@ -144,6 +146,7 @@ def predict(
         adapt: one of `ADAPTATIONS`, see `prediction_model`.
         device: as torch spells it.
         seg: write the masks of a DICOM series as a DICOM segmentation.
+        bounds: how large an image may be.
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
 
     Raises:
@@ -156,9 +159,13 @@ def predict(
     inputs, problems = find_inputs(images, out, task.channel_names)
     summary = Summary(out / TABLE, say)
     model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
+    try:
+        make_folder(out)
+    except OSError as error:
+        raise StateError(f"{out}: nothing can be written here ({error.strerror or error}); give --out another folder") from error
     for problem in problems:
         summary.fail(problem)
-    prepared = Repeated(lambda: _readable(inputs, task, summary.fail))  # not kept: all of them need not fit into memory
+    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail))  # not kept: all of them need not fit into memory
     if isinstance(model, Adaptive) and adapt != "none":
         summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
     elif isinstance(model, Tent):
@@ -233,7 +240,7 @@ def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device:
     return f"{kind}, fitted to {count} picture{'s' * (count != 1)} before the first was predicted"
 
 
-def prepare(source: Input, task: TaskConfig) -> Prepared:
+def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> Prepared:
     """Read one input and prepare it as in training; where a task of pictures meets a volume, it is cut, all slices kept.
 
     Raises:
@@ -241,11 +248,10 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
     """
     preprocessing = Preprocessing(task)
     files = files_of(source.channels, task, source.name) if source.channels else (source.path,)
-    bounds = ImageBounds()
-    refuse_large(files, bounds)
+    refuse_large(files, bounds, _BOUND)
     if task.spatial_dims == 3:
         array, stored = read_channels(files, task.image_channels, task.pick)
-        refuse_resampled(source.path, stored, task, bounds)
+        refuse_resampled(source.path, stored, task, bounds, _BOUND)
         array, here = turned(array, stored, task)
         return Prepared(source, preprocessing.image(array)[None], here.shape, False, (stored, here))
     array = read_picture(files, task)
@@ -255,11 +261,11 @@ def prepare(source: Input, task: TaskConfig) -> Prepared:
     return Prepared(source, torch.stack([preprocessing.image(picture) for picture in pictures]), (height, width), volume)
 
 
-def _readable(inputs: list[Input], task: TaskConfig, fail: Callable[[str], None]) -> Iterator[Prepared]:
+def _readable(inputs: list[Input], task: TaskConfig, bounds: ImageBounds, fail: Callable[[str], None]) -> Iterator[Prepared]:
     """Inputs as they are read; one that cannot be read is told, and left out from then on."""
     for source in counted(list(inputs), len(inputs), "images read"):
         try:
-            yield prepare(source, task)
+            yield prepare(source, task, bounds)
         except DataError as error:
             inputs.remove(source)
             fail(str(error))

@@ -240,6 +240,15 @@ class Routing:
         return MLPRouter(channels, experts, uniform=self.uniform, dropout=self.dropout, kind=self.coefficients)
 
 
+def routed_layers(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and layer, of those that get coefficients; one that the network uses in two places has two names and is replaced at both.
+
+    Args:
+        network: before it is routed.
+    """
+    return [(name, layer) for name, layer in network.named_modules(remove_duplicate=False) if type(layer) in ROUTED_TYPES]
+
+
 class RoutedNetwork(nn.Module):
     """A network routed over K+1 experts: images go in, whatever the original network returns comes out.
 
@@ -267,8 +276,7 @@ class RoutedNetwork(nn.Module):
         self.eval()
 
     def _route(self, experts: Sequence[StateDict], routing: Routing) -> None:
-        # a layer that the network uses in two places has two names and is replaced at both
-        layers = [(name, layer) for name, layer in self.network.named_modules(remove_duplicate=False) if type(layer) in ROUTED_TYPES]
+        layers = routed_layers(self.network)
         unknown = sorted(set(routing.fixed_layers) - {name for name, _ in layers})
         if unknown or not layers:
             found = ", ".join(name for name, _ in layers) or "none"

@@ -77,7 +77,7 @@ def _everywhere(models: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run lies there."""
+    """Whether a run lies there, completed or failed."""
     return (folder / RESULTS_FILE).is_file()
 
 

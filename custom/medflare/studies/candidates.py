@@ -5,12 +5,23 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import halved, parsed_value
+from medflare.core.hyper import Halved, halved, parsed_value
+from medflare.federation.settings import check_rounds
 from medflare.inference.adaptation import check_adaptable
 from medflare.methods.catalogue import get_method
+from medflare.methods.method import Method
 from medflare.studies.constant import CONSTANT, constant_answer
 from medflare.studies.recorded import recorded_run
-from medflare.studies.references import BATCH_STATISTICS, CENTRALISED, SINGLE_SITE, TRAINED_AS, batch_statistics, centralised, single_site
+from medflare.studies.references import (
+    BATCH_STATISTICS,
+    CENTRALISED,
+    SINGLE_SITE,
+    TRAINED_AS,
+    batch_statistics,
+    centralised,
+    single_site,
+    uninterrupted,
+)
 from medflare.studies.setting import Setting
 from medflare.tasks.config import TaskConfig
 
@@ -71,8 +82,25 @@ class Candidate:
             hyper["server"] = {"selection": selection, **hyper["server"]}
         return cls(text, method, hyper, **halves, trained_as=trained_as)
 
-    def check(self, task: TaskConfig) -> None:
-        """Refuse a task that the row cannot have, before anything runs.
+    @property
+    def effective(self) -> Halved:
+        """Every hyper-parameter as the row's runs use it, under its half; a constant has none."""
+        if self.method == CONSTANT:
+            return {"site": {}, "server": {}}
+        alone = self.method in (SINGLE_SITE, CENTRALISED)
+        return self._trained.effective(uninterrupted(self.hyper, self.trained_as) if alone else self.hyper)
+
+    @property
+    def _trained(self) -> Method:
+        """The method whose halves train."""
+        return get_method(self.trained_as if self.method in REFERENCES else self.method, site=self.site_half, server=self.server_half)
+
+    def check(self, task: TaskConfig, rounds: int | None = None) -> None:
+        """Refuse a task or a number of rounds that the row cannot have, before anything runs.
+
+        Args:
+            task: what is to be learnt.
+            rounds: of the study; None: any.
 
         Raises:
             ConfigError: what is wrong, after the row's name.
@@ -81,8 +109,9 @@ class Candidate:
             if self.method == BATCH_STATISTICS:
                 check_adaptable(task)
             if self.method != CONSTANT:
-                trained = self.trained_as if self.method in REFERENCES else self.method
-                get_method(trained, site=self.site_half, server=self.server_half).check(self.hyper, task)
+                self._trained.check(self.hyper, task)
+                if rounds is not None:
+                    check_rounds(rounds, task, self._trained)
         except ConfigError as error:
             raise ConfigError(f"{self.label}: {error}") from error
 
@@ -109,7 +138,7 @@ class Candidate:
         return recorded_run(
             self.method,
             setting.task,
-            [site for site in setting.sites if site not in outside],
+            setting.sites,
             rounds=setting.rounds,
             seed=seed,
             outside=outside,

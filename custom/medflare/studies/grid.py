@@ -1,24 +1,30 @@
 """Studies: methods side by side over seeds and splits, beside the references that they have to beat.
 
-A study is a grid of plain-loop runs. Every finished run is kept under the study's folder and not run again, so a study can be
-interrupted, extended and tabulated anew.
+A study is a grid of plain-loop runs. Every completed run is kept under the study's folder and not run again, so a study can be
+interrupted, extended and tabulated anew. A run that failed is tried again: a site's disk may be back by then, and what fails by its
+nature costs the same once more.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.store import write_atomically
+from medflare.evaluation.record import json_ready
+from medflare.evaluation.results import COMPLETED
 from medflare.studies.archive import Groups, is_finished, read_run, run_folder, write_rows, write_run
 from medflare.studies.candidates import Candidate
 from medflare.studies.setting import Setting
 from medflare.studies.tables.report import TABLE_FILE, study_report
+from medflare.tasks.config import load_task
 
 
 @dataclass(frozen=True)
@@ -29,13 +35,18 @@ class _Job:
     outside: tuple[str, ...]
     folder: Path
 
+    @property
+    def title(self) -> str:
+        """The run in a line of what the study says."""
+        left_out = f" without {', '.join(self.outside)}" if self.outside else ""
+        return f"{self.candidate.label}{left_out}, seed {self.seed}"
+
     def __call__(self) -> str:
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
         results["configuration"]["settings"] |= {"label": self.candidate.label, "resplit": self.seed}
         write_run(self.folder, results)
-        left_out = f" without {', '.join(self.outside)}" if self.outside else ""
-        return f"{self.candidate.label}{left_out}, seed {self.seed}: {results['status']}, {results['seconds']['total']:.0f} s"
+        return f"{self.title}: {results['status']}, {results['seconds']['total']:.0f} s"
 
 
 def run_study(
@@ -48,7 +59,7 @@ def run_study(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> Groups:
-    """Run what is not there yet and tabulate everything.
+    """Run what has not completed yet and tabulate everything.
 
     Args:
         candidates: the rows.
@@ -63,13 +74,17 @@ def run_study(
         Label of a candidate -> results of all its runs.
 
     Raises:
-        ConfigError: the task or a site's name is wrong, a row cannot have the task, or there is nobody left to train.
-        StateError: the results of an earlier run in `out` are damaged.
+        ConfigError: the task or a site's name is wrong, a row cannot have the task or the rounds, something is given twice, or there is
+            nobody left to train.
+        StateError: an earlier run in `out` is damaged, or it is another than this study's.
     """
+    seeds = list(seeds)
+    for what, given in (("row", [row.label for row in candidates]), ("seed", seeds), ("left-out site", left_out)):
+        _refuse_twice(what, given)
     if left_out and len(setting.sites) < 2:
         raise ConfigError(f"leaving out {', '.join(setting.sites)} leaves nobody to train; name at least two sites")
     for candidate in candidates:
-        candidate.check(setting.task)
+        candidate.check(setting.task, setting.rounds)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
     jobs = [
         _Job(candidate, setting, seed, outside, run_folder(out, candidate.label, seed, outside))
@@ -77,15 +92,77 @@ def run_study(
         for candidate in candidates
         for outside in splits
     ]
+    kept = _kept(jobs, say)
     write_rows(out, (candidate.label for candidate in candidates))
-    missing = [job for job in jobs if not is_finished(job.folder)]
+    missing = [job for job in jobs if job.folder not in kept]
     for done, line in enumerate(_finished(missing, processes), start=1):
         say(f"[{done}/{len(missing)}] {line}")
     groups: Groups = {}
     for job in jobs:
-        groups.setdefault(job.candidate.label, []).append(read_run(job.folder))
+        groups.setdefault(job.candidate.label, []).append(kept.get(job.folder) or read_run(job.folder))
     write_atomically(out / TABLE_FILE, study_report(groups).encode(), public=True)
     return groups
+
+
+def _refuse_twice(what: str, given: Sequence[Hashable]) -> None:
+    """ConfigError where something is given twice: the same runs would count as repetitions."""
+    if twice := [name for name, times in Counter(given).items() if times > 1]:
+        raise ConfigError(f"study: {what} {twice[0]!r} is given twice, which would count one run as two; give it once")
+
+
+# -- runs of earlier calls -------------------------------------------------------------------------------------------------
+
+
+def _kept(jobs: Sequence[_Job], say: Callable[[str], None]) -> dict[Path, dict[str, Any]]:
+    """Folder -> results of the runs that completed earlier.
+
+    Raises:
+        StateError: one is damaged, or it is not the run that is asked for.
+    """
+    found = [(job, read_run(job.folder)) for job in jobs if is_finished(job.folder)]
+    completed = [(job, run) for job, run in found if run["status"] == COMPLETED]
+    for job, run in completed:
+        _refuse_another(job, run)
+    for job, run in found:
+        if run["status"] != COMPLETED:
+            say(f"{job.title} had failed and is run again: {run['reason']}")
+    return {job.folder: run for job, run in completed}
+
+
+def _refuse_another(job: _Job, run: Mapping[str, Any]) -> None:
+    """StateError where a kept run had another task, other sites, rounds or hyper-parameters; what it does not name was not there then."""
+    then, now = _had(run), _asked(job)
+    if other := [name for name, value in then.items() if now.get(name) != value]:
+        was, is_now = (", ".join(f"{name} = {of.get(name)!r}" for name in other) for of in (then, now))
+        remedy = "give another --out, or delete that folder to have it run anew"
+        raise StateError(f"{job.folder} holds a run with {was}, this study has {is_now}; {remedy}")
+
+
+def _asked(job: _Job) -> dict[str, Any]:
+    """What decides a run's numbers, by name, as this study has it."""
+    task = load_task(replace(job.setting.task, resplit=job.seed))
+    inside = [site for site in job.setting.sites if site not in job.outside]
+    return _named(inside, job.setting.rounds, task.to_dict(), job.candidate.effective)
+
+
+def _had(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as a run says that it had it, its task with all settings that there are now."""
+    configuration = run["configuration"]
+    try:
+        task = load_task(configuration["task"]).to_dict()
+    except ConfigError:  # an earlier version had other settings
+        task = configuration["task"]
+    inside = [name for name, site in run["sites"].items() if site["role"] == "inside"]
+    return _named(inside, run["rounds"], task, configuration["hyper"])
+
+
+def _named(inside: Sequence[str], rounds: int, task: Mapping[str, Any], hyper: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    halves = {f"{half}.{name}": value for half, values in hyper.items() for name, value in values.items()}
+    learnt = {f"task.{name}": value for name, value in task.items()}
+    return dict(json_ready({"rounds": rounds, "sites": sorted(inside), **learnt, **halves}))
+
+
+# -- runs of this one ------------------------------------------------------------------------------------------------------
 
 
 def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[str]:

@@ -45,7 +45,7 @@ def single_site(
             seed=seed,
             data_root=setting.data_root,
             resplit=seed,
-            **_uninterrupted(hyper or {}, method),
+            **uninterrupted(hyper or {}, method),
         )
         for site in setting.sites
         if site not in outside
@@ -89,7 +89,7 @@ def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
         seed=seed,
         outside=setting.sites,
         opener=opened,
-        **_uninterrupted(hyper or {}),
+        **uninterrupted(hyper or {}),
     )
     del results["sites"][POOLED]
     results[SCORES].pop(POOLED, None)
@@ -150,10 +150,14 @@ def _merged_curves(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     return curves
 
 
-def _uninterrupted(hyper: Mapping[str, Any], method: str = TRAINED_AS) -> dict[str, Any]:
+def uninterrupted(hyper: Mapping[str, Any], method: str = TRAINED_AS) -> dict[str, Any]:
     """The hyper-parameters, with an optimizer that keeps its moments as if there were no rounds, unless they say otherwise.
 
     A method that does not ask keeps them or not as it always does.
+
+    Args:
+        hyper: those that differ from the defaults, under their halves.
+        method: that trains.
     """
     asks = "reset_optimizer" in {setting.name for setting in fields(get_method(method).hyper_classes["site"])}
     return {**hyper, "site": {**({"reset_optimizer": False} if asks else {}), **hyper.get("site", {})}}

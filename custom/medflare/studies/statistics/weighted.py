@@ -60,7 +60,8 @@ def weighted_metric(cases: CaseDict, metric: str, weights: Floats) -> Floats:
             return np.asarray(weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values)))
         probabilities, targets = np.array(cases["probabilities"], dtype=float), np.array(cases["targets"])
         if targets.ndim == 2:
-            labels = [_of_classes(_two_classes(probabilities[:, [c]]), targets[:, c], metric, weights) for c in range(targets.shape[1])]
+            pairs = [(_two_classes(probabilities[:, [c]]), targets[:, c]) for c in range(targets.shape[1])]
+            labels = [_of_classes(*pair, metric, weights, label=True) for pair in pairs]
             return np.asarray(np.nanmean(labels, axis=0))
         return _of_classes(_two_classes(probabilities) if probabilities.shape[1] == 1 else probabilities, targets, metric, weights)
 
@@ -69,15 +70,15 @@ def _two_classes(positive: Floats) -> Floats:
     return np.concatenate([1 - positive, positive], axis=1)
 
 
-def _of_classes(probabilities: Floats, targets: NDArray[Any], metric: str, weights: Floats) -> Floats:
-    """As `tasks.metrics` has it: classes that cannot be judged are left out of the mean over classes."""
+def _of_classes(probabilities: Floats, targets: NDArray[Any], metric: str, weights: Floats, label: bool = False) -> Floats:
+    """As `tasks.metrics` has it: classes that cannot be judged are left out of the mean over classes, and a `label`'s F1 is that of yes."""
     chosen, classes = probabilities.argmax(axis=1), range(probabilities.shape[1])
     if metric == "accuracy":
         return np.asarray(weights @ (chosen == targets) / weights.sum(axis=-1))
     if metric == "auc_macro":
         return np.asarray(np.nanmean([_area(probabilities[:, c], targets == c, weights) for c in classes], axis=0))
     found = []
-    for c in classes:
+    for c in classes[1:] if label and metric == "f1_macro" else classes:
         hits, true, said = (weights @ mask for mask in ((targets == c) & (chosen == c), targets == c, chosen == c))
         found.append(hits / true if metric == "balanced_accuracy" else 2 * hits / (true + said))
     return np.asarray(np.nanmean(found, axis=0))

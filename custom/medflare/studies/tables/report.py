@@ -1,8 +1,9 @@
 """table.md: what a study found, as Markdown tables that say how their models were selected and what warns of them."""
 
-from collections.abc import Callable, Container
+import json
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from medflare.studies.constant import CONSTANT
 from medflare.studies.references import SINGLE_SITE
@@ -78,11 +79,19 @@ def _cautions(groups: Groups) -> list[str]:
     rounds = {label: {run["rounds"] for run in runs} for label, runs in groups.items()}
     if len(set().union(*rounds.values())) > 1:
         lines.append("Unequal: rows have different numbers of rounds.")
+    if unequal := _unequal_settings([run["configuration"]["task"] for runs in groups.values() for run in runs]):
+        lines.append(f"Unequal: runs have different tasks ({', '.join(unequal)}).")
     missing = [name for name in (CONSTANT, SINGLE_SITE) if not _has(groups, name)]
     if missing:
         lines.append(f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`.")
     failed = [f"{label}, seed {run['seed']}: {run['reason']}" for label, runs in groups.items() for run in runs if run["reason"]]
     return [*lines, *(f"FAILED: {line}" for line in failed)]
+
+
+def _unequal_settings(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the settings that not all tasks have alike, where they have them; every seed draws a split of its own."""
+    names = dict.fromkeys(name for task in tasks for name in task if name != "resplit")
+    return [name for name in names if len({json.dumps(task[name], sort_keys=True) for task in tasks if name in task}) > 1]
 
 
 def _has(groups: Groups, method: str) -> bool:
