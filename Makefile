@@ -53,8 +53,6 @@ clean:
 	rm -rf $(VENV) workspace build dist site custom/*.egg-info .coverage coverage.xml .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# FLARE's simulator returns 0 for a failed run as well; `medflare results` reads results.json and does not.
-
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
 	@if test -t 1; then quiet=; else quiet=--quiet; fi; set -e; \
 	echo "medflare: installing torch, by far the largest package (1 of 2)"; \

@@ -236,6 +236,7 @@ def draw(file: Path, curves: Mapping[str, list[tuple[str, list[float], list[floa
         file: PNG or SVG.
         curves: what grows -> (engine, its values, processor milliseconds of a site and round).
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(curves), 3.2), layout="constrained")
@@ -244,7 +245,8 @@ def draw(file: Path, curves: Mapping[str, list[tuple[str, list[float], list[floa
             axes.plot(across, up, marker="o", label=engine)
         axes.set(xlabel={"parameters": "million parameters"}.get(what, what), ylabel=COST, ylim=(0, None))
         axes.legend()
-    figure.savefig(file)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(file)
 
 
 def numbers(text: str) -> list[int]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes one startup kit per participant of a project file. The project admin runs it, on a machine that he trusts: the root key
-# and everybody's private keys are made here. (Keys that never leave the sites: docs/deployment.md, "Distributed provisioning".)
+# and everybody's private keys are made here. (Keys that never leave the site: the section of that name in docs/deployment.md.)
 #
 #   ./provision.sh [PROJECT.yml] [WORKSPACE] [OPTIONS of nvflare provision, such as --add-client site-5.yml]
 #   ./provision.sh --leave-root-key ...        the root key stays in the clear: for trials on one machine
