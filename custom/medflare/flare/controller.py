@@ -119,19 +119,20 @@ class MedflareController(Controller):
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
+        journal = Journal(self, fl_ctx, self._events, self._progress, Tracking(self, fl_ctx, self.rounds))
         tasks = self._desk.exchange = TaskExchange(
             self,
             fl_ctx,
             abort_signal,
             members=self._members,
             stop_reason=lambda: self._stop_reason or "stopped on request",
+            say=journal.say,
             step_timeout=self.step_timeout,
             enrol_timeout=self.enrol_timeout,
             watch=Watch(self.silence, None if self._workers is None else self._workers.dead),
         )
         settings = {name: getattr(self, name) for name in RUN_SETTINGS}
         spec = ServerSpec.of(fl_ctx, self._aggregator(fl_ctx), self.site_half, settings, self._members())
-        journal = Journal(self, fl_ctx, self._events, self._progress, Tracking(self, fl_ctx, self.rounds))
         try:
             ending = self._ended(spec, tasks, journal, fl_ctx)
         except Aborted as error:

@@ -1,5 +1,6 @@
 """One step under FLARE: whatever the sites do, the wait ends, and every missing answer has a reason."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,7 +100,7 @@ def received(reply: Reply) -> Message:
 
 
 def tasks(controller: FakeController, **settings: Any) -> TaskExchange:
-    options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "stop_reason": lambda: "asked to"}
+    options = {"step_timeout": 0.0, "enrol_timeout": 0.0, "stop_reason": lambda: "asked to", "say": lambda line: None}
     options["watch"] = Watch(settings.pop("silence", 60.0), settings.pop("dead", None))
     options |= settings
     return TaskExchange(controller, FLContext(), Signal(), members=lambda: list(controller.behaviours), **options)  # type: ignore[arg-type]
@@ -195,6 +196,15 @@ def test_nobody_waits_long_for_a_site_that_joins_later(monkeypatch: pytest.Monke
     assert carrier.present(1) == ["CS"]
     carrier.tasks.wait_for_task("DU", 0.0)
     assert carrier.present(1) == ["CS", "DU"]
+
+
+def test_a_site_that_lives_but_works_far_longer_than_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_SLOW", 0.3)
+    monkeypatch.setattr(steps, "_TIMES", 0.01)
+    controller, said = FakeController(CS=answers(), DU=later(1.5, answers()), FG=never_fetches), list[str]()
+    assert received(exchange(controller, step_timeout=2.5, say=said.append)(STEP, asked(controller))["DU"])
+    assert 1 <= len(said) <= 3  # after .3 s, and whenever that has doubled
+    assert all(re.match(r"slow: DU: at work on 'train' of round 3 for \d s, the others took 0 s at most; a job", line) for line in said)
 
 
 def test_a_site_whose_polls_are_refused_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

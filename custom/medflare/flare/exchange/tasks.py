@@ -5,6 +5,7 @@ of life are its questions for work and the pulse that it sends while it has a ta
 looked at (`messages` does), and the imports are light, see `executors`.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,8 @@ from medflare.flare.exchange.upkeep import give_back_memory
 from medflare.flare.exchange.watch import Watch
 
 _NEWCOMER = 60.0  # seconds for which the others wait for a site that joins later; then it goes on reading, and is asked again
+_SLOW = 300.0  # seconds at work after which a site is named where the others were done long ago: it lives, yet may never answer
+_TIMES = 5  # as long as the slowest of the others
 _LOOK = 0.1  # seconds between two looks at the clock and the abort signal; answers wake the wait at once
 A = TypeVar("A")
 Read = Callable[[str, Shareable], A]  # of a site's name and its answer
@@ -86,6 +89,7 @@ class _Asked:
     taken: Answer[Any] | None = None
     began: float = 0.0
     seconds: float = 0.0
+    named: float = 0.0  # seconds at work when it was last said to be slow
 
     @property
     def answered(self) -> bool:
@@ -141,6 +145,7 @@ class TaskExchange(Board):
         abort_signal: of the job.
         members: names of the sites that FLARE has in this job at the moment.
         stop_reason: why the job is being stopped, asked for when the abort signal is set.
+        say: takes a line for who follows the run.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
             lives. Delivery always does: the last evaluation may take long.
         enrol_timeout: the same for enrolment, in which sites read their images; a site that is late joins when it is ready.
@@ -155,13 +160,14 @@ class TaskExchange(Board):
         *,
         members: Callable[[], Iterable[str]],
         stop_reason: Callable[[], str],
+        say: Callable[[str], None],
         step_timeout: float,
         enrol_timeout: float,
         watch: Watch,
     ):
         super().__init__(watch)
         self.controller, self.fl_ctx, self.abort_signal = controller, fl_ctx, abort_signal
-        self.members, self.stop_reason = members, stop_reason
+        self.members, self.stop_reason, self.say = members, stop_reason, say
         self.step_timeout, self.enrol_timeout = step_timeout, enrol_timeout
 
     def present(self, outside: Iterable[str]) -> list[str]:
@@ -251,6 +257,8 @@ class TaskExchange(Board):
         while True:
             for site, one in self._asked.items():
                 _taken(site, one, read)  # while further answers may come
+            for line in _slow(step, {site: one for site, one in self._asked.items() if site not in problems}):
+                self.say(line)
             with self._changed:
                 pending = {site: one for site, one in self._asked.items() if not one.answered and site not in problems}
                 if not pending:
@@ -279,6 +287,19 @@ class TaskExchange(Board):
 def _overdue(step: _Step, asked: _Asked, timeout: float) -> str:
     state = "was still at work" if asked.fetched else "had not fetched its task"
     return f"{step} was closed after {timeout:g} s; the site {state}"
+
+
+def _slow(step: _Step, asked: Mapping[str, _Asked]) -> list[str]:
+    """Who is at work far longer than the slowest of those who are done; again when it has been twice as long."""
+    took = max((one.seconds for one in asked.values() if one.answered), default=math.inf)
+    lines = []
+    for site, one in asked.items():
+        seconds = time.monotonic() - one.began
+        if one.fetched and not one.answered and seconds >= max(_SLOW, _TIMES * took, 2 * one.named):
+            one.named = seconds
+            remedy = "" if step.phase in (ENROL, DELIVER) else "; a job with a step_timeout would go on without it"
+            lines.append(f"slow: {site}: at work on {step} for {seconds:.0f} s, the others took {took:.0f} s at most{remedy}")
+    return lines
 
 
 def _taken(site: str, one: _Asked, read: Read[A]) -> Answer[A]:
