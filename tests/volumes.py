@@ -9,7 +9,14 @@ import nibabel
 import numpy as np
 import pydicom
 from pydicom.dataset import FileDataset, FileMetaDataset
-from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
+from pydicom.uid import (
+    BasicTextSRStorage,
+    CTImageStorage,
+    ExplicitVRLittleEndian,
+    GrayscaleSoftcopyPresentationStateStorage,
+    MediaStorageDirectoryStorage,
+    generate_uid,
+)
 
 import small
 from medflare.tasks.config import TaskConfig, load_task
@@ -103,4 +110,18 @@ def dicom_series(folder: Path, slices: int = 4) -> Path:
         rows, columns = np.mgrid[:6, :5]
         file.PixelData = (columns + 10 * rows + 100 * number).astype(np.uint16).tobytes()
         pydicom.dcmwrite(folder / f"{number}.dcm", file)
+    return folder
+
+
+def beside_a_series(folder: Path) -> Path:
+    """What an archive exports with a series: a directory, a presentation state and a report without a suffix, and a leaflet."""
+    kinds = {"DICOMDIR": MediaStorageDirectoryStorage, "PR1.dcm": GrayscaleSoftcopyPresentationStateStorage, "SR": BasicTextSRStorage}
+    for number, (name, kind) in enumerate(kinds.items()):
+        meta = FileMetaDataset()
+        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, kind
+        meta.MediaStorageSOPInstanceUID = generate_uid()
+        file = FileDataset(str(folder / name), {}, file_meta=meta, preamble=b"\0" * 128)
+        file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = kind, meta.MediaStorageSOPInstanceUID, f"1.2.5.{number}"
+        pydicom.dcmwrite(folder / name, file)
+    (folder / "README.TXT").write_text("insert the disc")
     return folder

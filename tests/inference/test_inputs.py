@@ -7,6 +7,7 @@ from PIL import Image
 
 from medflare.core.errors import ConfigError
 from medflare.inference.inputs import find_inputs
+from volumes import beside_a_series
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
@@ -57,7 +58,8 @@ def test_empty_folders_are_named(tmp_path: Path) -> None:
 def test_a_dicom_series_is_one_volume(tmp_path: Path, write_dicom: Callable[..., None]) -> None:
     for number in range(3):
         write_dicom(tmp_path / f"in/ct/IM{number}", GREY, number)
-    (tmp_path / "in/DICOMDIR").write_bytes((tmp_path / "in/ct/IM0").read_bytes())
+    for folder in (tmp_path / "in", tmp_path / "in/ct"):
+        beside_a_series(folder)
     assert found([tmp_path / "in"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
     assert found([tmp_path / "in/ct"], tmp_path / "out") == {"ct": tmp_path / "in/ct"}
 

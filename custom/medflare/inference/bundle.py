@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
-from medflare.data.files.readers import COLOURS, PICTURES
+from medflare.data.files.kinds import PICTURES
+from medflare.data.files.readers import COLOURS
 from medflare.data.sites.fitting import OVERLAP
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork

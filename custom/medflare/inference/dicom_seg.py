@@ -11,7 +11,7 @@ import numpy as np
 import medflare
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.readers import is_dicom
+from medflare.data.files.kinds import dicom_files
 from medflare.tasks.config import TaskConfig
 
 _SCHEME = "99MEDFLARE"  # labels are the task's own words, so their codes stand in a scheme of their own (PS3.3, 8.2)
@@ -118,7 +118,7 @@ def _slices(series: Path, affine: np.ndarray, count: int) -> list[Any]:
 
     placed: dict[int, Any] = {}
     to_index = np.linalg.inv(affine)
-    for file in sorted(path for path in series.iterdir() if path.is_file() and is_dicom(path)):
+    for file in dicom_files(series):
         header = dcmread(file)
         for keyword in _NEEDED:
             if not header.get(keyword):

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError
-from medflare.data.files.readers import DICOM, NIFTI, PICTURES, is_dicom, suffix
-
-_INDEX = "DICOMDIR"  # lists the files of a medium and holds no image
+from medflare.data.files.kinds import DICOM, NIFTI, PICTURES, dicom_images, suffix
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ def _with_channels(source: Input, parts: dict[str, Path], channels: Sequence[str
 def _search(folder: Path, out: Path) -> Iterator[Path]:
     for place, subfolders, names in os.walk(folder):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and (Path(place) / name).resolve() != out)
-        files = [Path(place) / name for name in sorted(names) if not name.startswith(".") and name != _INDEX]
-        dicom = [file for file in files if is_dicom(file)]
+        files = [Path(place) / name for name in sorted(names) if not name.startswith(".")]
+        dicom = list(dicom_images(files))
         yield from [Path(place)] if is_series(dicom) else dicom
         yield from (file for file in files if suffix(file) in (*PICTURES, *NIFTI))
 

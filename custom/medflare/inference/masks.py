@@ -15,7 +15,7 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError
 from medflare.core.store import write_atomically
 from medflare.data.files.geometry import Grid
-from medflare.data.files.readers import NIFTI, is_dicom, suffix
+from medflare.data.files.kinds import NIFTI, is_dicom, suffix
 from medflare.data.files.volumes import series_grid
 from medflare.data.targets import stored_values
 from medflare.inference.dicom_seg import dicom_seg, unwritable

@@ -240,7 +240,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("hello")
     with pytest.raises(DataError, match=r"unknown image format ''; give it the suffix of its format, one of .png"):
         read_image(tmp_path / "notes", 1)
-    for name, words in (("empty", "a folder without DICOM files; name the image's own file"), ("above", "another folder lies among")):
+    for name, words in (("empty", "a folder without DICOM images; name the image's own file"), ("above", "another folder lies among")):
         with pytest.raises(DataError, match=f"{name}: {words}"):
             read_image(tmp_path / name, 1)
 

@@ -9,9 +9,10 @@ import pytest
 from monai.data.image_reader import PydicomReader
 
 from medflare.core.errors import DataError
+from medflare.data.files.bounds import ImageBounds, refuse_large
 from medflare.data.files.readers import read_image
 from medflare.data.files.volumes import read_volume, series_grid
-from volumes import dicom_series
+from volumes import beside_a_series, dicom_series
 
 
 def change(file: Path, **tags: Any) -> None:
@@ -49,6 +50,25 @@ def test_a_slice_that_cannot_be_read_is_missed(tmp_path: Path) -> None:
     for read in (read_volume, lambda path: read_image(path, 1)):
         with pytest.raises(DataError, match=r"ct: 1 of 4 files make no slice of the series; repair them"):
             read(folder)
+
+
+def test_what_archives_lay_beside_a_series_is_no_slice(tmp_path: Path) -> None:
+    """A slice without its pixels still is one, lest the volume pass for whole."""
+    series, folder = (dicom_series(tmp_path / name) for name in ("alone", "ct"))
+    beside_a_series(folder)
+    for read in (lambda path: read_volume(path)[0], lambda path: read_image(path, 1)):
+        assert np.array_equal(read(folder), read(series))
+    assert series_grid(folder).shape == series_grid(series).shape == (5, 6, 4)
+    refuse_large([folder], ImageBounds(voxels=5 * 6 * 4))
+    lost = pydicom.dcmread(folder / "2.dcm")
+    del lost.PixelData
+    lost.save_as(folder / "2.dcm")
+    with pytest.raises(DataError, match=r"ct: cannot be read as an image"):
+        read_image(folder, 1)
+    for file in folder.glob("[0-9].dcm"):
+        file.unlink()
+    with pytest.raises(DataError, match=r"ct: a folder without DICOM images"):
+        read_image(folder, 1)
 
 
 def test_a_slice_beside_the_others(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from medflare.data.datalist import read_datalist
 from medflare.data.starting.datalists import Wishes, init
 from medflare.data.starting.finding import holdings
 from medflare.data.starting.tables import GUESSED, Columns, read_table
-from volumes import dicom_series, write
+from volumes import beside_a_series, dicom_series, write
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
@@ -146,8 +146,12 @@ def scans(root: Path, series: int = 4) -> Path:
     return root
 
 
-def test_a_dicom_series_is_one_image_of_its_patient(tmp_path: Path) -> None:
-    written = init(scans(tmp_path))
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_dicom_series_is_one_image_of_its_patient(exported: bool, tmp_path: Path) -> None:
+    scans(tmp_path)
+    for folder in (tmp_path, tmp_path / "ill" / "scan1") if exported else ():
+        beside_a_series(folder)
+    written = init(tmp_path)
     found = {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)}
     assert found == {("healthy/scan0", 0, "P0"), ("ill/scan1", 1, "P1"), ("healthy/scan2", 0, "P2"), ("ill/scan3", 1, "P3")}
     assert not written.warnings

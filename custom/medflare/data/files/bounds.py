@@ -13,7 +13,8 @@ from medflare.core.errors import DataError
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.files.geometry import Grid
-from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, kind_of, quiet_nifti
+from medflare.data.files.kinds import NIFTI, PICTURES, dicom_files, explained, kind_of
+from medflare.data.files.readers import quiet_nifti
 from medflare.tasks.config import TaskConfig
 
 OF_A_SITE: Final = "bounds.{} in local/medflare.json"
@@ -97,7 +98,7 @@ def _stored(path: Path, kind: str) -> tuple[tuple[int, ...], bool]:
         with quiet_nifti():
             return tuple(map(int, nibabel.load(path).shape)), True
     if kind == "folder" and installed("pydicom"):
-        slices = [_dicom(file) for file in sorted(path.iterdir()) if file.is_file() and is_dicom(file)]
+        slices = [_dicom(file) for file in dicom_files(path)]
         same = len(set(slices)) == 1
         return ((len(slices), *slices[0]) if same else (sum(map(math.prod, slices)),)), True
     if kind == ".dcm" and installed("pydicom"):

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-from unicodedata import normalize
 
 import numpy as np
 
@@ -19,10 +18,8 @@ from medflare.core.errors import DataError
 from medflare.core.packages import require
 from medflare.data.files.dicom import read_dicom
 from medflare.data.files.geometry import check_affine, check_spacing, sides_of
+from medflare.data.files.kinds import DICOM, NIFTI, PICTURES, dicom_files, explained, kind_of, suffix, unknown_format
 
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
-NIFTI = (".nii", ".nii.gz")
-DICOM = (".dcm", ".dicom", ".ima")
 LPS: Final = "LPS"  # how volumes lie that are cut into slices
 LABELS: Final = (("L", "R"), ("P", "A"), ("I", "S"))
 _MILLIMETRES: Final = {"meter": 1000.0, "micron": 0.001}  # of NIfTI's units; one that says none means millimetres
@@ -171,62 +168,6 @@ def whole_numbers(array: np.ndarray, path: Path) -> np.ndarray:
     return whole
 
 
-def suffix(path: Path) -> str:
-    """A file's suffix in lower case, ".nii.gz" as a whole."""
-    return ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix.lower()
-
-
-def is_dicom(path: Path) -> bool:
-    """Whether a file is DICOM: by its suffix, and where that says nothing, by its content."""
-    return suffix(path) in DICOM or (suffix(path) not in (*PICTURES, *NIFTI) and path.is_file() and _holds_dicom(path))
-
-
-def dicom_files(path: Path) -> list[Path]:
-    """The DICOM files of a folder, by name; or the file itself."""
-    return sorted(_slices_of(path)) if path.is_dir() else [path]
-
-
-def _slices_of(folder: Path) -> Iterator[Path]:
-    """Each is opened only when it is asked for."""
-    return (file for file in folder.iterdir() if file.is_file() and is_dicom(file))
-
-
-def _holds_dicom(path: Path) -> bool:
-    """Whether the four letters of DICOM files (PS3.10, Sec. 7.1) follow the preamble."""
-    with path.open("rb") as file:
-        return file.read(132)[128:] == b"DICM"
-
-
-def kind_of(path: Path) -> str:
-    """ "folder" with a DICOM series, ".dcm" for every DICOM file, or the suffix.
-
-    Raises:
-        DataError: there is no such file, it may not be read, or a folder holds no series.
-    """
-    with explained(path):
-        if not path.exists():
-            raise DataError(f"{path}: file not found; {_instead(path)}")
-        if not path.is_dir():
-            return ".dcm" if is_dicom(path) else suffix(path)
-        if not any(_slices_of(path)):
-            raise DataError(f"{path}: a folder without DICOM files; name the image's own file, or the folder of one series")
-        if any(file.is_dir() for file in path.iterdir()):
-            raise DataError(f"{path}: another folder lies among the slices; give every series a folder of its own")
-    return "folder"
-
-
-def _instead(path: Path) -> str:
-    """What to do about a file that is not there: names differ by upper case, and by how they write accents, and look alike."""
-
-    def alike(name: str) -> str:
-        return normalize("NFC", name).casefold()
-
-    there = path.parent.iterdir() if path.parent.is_dir() else ()
-    if any(alike(file.name) == alike(path.name) for file in there):  # unnamed: no code would stand for it where names leave as codes
-        return "one is there whose name differs by upper case or by how an accent is written; write it in the datalist just so"
-    return "correct the path or restore the file"
-
-
 @contextmanager
 def quiet_nifti() -> Iterator[None]:
     """nibabel logs what it repairs in a header; what matters of it is told by the error of whoever reads the file."""
@@ -237,36 +178,6 @@ def quiet_nifti() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Whatever goes wrong while a file is read, as one line that names it.
-
-    Raises:
-        DataError: something did.
-    """
-    try:
-        yield
-    except DataError:
-        raise
-    except PermissionError as error:
-        raise DataError(f"{path}: may not be read; let the account that runs the site read it, and the folders above it") from error
-    except Exception as error:  # the decoders of five libraries raise whatever they like on a damaged file
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or leave it out") from error
-
-
-def unknown_format(path: Path, kind: str) -> DataError:
-    """What to raise of a file that no reader is for.
-
-    Args:
-        path: of the file.
-        kind: its suffix.
-    """
-    formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
-    remedy = "convert it to one of" if kind else "give it the suffix of its format, one of"
-    return DataError(f"{path}: unknown image format {kind!r}; {remedy} {formats} or a folder with a DICOM series")
 
 
 def _read(path: Path, colour: bool) -> tuple[np.ndarray, bool]:

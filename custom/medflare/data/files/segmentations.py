@@ -13,7 +13,7 @@ from medflare.core.errors import DataError
 from medflare.core.packages import installed
 from medflare.data.files.dicom import functional_group
 from medflare.data.files.geometry import Grid
-from medflare.data.files.readers import explained, is_dicom
+from medflare.data.files.kinds import dicom_files, explained, is_dicom
 from medflare.data.targets import stored_values
 from medflare.tasks.config import TaskConfig
 
@@ -68,7 +68,7 @@ def _refuse_other_series(found: Any, path: Path, series: Path) -> None:
     from pydicom import dcmread
 
     referred = {str(one.SeriesInstanceUID) for one in found.get("ReferencedSeriesSequence", ())}
-    first = next(file for file in sorted(series.iterdir()) if file.is_file() and is_dicom(file))
+    first = dicom_files(series)[0]
     own = str(dcmread(first, stop_before_pixels=True, specific_tags=["SeriesInstanceUID"]).SeriesInstanceUID)
     if referred and own not in referred:
         raise DataError(f"{path}: segments the series {', '.join(sorted(referred))}, its image {series} is {own}; correct the datalist")

@@ -12,23 +12,8 @@ from medflare.core.errors import DataError
 from medflare.core.packages import require
 from medflare.data.files.dicom import read_dicom
 from medflare.data.files.geometry import Grid, apply_turn, by, check_affine, sides_of
-from medflare.data.files.readers import (
-    DICOM,
-    LABELS,
-    LPS,
-    NIFTI,
-    PICTURES,
-    dicom_files,
-    explained,
-    finite,
-    in_millimetres,
-    kind_of,
-    of_channels,
-    picked,
-    quiet_nifti,
-    stored_nifti,
-    unknown_format,
-)
+from medflare.data.files.kinds import DICOM, NIFTI, PICTURES, dicom_files, explained, kind_of, unknown_format
+from medflare.data.files.readers import LABELS, LPS, finite, in_millimetres, of_channels, picked, quiet_nifti, stored_nifti
 from medflare.data.files.series import HEADER, grid_of, number_by_place, refuse_uneven
 from medflare.tasks.config import TaskConfig
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from medflare.data.datalist import FILE, SPLITS, content_of
-from medflare.data.files.readers import DICOM, NIFTI, PICTURES
+from medflare.data.files.kinds import DICOM, NIFTI, PICTURES
 
 TABLE: Final = "codes.json"  # in the site's folder of a job
 # An absolute path that no code stands for; programs stay, since a log of an error names them.

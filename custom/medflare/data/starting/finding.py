@@ -11,7 +11,7 @@ from medflare.core.errors import DataError
 from medflare.core.packages import require
 from medflare.data.datalist import FILE, patient_id
 from medflare.data.files.cutting import Window
-from medflare.data.files.readers import NIFTI, PICTURES, explained, is_dicom, suffix
+from medflare.data.files.kinds import NIFTI, PICTURES, dicom_images, explained, suffix
 
 _TABLES = (".csv", ".tsv")
 _ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".7z", ".rar")
@@ -98,12 +98,13 @@ def holdings(root: Path) -> Holdings:
     tables: list[Path] = []
     patients: dict[Path, str] = {}
     for folder, files in _folders(root):
-        slices = [file for file in files if is_dicom(file)]
+        slices = list(dicom_images(files))
         pictures = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
         images += pictures
         tables += [file for file in files if suffix(file) in _TABLES]
         if slices:
-            found = _dicom(folder, slices, alone=len(slices) == len(files) and folder != root)
+            beside = [file for file in files if suffix(file) in (*PICTURES, *NIFTI, *_TABLES)]
+            found = _dicom(folder, slices, alone=not beside and folder != root)
             images += found
             patients |= {image: patient for image, patient in found.items() if patient}
     if not images:

@@ -11,7 +11,8 @@ import numpy as np
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.planning import Choice
 from medflare.data.datalist import FILE, SPLITS, Entry, content_of, names_in, names_of_masks, read_datalist, site_folders
-from medflare.data.files.readers import NIFTI, PICTURES, explained, read_image, read_mask, suffix
+from medflare.data.files.kinds import NIFTI, PICTURES, explained, suffix
+from medflare.data.files.readers import read_image, read_mask
 
 _RENAMED: Final = "the numbers of the datalist, which calls some of them otherwise"
 _LOOKED_AT: Final = 24  # images of a site whose channels are counted

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from medflare.data.files.readers import suffix
+from medflare.data.files.kinds import suffix
 
 _MASK: Final = frozenset(
     (

@@ -14,7 +14,7 @@ from medflare.core.errors import DataError
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.files.cutting import check_picture, write_windows
-from medflare.data.files.readers import NIFTI, PICTURES, explained, suffix
+from medflare.data.files.kinds import NIFTI, PICTURES, explained, suffix
 from medflare.data.progress import counted
 from medflare.data.starting.finding import Item
 
