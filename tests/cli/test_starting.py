@@ -36,6 +36,39 @@ def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not answers and (settings["size"], settings["network"]["name"], settings["labels"]) == ([32, 32], "DenseNet121", ["cat", "dog"])
 
 
+def test_a_wrong_answer_is_asked_for_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others stand as what is proposed now."""
+    classes(tmp_path / "pets", patients=6)
+    assert main(["data", "init", str(tmp_path / "pets")]) == 0
+    asked = []
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        return {"size [16,16]: ": "32,32", "network [small_cnn]: ": "DensNet", "network [DensNet]: ": "DenseNet121"}.get(question, "")
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", answer)
+    task = tmp_path / "task.json"
+    assert main(["task", "init", str(tmp_path / "pets"), "--name", "pets", "--out", str(task)]) == 0
+    settings = json.loads(task.read_text())
+    assert (settings["size"], settings["network"]["name"]) == ([32, 32], "DenseNet121")
+    assert asked[3:] == ["labels [cat,dog]: ", "size [32,32]: ", "network [DensNet]: "]
+    assert "'DensNet'" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("medflare.data.starting.proposing.propose", None)
+    monkeypatch.setattr("medflare.data.checking.fingerprint.fingerprints", None)
+    (tmp_path / "file").write_text("")
+    for command in (["task", "init"], ["data", "fingerprint"]):
+        assert main([*command, str(tmp_path), "--out", str(tmp_path)]) == 1
+        assert "a folder stands where a file is needed" in capsys.readouterr().err
+        assert main([*command, str(tmp_path), "--out", str(tmp_path / "file" / "task.json")]) == 1
+        assert "correct the path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

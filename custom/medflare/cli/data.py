@@ -112,9 +112,11 @@ def _add_fingerprint(actions: Commands) -> None:
 
 
 def _fingerprint(options: argparse.Namespace) -> int:
-    from medflare.core.store import write_json
+    from medflare.core.store import refuse_unwritable, write_json
     from medflare.data.checking.fingerprint import fingerprints, to_json
 
+    if options.out is not None:
+        refuse_unwritable(options.out)
     found = fingerprints(options.root, _task(options))
     if options.out is None:
         print(json.dumps(to_json(found), indent=2))

@@ -3,14 +3,14 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medflare.cli.options import Commands, add_command, names_in
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from medflare.data.checking.planning import Plan
     from medflare.data.starting.proposing import Answers
 
 
@@ -209,14 +209,15 @@ def _add_task_init(actions: Commands) -> None:
 
 
 def _task_init(options: argparse.Namespace) -> int:
-    from medflare.core.store import write_json
+    from medflare.core.store import refuse_unwritable, write_json
     from medflare.data.starting.proposing import propose
 
-    if options.out.exists() and not options.force:
+    if options.out.is_file() and not options.force:
         raise ConfigError(f"{options.out} exists; keep it, or write it anew with --force")
+    refuse_unwritable(options.out)
     proposed = propose(options.root, _answers(options))
-    if sys.stdin.isatty() and not options.yes and _asked(options, proposed.settings):
-        proposed = propose(options.root, _answers(options))
+    if sys.stdin.isatty() and not options.yes:
+        proposed = _agreed(options, proposed)
     write_json(options.out, proposed.settings, public=True)
     print(proposed.render())
     root, task = shlex.quote(str(options.root)), shlex.quote(str(options.out))
@@ -245,20 +246,28 @@ def _answers(options: argparse.Namespace) -> "Answers":
     )
 
 
-def _asked(options: argparse.Namespace, settings: Mapping[str, Any]) -> bool:
-    """Asks for what no option said; whether an answer differs from what is proposed."""
+def _agreed(options: argparse.Namespace, proposed: "Plan") -> "Plan":
+    """Asks for what no option said, again where the images cannot be had as was answered, and proposes anew what follows from it."""
+    from medflare.data.starting.proposing import propose
+
+    settings = proposed.settings
     shown = {
         "name": settings["name"],
         "labels": ",".join(label for label in settings["labels"] if label != "background"),
         "size": ",".join(map(str, settings["size"])),
         "network": settings["network"]["name"],
     }
-    changed = False
-    for name, proposed in shown.items():
-        if getattr(options, name) is None and (answer := input(f"{name} [{proposed}]: ").strip()) not in ("", proposed):
-            setattr(options, name, answer)
-            changed = True
-    return changed
+    first = shown = {name: value for name, value in shown.items() if getattr(options, name) is None}
+    while True:
+        shown = {name: input(f"{name} [{value}]: ").strip() or value for name, value in shown.items()}
+        if shown == first:
+            return proposed
+        for name, answer in shown.items():
+            setattr(options, name, None if answer == first[name] else answer)
+        try:
+            return propose(options.root, _answers(options))
+        except ConfigError as error:
+            print(f"medflare: {error}", file=sys.stderr)
 
 
 def _sites(root: Path) -> str:

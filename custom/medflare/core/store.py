@@ -12,6 +12,7 @@ import io
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,22 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # the system names none where writing fails
             error.filename = str(path)
         raise
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Before long work: nothing where a public file can be written there; folders that do not exist are made.
+
+    Args:
+        path: the file to write later.
+
+    Raises:
+        OSError: it cannot, for the reason that writing would have.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    make_folder(path.parent, public=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def file_digest(path: Path, algorithm: str = "sha256") -> str:
