@@ -34,10 +34,13 @@ if [[ $locked == yes ]]; then
     export MEDFLARE_ROOT_PASSPHRASE
     python3 "$here/root_key.py" unlock "$workspace"
     trap 'python3 "$here/root_key.py" lock "$workspace"' EXIT # whatever happens in between
+elif compgen -G "$workspace/*/state/cert.json.locked" >/dev/null; then
+    echo "provision.sh: the root key of $workspace is locked, and without it nvflare would make another: leave out --leave-root-key" >&2
+    exit 1
 fi
 
 nvflare provision -p "$project" -w "$workspace" --force "$@"
-newest=$(ls -d "$workspace"/*/prod_* | sort | tail -n 1)
+newest=$(ls -td "$workspace"/*/prod_* | head -n 1) # by time: by name prod_100 comes before prod_99, and another project's after this one's
 kits=()
 for kit in "$newest"/*/; do
     if [[ -f $kit/startup/fed_server.json || -f $kit/startup/fed_client.json ]]; then

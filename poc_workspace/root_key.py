@@ -28,9 +28,12 @@ def main() -> None:
     passphrase = os.environ.get(VARIABLE, "")
     if len(passphrase) < 12:
         sys.exit(f"{VARIABLE} must hold a passphrase of at least 12 characters")
-    action, name = (lock, OPEN) if sys.argv[1] == "lock" else (unlock, LOCKED)
-    for file in sorted(Path(sys.argv[2]).glob(f"*/state/{name}")):
-        action(file, passphrase)
+    workspace = Path(sys.argv[2])
+    if sys.argv[1] == "lock":
+        for file in sorted(workspace.glob(f"*/state/{OPEN}")):
+            lock(file, passphrase)
+    else:
+        unlock(sorted(workspace.glob(f"*/state/{LOCKED}")), passphrase)
 
 
 def lock(file: Path, passphrase: str) -> None:
@@ -47,14 +50,27 @@ def lock(file: Path, passphrase: str) -> None:
     file.unlink()
 
 
-def unlock(file: Path, passphrase: str) -> None:
-    """The open file beside the encrypted one, which stays."""
+def unlock(files: list[Path], passphrase: str) -> None:
+    """The open file beside every encrypted one, which stays; of several all or none."""
+    opened = {file.with_name(OPEN): _decrypted(file, passphrase) for file in files}
+    for file, found in opened.items():
+        if file.exists() and _root_key(file.read_bytes()) != _root_key(found):
+            sys.exit(f"{file}: another root key than the locked one beside it; move away that which the kits in use do not come from")
+    for file, found in opened.items():
+        if not file.exists():  # one that an interrupted run left is the newer one
+            _write(file, found)
+
+
+def _decrypted(file: Path, passphrase: str) -> bytes:
     content = json.loads(file.read_text(encoding="utf-8"))
     try:
-        found = _cipher(passphrase, base64.b64decode(content["salt"])).decrypt(content["token"].encode())
+        return _cipher(passphrase, base64.b64decode(content["salt"])).decrypt(content["token"].encode())
     except InvalidToken:
         sys.exit(f"{file}: wrong passphrase, or a damaged file; nothing was changed")
-    _write(file.with_name(OPEN), found)
+
+
+def _root_key(content: bytes) -> str:
+    return str(json.loads(content)["root_pri_key"])
 
 
 def _cipher(passphrase: str, salt: bytes) -> Fernet:

@@ -81,6 +81,17 @@ def test_weighted_mean_of_nothing() -> None:
         weighted_mean({}, {})
 
 
+def test_a_counter_of_weight_zero_does_not_count() -> None:
+    states = {"A": {"n": torch.tensor(5)}, "B": {"n": torch.tensor(2**62)}}
+    assert weighted_mean(states, {"A": 1.0, "B": 0.0})["n"] == 5
+
+
+def test_parameters_of_a_network_have_a_mean() -> None:
+    """They need a gradient; the mean does not."""
+    found = weighted_mean({site: dict(nn.Linear(2, 2).named_parameters()) for site in "AB"}, {"A": 1.0, "B": 1.0})
+    assert not any(tensor.requires_grad for tensor in found.values())
+
+
 def test_copy_shares_no_memory() -> None:
     original = {"w": torch.arange(6.0).reshape(2, 3).t()}
     copied = copy_state(original)

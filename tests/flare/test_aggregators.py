@@ -98,6 +98,14 @@ def test_bad_models_are_refused_by_name() -> None:
         WeightedAggregator().accept_model(difference)
     with pytest.raises(UpdateError, match="without the name of its site"):
         WeightedAggregator().accept_model(FLModel(params={"w": torch.zeros(1)}))
+    for bad in (torch.tensor([1.0, torch.nan]), np.array([np.inf])):
+        with pytest.raises(UpdateError, match="CS sent w with NaN or infinite values; its model is not used"):
+            WeightedAggregator().accept_model(sent("CS", {"a": torch.zeros(1), "w": bad}))
+
+
+def test_metrics_without_samples_are_averaged_plainly() -> None:
+    models = [sent(site, {"w": torch.ones(2)}, samples=0, loss=loss) for site, loss in (("A", 0.1), ("B", 0.3))]
+    assert aggregated(MethodAggregator(method="robust"), *models).metrics == {"loss": pytest.approx(0.2)}
 
 
 def test_filter_hands_out_the_receivers_part() -> None:

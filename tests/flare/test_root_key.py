@@ -45,6 +45,22 @@ def test_locked_and_unlocked(tmp_path: Path, state: Path) -> None:
     assert _run(*script, "lock", tmp_path).returncode == 0 and not (state / "cert.json").exists(), "a second lock replaces the first"
 
 
+def test_two_root_keys_are_never_mixed(tmp_path: Path, state: Path) -> None:
+    """A second one comes about where nvflare provisions while the first is locked; locking it would lose the first."""
+    script = (sys.executable, SCRIPTS / "root_key.py")
+    _run(*script, "lock", tmp_path)
+    locked = (state / "cert.json.locked").read_bytes()
+    refused = _run("bash", SCRIPTS / "provision.sh", "--leave-root-key", SCRIPTS / "project.yml", tmp_path)
+    assert refused.returncode == 1 and "is locked, and without it nvflare would make another: leave out --leave-root-key" in refused.stderr
+    (state / "cert.json").write_text(json.dumps({"root_pri_key": "another"}))
+    for done in (_run(*script, "unlock", tmp_path), _run("bash", SCRIPTS / "provision.sh", SCRIPTS / "project.yml", tmp_path)):
+        assert done.returncode == 1 and "another root key than the locked one beside it" in done.stderr
+    assert (state / "cert.json.locked").read_bytes() == locked and "another" in (state / "cert.json").read_text()
+    left = json.dumps({"root_pri_key": SECRET, "server": "a certificate more"})  # by a run that was interrupted
+    (state / "cert.json").write_text(left)
+    assert _run(*script, "unlock", tmp_path).returncode == 0 and (state / "cert.json").read_text() == left
+
+
 @pytest.mark.parametrize("passphrase", [None, "short"])
 def test_no_kit_is_made_without_a_passphrase(tmp_path: Path, passphrase: str | None) -> None:
     done = _run("bash", SCRIPTS / "provision.sh", SCRIPTS / "project.yml", tmp_path / "federation", passphrase=passphrase)

@@ -19,14 +19,14 @@ def stretches(tensors: Sequence[Tensor], size: int = CACHED) -> Iterator[tuple[T
     """Tensors of one shape side by side, laid out flat, a stretch at a time: what is computed of them needs no room of their size.
 
     Args:
-        tensors: all of one shape; of a contiguous one the stretches share its memory.
+        tensors: all of one shape, with or without a graph; of a contiguous one the stretches share its memory.
         size: numbers of a stretch; the last one may have fewer.
 
     Examples:
         >>> [(a.tolist(), b.tolist()) for a, b in stretches([torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6], [7, 8]])], size=3)]
         [([1, 2, 3], [5, 6, 7]), ([4], [8])]
     """
-    return zip(*(tensor.reshape(-1).split(size) for tensor in tensors), strict=True)
+    return zip(*(tensor.detach().reshape(-1).split(size) for tensor in tensors), strict=True)
 
 
 def copy_state(state: Mapping[str, Tensor]) -> StateDict:
@@ -38,11 +38,32 @@ def copy_state(state: Mapping[str, Tensor]) -> StateDict:
     return {name: empty(tensor.shape, tensor.dtype).copy_(tensor.detach()) for name, tensor in state.items()}
 
 
+def refuse_unlike(states: Mapping[str, StateDict]) -> None:
+    """Nothing where all states have the same names and shapes.
+
+    Args:
+        states: site -> state.
+
+    Raises:
+        ValueError: two differ, with the sites and the first names.
+
+    Examples:
+        >>> refuse_unlike({"A": {"w": torch.zeros(2)}, "B": {"w": torch.zeros(1, 2)}})
+        Traceback (most recent call last):
+        ValueError: states of A and B differ in ['w']
+    """
+    sites = sorted(states)
+    for site in sites[1:]:
+        one, other = states[sites[0]], states[site]
+        if odd := one.keys() ^ other.keys() or {name for name in one if one[name].shape != other[name].shape}:
+            raise ValueError(f"states of {sites[0]} and {site} differ in {sorted(odd)[:3]}")
+
+
 def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float]) -> StateDict:
     """sum_k weights_k states_k / sum_k weights_k, by site.
 
     Floating entries accumulate in float64 in sorted site order, so the result does not depend on who answered first, and
-    return to their own dtype. Integer entries (BatchNorm's `num_batches_tracked`) take the largest value.
+    return to their own dtype. Integer entries (BatchNorm's `num_batches_tracked`) take the largest value of those that count.
 
     Args:
         states: site -> state; all with the same names and shapes.
@@ -66,12 +87,10 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
     total = sum(given.values())
     if not 0 < total < math.inf or min(given.values()) < 0:
         raise ValueError(f"weights must be finite, >= 0 and not all zero, one for each state, got {given}")
-    first = states[sites[0]]
-    for site in sites[1:]:
-        odd = states[site].keys() ^ first.keys() or {name for name in first if states[site][name].shape != first[name].shape}
-        if odd:
-            raise ValueError(f"states of {sites[0]} and {site} differ in {sorted(odd)[:3]}")
-    return {name: _mean_tensor([states[site][name] for site in sites], [given[site] / total for site in sites]) for name in first}
+    refuse_unlike(states)
+    counting = [site for site in sites if given[site]]  # 0 times NaN would be NaN
+    shares = [given[site] / total for site in counting]
+    return {name: _mean_tensor([states[site][name] for site in counting], shares) for name in states[sites[0]]}
 
 
 def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
@@ -81,8 +100,7 @@ def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
     for found, *parts in stretches([mean, *tensors]):
         total = torch.zeros(found.shape, dtype=torch.float64)
         for part, share in zip(parts, shares, strict=True):
-            if share:  # 0 times NaN would be NaN
-                total.add_(part.to(torch.float64), alpha=share)
+            total.add_(part.to(torch.float64), alpha=share)
         found.copy_(total)
     return mean
 
@@ -181,7 +199,7 @@ def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: floa
     """(1 - share) * first + share * second for floating entries; integer entries are those of `second`.
 
     Args:
-        first: the state at share 0.
+        first: the state at share 0, whose dtypes the result has.
         second: the state at share 1, with every name of `first`.
         share: between 0 and 1; beyond, it extrapolates.
 
@@ -191,7 +209,7 @@ def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: floa
         ({'w': tensor(1.)}, {'w': tensor(2.)}, {'w': tensor(3.)})
     """
     return {
-        name: torch.lerp(tensor, second[name], share) if tensor.is_floating_point() else second[name].clone()
+        name: torch.lerp(tensor, second[name].to(tensor.dtype), share) if tensor.is_floating_point() else second[name].clone()
         for name, tensor in first.items()
     }
 

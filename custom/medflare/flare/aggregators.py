@@ -69,13 +69,15 @@ class MethodAggregator(ModelAggregator):
             model: with the name of its site in `meta`.
 
         Raises:
-            UpdateError: a model without that name, or one that is not of params_type FULL.
+            UpdateError: a model without that name, one that is not of params_type FULL, or one that holds NaN or infinite values.
         """
         site = (model.meta or {}).get("client_name") or (model.meta or {}).get(FLMetaKey.SITE_NAME)
         if not site:
             raise UpdateError("a model without the name of its site cannot be aggregated; set meta['client_name']")
         if model.params_type != ParamsType.FULL:
             raise UpdateError(f"site {site} sent {model.params_type}; send full models (params_type FULL)")
+        if odd := _not_finite(model):
+            raise UpdateError(f"site {site} sent {odd} with NaN or infinite values; its model is not used")
         self._models[site] = model
 
     def aggregate_model(self) -> FLModel:
@@ -132,9 +134,18 @@ def _site_model(model: FLModel) -> "SiteModel":
     return SiteModel(state, float((model.meta or {}).get(FLMetaKey.NUM_STEPS_CURRENT_ROUND, 1.0)), model.metrics or {})
 
 
+def _not_finite(model: FLModel) -> str:
+    """The first entry, in sorted order, that holds NaN or infinite values; "" where none does."""
+    import torch
+
+    return next((name for name in sorted(model.params) if not torch.isfinite(torch.as_tensor(model.params[name])).all()), "")
+
+
 def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:
-    """The sample-weighted mean of every number that all sites report."""
+    """The sample-weighted mean of every number that all sites report; the plain one where none says how many samples it had."""
     first, *others = [model.facts for model in models.values()]
     shared = [name for name, value in first.items() if isinstance(value, (int, float)) and all(name in facts for facts in others)]
-    total = sum(model.samples for model in models.values())
-    return {name: sum(model.samples * model.facts[name] for model in models.values()) / total for name in shared} or None
+    samples = [model.samples for model in models.values()]
+    samples = samples if sum(samples) else [1.0] * len(samples)
+    values = {name: [model.facts[name] for model in models.values()] for name in shared}
+    return {name: sum(n * value for n, value in zip(samples, values[name], strict=True)) / sum(samples) for name in shared} or None

@@ -56,14 +56,19 @@ def test_counters_and_dtypes() -> None:
         site: {"n": torch.tensor(count), "w": torch.tensor([0.5], dtype=torch.float16)} for site, count in (("a", 3), ("b", 8), ("c", 4))
     }
     mean = robust_mean(given, "median")
-    assert mean["n"].item() == 8 and mean["n"].dtype == torch.int64 and mean["w"].dtype == torch.float16
+    assert mean["n"].item() == 4 and mean["n"].dtype == torch.int64 and mean["w"].dtype == torch.float16
 
 
 def test_errors() -> None:
     with pytest.raises(ValueError, match="at least one"):
         robust_mean({}, "median")
-    with pytest.raises(ValueError, match="leaves none of 2 sites"):
-        robust_mean(states([1.0], [2.0]), "trimmed", 0.5)
+    for trim in (0.5, -0.5, math.nan):
+        with pytest.raises(ValueError, match=rf"trim = {trim} is outside \[0, 0.5\): of 2 sites some have to be left"):
+            robust_mean(states([1.0], [2.0]), "trimmed", trim)
+    with pytest.raises(ValueError, match="'mode' goes by no coordinates: choose median or trimmed"):
+        robust_mean(states([1.0], [2.0]), "mode")
+    with pytest.raises(ValueError, match="rule 'mode' is none of mean, median, trimmed, krum, geometric, clipped"):
+        combined(states([1.0], [2.0]), {}, "mode", RobustLimits())
     with pytest.raises(ConfigError, match=r"trim = 0\.5 cuts off everybody; choose it below 0.5"):
         medflare.run_local("robust", TINY, 3, rounds=1, seed=0, rule="trimmed", trim=0.5)
     with pytest.raises(ConfigError, match="trim"):
@@ -110,6 +115,16 @@ class TestKrum:
     def test_a_model_that_is_no_number_is_never_chosen(self, number: float) -> None:
         """Under FLARE's own workflows nobody screens updates before the rule. Two nearest of 1, 2, 4: 1 + 9, 1 + 4 and 4 + 9."""
         assert by("krum", states([number], [1.0], [2.0], [4.0])) == [2.0]
+
+    @pytest.mark.parametrize("rule", ["geometric", "clipped"])
+    def test_rules_by_lengths_name_it(self, rule: str) -> None:
+        with pytest.raises(ValueError, match="the state of site-1 holds NaN or infinite values; leave it out"):
+            by(rule, states([1.0], [math.nan], [2.0], [4.0]))
+
+    def test_the_counter_is_that_of_the_chosen_one(self) -> None:
+        given = {f"s{number}": {"w": torch.tensor(float(number)), "n": torch.tensor(100 * number)} for number in range(5)}
+        chosen, _ = combined(given, {}, "krum", RobustLimits())
+        assert chosen["n"] == 100 * chosen["w"]
 
     def test_of_equals_the_first(self) -> None:
         assert krum_weights(torch.zeros(3, 3)) == [1.0, 0.0, 0.0]

@@ -33,6 +33,25 @@ def state(*values: float) -> dict[str, torch.Tensor]:
 
 
 class TestSoftPull:
+    @pytest.mark.parametrize(
+        ("other", "lam", "words"),
+        [
+            ({"w": torch.ones(3, 2)}, 0.5, r"states of A and B differ in \['w'\]"),
+            ({"w": torch.tensor(1.0)}, 0.5, "differ in"),
+            ({"w": torch.ones(2, 3), "v": torch.ones(1)}, 0.5, r"differ in \['v'\]"),
+            ({"w": torch.ones(2, 3)}, 1.5, r"lam = 1.5 is outside \[0, 1\]"),
+            ({"w": torch.ones(2, 3)}, float("nan"), "lam = nan"),
+        ],
+    )
+    def test_what_cannot_be_pulled_together(self, other: dict[str, torch.Tensor], lam: float, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            soft_pull({"A": {"w": torch.zeros(2, 3)}, "B": other}, lam)
+
+    def test_every_model_keeps_its_own_dtype(self) -> None:
+        pulled = soft_pull({"A": {"w": torch.zeros(2, requires_grad=True)}, "B": {"w": torch.ones(2).half()}}, 0.5)
+        assert [pulled[site]["w"].dtype for site in "AB"] == [torch.float32, torch.float16]
+        assert all(model["w"].tolist() == [0.5, 0.5] and not model["w"].requires_grad for model in pulled.values())
+
     def test_reference_numbers(self, golden: Golden) -> None:
         numbers = golden("fedsm")
         case = "K3_l0.7"

@@ -128,6 +128,16 @@ def test_gamma_of_aligned_orthogonal_opposite_and_missing_prototypes() -> None:
     assert torch.isfinite(steep).all() and steep[2] == pytest.approx(2000, rel=1e-4)
 
 
+def test_one_number_a_class() -> None:
+    """One number for all would be spread over them without a word."""
+    logits, targets = torch.zeros(2, 3), torch.tensor([0, 0])
+    for counts, gamma in ((torch.tensor([5]), None), (None, torch.ones(2))):
+        with pytest.raises(ValueError, match="for 3 classes; give one number a class"):
+            cpa_loss(logits, targets, counts, gamma, 0.8)
+    with pytest.raises(ValueError, match=r"shape \(2, 4\) and global ones of \(1, 4\)"):
+        prototype_gamma(torch.ones(2, 4), torch.ones(1, 4), 1.0)
+
+
 def test_cpa_loss_matches_the_reference(cpa: dict[str, Tensor]) -> None:
     logits, targets, counts = cpa["logits"].double(), cpa["targets"], cpa["counts"]
     gamma = {sign: cpa[f"beta0.8_tau3.0/ref64_gamma{sign}"] for sign in ("", "_signed")}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.backing import empty
-from medflare.core.states import StateDict, stretches
+from medflare.core.states import StateDict, refuse_unlike, stretches
 
 GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the grid
 DECILES = tuple(place / 10 for place in range(1, 10))
@@ -32,7 +32,10 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
         lam: λ in [0, 1].
 
     Returns:
-        Site -> its model after the pull.
+        Site -> its model after the pull, with the dtypes of its own.
+
+    Raises:
+        ValueError: λ outside [0, 1], or models of other names or shapes.
 
     Examples:
         >>> states = {"A": {"w": torch.tensor(0.0)}, "B": {"w": torch.tensor(4.0)}}
@@ -41,6 +44,9 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
         >>> soft_pull(states, lam=1.0) == states, soft_pull(states, lam=0.75)
         (True, {'A': {'w': tensor(1.)}, 'B': {'w': tensor(3.)}})
     """
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam = {lam} is outside [0, 1]; the mean of the personal models is at 1 / K")
+    refuse_unlike(states)
     sites = sorted(states)
     count = len(sites)
     if count < 2:
@@ -52,7 +58,7 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
                 pulled[site][name] = states[site][name].clone()
             continue
         for site in sites:
-            pulled[site][name] = empty(first.shape, first.dtype)
+            pulled[site][name] = empty(first.shape, states[site][name].dtype)
         for parts in stretches([state[name] for by_site in (states, pulled) for state in map(by_site.__getitem__, sites)]):
             own = [part.to(torch.float64) for part in parts[:count]]
             total = torch.zeros_like(own[0])

@@ -16,7 +16,7 @@ lie about its own. Screening comes first and catches what is plainly wrong; thes
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -26,7 +26,7 @@ from medflare.core.backing import empty
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
-from medflare.core.states import LONG, StateDict, difference, moved, stretches, weighted_mean
+from medflare.core.states import LONG, StateDict, difference, moved, refuse_unlike, stretches, weighted_mean
 
 RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
 _STEPS: Final = 2000  # of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1 about 900
@@ -64,37 +64,55 @@ def combined(
 
     Returns:
         (the state, site -> its weight; empty for the rules that go by coordinates).
+
+    Raises:
+        ValueError: an unknown rule, no states, states that differ in names or shapes, or, where a rule goes by lengths, one with NaN.
     """
+    if rule not in ("mean", *get_args(RobustRule)):
+        raise ValueError(f"rule {rule!r} is none of mean, {', '.join(get_args(RobustRule))}")
+    if not states:
+        raise ValueError(f"rule {rule!r} needs at least one state")
+    refuse_unlike(states)
     if rule in ("median", "trimmed"):
         return robust_mean(states, rule, limits.trim), {}
     sites = sorted(states)
     if rule == "clipped":
         centre = robust_mean(states, "median") if origin is None else {name: origin[name] for name in states[sites[0]]}
         updates = {site: difference(states[site], centre) for site in sites}
-        factors = clip_factors([_length(updates[site]) for site in sites], limits.clip)
+        lengths = [_length(updates[site]) for site in sites]
+        _refuse_endless(sites, lengths)
+        factors = clip_factors(lengths, limits.clip)
         states = {site: moved(centre, updates[site], factor) for site, factor in zip(sites, factors, strict=True)}
         return weighted_mean(states, shares), dict(shares)
     weights = dict(shares)
     if rule == "krum":
         weights = dict(zip(sites, krum_weights(squared_distances(states), limits.faulty), strict=True))
     elif rule == "geometric":
-        weights = dict(zip(sites, geometric_weights(squared_distances(states), [shares[site] for site in sites]), strict=True))
+        distances = squared_distances(states)
+        _refuse_endless(sites, distances.diagonal().tolist())  # 0 but for a state that is not finite
+        weights = dict(zip(sites, geometric_weights(distances, [shares[site] for site in sites]), strict=True))
     return weighted_mean(states, weights), weights
+
+
+def _refuse_endless(sites: Sequence[str], lengths: Sequence[float]) -> None:
+    endless = [site for site, length in zip(sites, lengths, strict=True) if not math.isfinite(length)]
+    if endless:
+        raise ValueError(f"the state of {', '.join(endless)} holds NaN or infinite values; leave it out")
 
 
 def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -> StateDict:
     """Coordinate-wise median or trimmed mean of states with equal names and shapes (Yin et al. 2018, Definitions 1 and 2).
 
     Floating tensors are computed in float64 and return to their own dtype; integer ones (BatchNorm's counters) take the largest
-    value, as in `weighted_mean`. With an even number of sites the median is the mean of the two in the middle.
+    value that is not cut off. With an even number of sites the median is the mean of the two in the middle.
 
     Args:
         states: site -> state.
         rule: "median" or "trimmed".
-        trim: fraction cut off at either end, below 0.5; floor(trim K) sites.
+        trim: fraction cut off at either end, 0 <= trim < 0.5; floor(trim K) sites.
 
     Raises:
-        ValueError: no states, or nothing is left after trimming.
+        ValueError: no states, states that differ in names or shapes, an unknown rule, or a trim outside its range.
 
     Examples:
         >>> states = {site: {"w": torch.tensor(value)} for site, value in [("A", 1.0), ("B", 2.0), ("C", 900.0)]}
@@ -103,9 +121,12 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     """
     if not states:
         raise ValueError("robust_mean needs at least one state")
+    if rule not in ("median", "trimmed"):
+        raise ValueError(f"rule {rule!r} goes by no coordinates: choose median or trimmed")
+    if not 0 <= trim < 0.5:
+        raise ValueError(f"trim = {trim} is outside [0, 0.5): of {len(states)} sites some have to be left")
+    refuse_unlike(states)
     cut = (len(states) - 1) // 2 if rule == "median" else math.floor(trim * len(states))
-    if 2 * cut >= len(states):
-        raise ValueError(f"trim = {trim} leaves none of {len(states)} sites; choose it below 0.5")
     ordered = [states[site] for site in sorted(states)]
     return {name: _trimmed([state[name] for state in ordered], cut) for name in ordered[0]}
 
@@ -113,7 +134,7 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
 def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
     """The mean without the `cut` largest and smallest values of every coordinate; with the largest possible cut it is the median."""
     if not tensors[0].is_floating_point():
-        return torch.stack(tensors).amax(dim=0)
+        return torch.stack(tensors).sort(dim=0).values[len(tensors) - cut - 1]
     middle = empty(tensors[0].shape, tensors[0].dtype)
     for found, *parts in stretches([middle, *tensors]):
         found.copy_(torch.stack(parts).double().sort(dim=0).values[cut : len(tensors) - cut].mean(dim=0))

@@ -141,11 +141,16 @@ def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
     Returns:
         (C,) gamma, at least 1 up to rounding; 1 for a class without a local or a global prototype.
 
+    Raises:
+        ValueError: prototypes of two shapes.
+
     Examples:
         >>> local = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
         >>> prototype_gamma(local, torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), tau=1.0)
         tensor([1., 2., 1.])
     """
+    if local.shape != global_.shape:
+        raise ValueError(f"local prototypes of shape {tuple(local.shape)} and global ones of {tuple(global_.shape)}; both are (C, D)")
     known = (local != 0).any(dim=1) & (global_ != 0).any(dim=1)
     similarity = functional.cosine_similarity(local, global_, dim=1)
     return torch.where(known, (1 + tau) / (similarity + tau).clamp(min=1e-3), 1.0)
@@ -166,6 +171,9 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
     Returns:
         The scalar mean over all samples or pixels.
 
+    Raises:
+        ValueError: counts or gamma of another number of classes than the logits.
+
     Examples:
         >>> logits, targets = torch.zeros(1, 2), torch.tensor([0])
         >>> cpa_loss(logits, targets, None, None, beta=1.0), cpa_loss(logits, targets, None, torch.tensor([2.0, 1.0]), beta=1.0)
@@ -173,6 +181,9 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
         >>> cpa_loss(logits, targets, torch.tensor([3, 1]), None, beta=1.0)  # -log 1 / (1 + 1/3)
         tensor(0.2877)
     """
+    for name, given in (("counts", counts), ("gamma", gamma)):
+        if given is not None and given.shape != logits.shape[1:2]:
+            raise ValueError(f"{name} of shape {tuple(given.shape)} for {logits.shape[1]} classes; give one number a class")
     if counts is not None:
         log_mask = conjoint_mask(counts.to(logits.device), beta).log().to(logits.dtype)
         logits = logits + log_mask.T[:, targets].movedim(0, 1)

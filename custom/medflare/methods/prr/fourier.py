@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.backing import empty
-from medflare.core.states import StateDict, batch_norm_entries, split_state, weighted_mean
+from medflare.core.states import StateDict, batch_norm_entries, refuse_unlike, split_state, weighted_mean
 from medflare.methods.prr.spectra import change_spectra
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -39,7 +39,16 @@ def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0
     return r0 + (r1 - r0) * round / num_rounds
 
 
-def fourier_aggregate(weights: Tensor, r: float, *, classifier: bool = False, **reading: str) -> Tensor:
+def fourier_aggregate(
+    weights: Tensor,
+    r: float,
+    *,
+    classifier: bool = False,
+    layout: str = "in_major",
+    window: str = "closed",
+    components: str = "both",
+    phase_mean: str = "arithmetic",
+) -> Tensor:
     """Average one layer's low frequencies over the sites and keep each site's high frequencies (PRR, Eq. 1-4).
 
     What is added to a site's weights is the inverse transform of the change inside the window, so that nothing else of the spectrum is
@@ -53,14 +62,17 @@ def fourier_aggregate(weights: Tensor, r: float, *, classifier: bool = False, **
             plane that it is.
         r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
         classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
-        reading: see `Reading`.
+        layout: see `Reading`, as the others.
+        window: what belongs to the low band.
+        components: what is averaged.
+        phase_mean: of the angles.
 
     Returns:
         (K, ...) aggregated weights, one version per site, of the dtype of `weights`, without a graph. A single site gets its own weights
         back.
 
     Raises:
-        ValueError: r outside [0, 0.5], an unknown option, or a shape that belongs to no convolution and no linear layer.
+        ValueError: r outside [0, 0.5], an unknown option, whole numbers, or a shape that belongs to no convolution and no linear layer.
 
     Examples:
         >>> weights = torch.tensor([[[1.0, 3.0]], [[5.0, 3.0]]])  # two sites, one output, two inputs
@@ -68,10 +80,12 @@ def fourier_aggregate(weights: Tensor, r: float, *, classifier: bool = False, **
         tensor([[2., 4.],
                 [4., 2.]])
     """
-    if not 3 <= weights.dim() <= 6:
+    if not weights.is_floating_point():
+        raise ValueError(f"weights of {weights.dtype} have no spectrum; PFA takes floating-point weights")
+    if not 3 <= weights.dim() <= 6 or 0 in weights.shape:
         raise ValueError(f"weights of shape {tuple(weights.shape)} are not (K, O, I[, kh[, kw[, kd]]]); average them plainly")
     found = empty(weights.shape, weights.dtype)
-    _aggregate_layer(weights.detach().unbind(), found.unbind(), r, classifier, Reading(**reading))
+    _aggregate_layer(weights.detach().unbind(), found.unbind(), r, classifier, Reading(layout, window, components, phase_mean))
     return found
 
 
@@ -289,11 +303,17 @@ def aggregate_models(
     Returns:
         Site -> aggregated state.
 
+    Raises:
+        ValueError: no states, or states that differ in names or shapes.
+
     Examples:
         >>> states = {"A": {"w": torch.tensor([[1.0, 3.0]])}, "B": {"w": torch.tensor([[5.0, 3.0]])}}
         >>> aggregate_models(states, {"w": Treatment("kernel")}, 0.0, fourier=False)["A"]
         {'w': tensor([[3., 3.]])}
     """
+    if not states:
+        raise ValueError("aggregate_models needs at least one state")
+    refuse_unlike(states)
     sites = sorted(states)
     mixed = [name for name in states[sites[0]] if fourier and plan[name].kind in ("kernel", "classifier")]
     averaged = {site: split_state(states[site], frozenset(mixed))[1] for site in sites}
