@@ -1,10 +1,14 @@
 """What a run delivered, as the tests compare it."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from medflare.inference.deployed import load_model
+from medflare.inference.deployed import StoredModel, load_model
+from medflare.inference.inputs import find_inputs
+from medflare.inference.predict import fit, prediction_model, predictions, prepare
+from medflare.methods.catalogue import build_deployed
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -14,3 +18,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         for entry, state in load_model(file.parent).message.states.items():
             found |= {f"{file.parent.relative_to(folder)}:{entry}:{name}": tensor for name, tensor in state.items()}
     return found
+
+
+def probabilities(stored: StoredModel, images: Path, tmp_path: Path, adapt: str = "auto") -> torch.Tensor:
+    """What `predict` computes for a folder, before it is written."""
+    inputs, _ = find_inputs([images], tmp_path / "nowhere")
+    prepared = [prepare(source, stored.task) for source in inputs]
+    model: Any = prediction_model(stored, build_deployed, adapt).eval()
+    if hasattr(model, "adapt") and adapt != "none":
+        fit(model, prepared, stored.task, "cpu", stored.kind)
+    return torch.cat([found.probabilities for found in predictions(model, prepared, stored.task)])

@@ -92,6 +92,12 @@ def test_parameters_of_a_network_have_a_mean() -> None:
     assert not any(tensor.requires_grad for tensor in found.values())
 
 
+def test_blend_keeps_the_dtypes_of_the_first() -> None:
+    for dtype in (torch.float64, torch.float16):
+        found = blend({"w": torch.ones(2, dtype=dtype)}, {"w": torch.full((2,), 3.0)}, 0.5)["w"]
+        assert found.dtype == dtype and found.tolist() == [2.0, 2.0]
+
+
 def test_copy_shares_no_memory() -> None:
     original = {"w": torch.arange(6.0).reshape(2, 3).t()}
     copied = copy_state(original)

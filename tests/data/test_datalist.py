@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS, Entry, assign_splits, check_patients, listed_splits, read_datalist
+from medflare.data.datalist import SPLITS, Entry, assign_splits, check_patients, listed_splits, read_datalist, site_name
 
 
 def _entries(**patients: list[str]) -> list[Entry]:
@@ -32,6 +32,15 @@ def test_reading(make_site: Callable[..., Path]) -> None:
     assert [(entry.patient, entry.split) for entry in entries] == [("a", "training"), ("a", "training"), ("b", "test")]
     assert entries[0].image == folder / "images/0.png" and entries[0].label == folder / "images/0_mask.png"
     assert listed_splits(folder) == ("training", "test")
+
+
+def test_a_site_is_called_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as the folder that a link leads to; where a path ends without a name, as the folder that it means."""
+    (tmp_path / "store" / "images").mkdir(parents=True)
+    (tmp_path / "berlin").symlink_to(tmp_path / "store" / "images")
+    monkeypatch.chdir(tmp_path / "store" / "images")
+    places = (tmp_path / "berlin", Path(), Path(".."), tmp_path / "berlin" / "..")
+    assert [site_name(place) for place in places] == ["berlin", "images", "store", "store"]
 
 
 def test_without_patient_the_image_is_its_own(make_site: Callable[..., Path], edit: Callable[..., None]) -> None:
@@ -152,6 +161,11 @@ def test_lists_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_missing_list(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"datalist.json: file not found"):
         read_datalist(tmp_path, "segmentation")
+
+
+def test_a_list_may_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "datalist.json").write_text('{"training": []}')
+    assert read_datalist(tmp_path, "segmentation") == [] and listed_splits(tmp_path) == ("training",)
 
 
 def test_given_splits_stay() -> None:

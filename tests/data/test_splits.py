@@ -59,4 +59,5 @@ def test_joined_splits_keep_patients_apart_and_images_as_they_are() -> None:
     assert len(several.targets) == len(several) == 4 and several.targets[-1].shape == (2, 2, 2)
     images, targets = several.take(torch.tensor([1, 3]))
     assert images.shape == (2, 1, 2, 2, 2) and targets.shape == (2, 2, 2, 2)
-    assert several.take(torch.zeros(0, dtype=torch.long))[0].shape == (0, 1, 3, 4, 5)
+    for split in (several, volumes):
+        assert [part.shape for part in split.take(torch.zeros(0, dtype=torch.long))] == [(0, 1, 3, 4, 5), (0, 3, 4, 5)]

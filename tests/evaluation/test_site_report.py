@@ -8,7 +8,7 @@ import torch
 from evaluation.pages import faults
 from medflare.evaluation import site_report
 from medflare.evaluation.figures import patients_plot
-from medflare.evaluation.site_report import SiteReport, mean_interval, patient_values, render_site_report, worst
+from medflare.evaluation.site_report import SiteReport, deployed_heading, mean_interval, patient_values, render_site_report, worst
 from medflare.tasks.cases import Cases
 from small import small_task
 
@@ -79,3 +79,14 @@ def test_thousands_of_patients_are_one_picture() -> None:
 def test_ten_patients_are_named() -> None:
     assert list(worst({"deployed": {f"{place:02d}": -place for place in range(12)}})) == [f"{place:02d}" for place in range(11, 1, -1)]
     assert worst({}) == {}
+
+
+def test_the_lowest_are_those_of_the_deployed_model() -> None:
+    """Wherever its column stands; the page says whose they are."""
+    shared = {"global = deployed": {"a": 0.1, "b": 0.9}, "personal": {"a": 0.9, "b": 0.2}}
+    assert list(worst(shared)) == ["a", "b"] and deployed_heading(shared) == "global = deployed"
+    assert deployed_heading(["global", "undeployed", "personal"]) == "personal", "the last where none is that model's"
+    metrics = {"global": {"dice": 0.5}, "personal": {"dice": 0.8}, "deployed": {"dice": 0.5}}
+    html = render_site_report(segmented(metrics=metrics))
+    assert "global = deployed" in html and html.index("Meier") < html.index("&lt;b&gt;Roe") < html.index("Xu")
+    assert "Patients with the lowest values of the model global = deployed;" in html

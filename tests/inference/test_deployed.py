@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medflare.core.errors import ConfigError, MedflareError, StateError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.inference import deployed
 from medflare.inference.deployed import load_model, network_with, plain_message, plain_model, save_model, sealed
@@ -142,8 +142,21 @@ def test_an_edited_task_in_the_card_is_an_error_not_a_crash(tmp_path: Path, mess
     card = json.loads((tmp_path / "card.json").read_text())
     card["task"]["channels"] = "three"
     (tmp_path / "card.json").write_text(json.dumps(sealed(card)))
-    with pytest.raises(MedflareError, match="channels"):
+    with pytest.raises(StateError, match="channels"):
         load_model(tmp_path)
+
+
+def test_a_card_of_a_later_medflare_says_so_in_one_line(tmp_path: Path, message: Message) -> None:
+    save_model(tmp_path, TASK, message, {})
+    card = json.loads((tmp_path / "card.json").read_text())
+    card["task"]["later_setting"] = 1
+    card["versions"]["medflare"] = "99.0"
+    (tmp_path / "card.json").write_text(json.dumps(sealed(card)))
+    with pytest.raises(
+        StateError, match=r"card\.json: .*use the medflare that wrote it \(99\.0\): .*unknown setting 'later_setting'"
+    ) as error:
+        load_model(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

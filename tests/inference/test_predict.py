@@ -3,7 +3,6 @@ import json
 import shutil
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from delivered import probabilities
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -21,11 +21,13 @@ from medflare.data.files.bounds import ImageBounds
 from medflare.data.loading import FOLDERS
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.scoring import scoring_batch
-from medflare.inference.adaptation import dsbn_for, with_dsbn, with_tent
+from medflare.data.sites.site import Site
+from medflare.data.splits import SiteData, Split
 from medflare.inference.deployed import StoredModel, load_model, plain_message
-from medflare.inference.inputs import Input, find_inputs
-from medflare.inference.predict import Prepared, fit, predict, prediction_model, predictions, prepare
+from medflare.inference.inputs import Input
+from medflare.inference.predict import Prepared, predict, predictions, prepare
 from medflare.methods.catalogue import build_deployed
+from medflare.methods.fedsm.super_model import SuperModel
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import score
 from small import predicted
@@ -34,16 +36,6 @@ from small import predicted
 def rows_of(out: Path) -> list[dict[str, str]]:
     with (out / "predictions.csv").open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def probabilities(stored: StoredModel, images: Path, tmp_path: Path, adapt: str = "auto") -> torch.Tensor:
-    """What `predict` computes for a folder, before it is written."""
-    inputs, _ = find_inputs([images], tmp_path / "nowhere")
-    prepared = [prepare(source, stored.task) for source in inputs]
-    model: Any = prediction_model(stored, build_deployed, adapt).eval()
-    if hasattr(model, "adapt") and adapt != "none":
-        fit(model, prepared, stored.task, "cpu", stored.kind)
-    return torch.cat([found.probabilities for found in predictions(model, prepared, stored.task)])
 
 
 # -- the same numbers as the run itself ------------------------------------------------------------------------------------
@@ -124,23 +116,33 @@ def test_images_that_a_model_is_fitted_to_are_read_again_and_not_kept(
     assert most <= 2 * scoring_batch(stored.task)
 
 
-@pytest.mark.parametrize("tta", ["tent", "dsbn"])
-def test_adaptation_on_request_is_that_of_the_methods(
-    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
-) -> None:
-    stored = load_model(trained("fedavg") / "sites/A/global")
-    site = open_site("O", segmentation, role="outside", data_root=data_root)
-    tent = with_tent(stored.message, stored.task)
-    message = tent if tta == "tent" else dsbn_for(site, stored.message, partial(build_deployed, stored.task))
-    expected = predicted(site, build_deployed(stored.task, message), "test")
-    found = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
-    assert torch.equal(found, expected)
-    plain = probabilities(stored, data_root / "O/test", tmp_path)
-    assert not torch.allclose(found, plain)
-    delivered = StoredModel(stored.task, tent if tta == "tent" else with_dsbn(stored.message), {})
-    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path), expected), "a model that came with it"
-    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt=tta), expected), "asking twice changes nothing"
-    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt="none"), plain), "and without it"
+def test_slices_of_one_volume_are_one_patients(segmentation: TaskConfig) -> None:
+    """A super model that chooses by patient answers them with one network, as the evaluation answers images of one patient."""
+
+    class Always(nn.Module):
+        def __init__(self, logit: float):
+            super().__init__()
+            self.logit = logit
+
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.full_like(images, self.logit)
+
+    class Brighter(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            means = images.mean(dim=(1, 2, 3))
+            return torch.stack([means, -means], dim=1)
+
+    levels = torch.tensor([5.0, -1.0, *[0.5] * 8])
+    images = levels[:, None, None, None].expand(-1, 1, 4, 4).contiguous()
+    networks: list[nn.Module] = [Always(3.0), Always(-3.0), Always(0.0)]
+    model = SuperModel(segmentation, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
+    data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
+    expected = torch.cat([answer[0] for answer in Site("S", segmentation, SiteData(data, data, data)).answers(model, "test")])
+    volume = Prepared(Input(Path("v.nii"), "v"), images, (4, 4), True)
+    pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False) for image in images[:2]]
+    whole, *alone = predictions(model, [volume, *pictures], segmentation)
+    assert torch.equal(whole.probabilities, expected) and len(set(whole.answered)) == 1 and len(whole.answered) == 10
+    assert len({one.answered for one in alone}) == 2, "files may be of several patients, and are asked for one by one"
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------
@@ -308,6 +310,43 @@ def test_settings_that_cannot_be(
     task = load_task({**segmentation.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}})
     with pytest.raises(ConfigError, match=text):
         predict(load_model(untrained(task)), [data_root / "A/test"], tmp_path / "out", **settings)
+
+
+LARGE = {"background": [0], "square": [70000]}
+
+
+def test_label_values_that_no_png_can_hold_are_refused_before_images_are_read(
+    untrained: Callable[..., Path], tmp_path: Path, segmentation: TaskConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = load_task({**segmentation.to_dict(), "target": "multiclass", "labels": list(LARGE), "label_values": LARGE})
+    nibabel.save(nibabel.Nifti1Image(np.zeros((8, 8, 2), np.uint8), np.eye(4)), tmp_path / "v.nii")
+    assert predict(load_model(untrained(task)), [tmp_path / "v.nii"], tmp_path / "volume").images == 1, "NIfTI holds them"
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "p.png")
+    monkeypatch.setattr("medflare.inference.predict.prepare", lambda *_: pytest.fail("was read"))
+    with pytest.raises(ConfigError, match=r"p.png: .* 0 to 65535, and label 'square' has the value 70000"):
+        predict(load_model(untrained(task)), [tmp_path / "v.nii", tmp_path / "p.png"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dicom_picture_whose_mask_cannot_be_written_is_named_and_the_others_go_through(
+    untrained: Callable[..., Path], tmp_path: Path, segmentation: TaskConfig, write_dicom: Callable[..., None]
+) -> None:
+    """Whether it is a picture or a volume, only reading shows."""
+    task = load_task({**segmentation.to_dict(), "target": "multiclass", "labels": list(LARGE), "label_values": LARGE})
+    stored = StoredModel(task, plain_message({}), {})
+    for name, level in (("dark", 0), ("light", 255)):
+        write_dicom(tmp_path / f"in/{name}/one", np.full((8, 8), level, np.uint8))
+    summary = predict(stored, [tmp_path / "in"], tmp_path / "out", builder=lambda task, message: TwoClasses())
+    assert summary.images == 1 and len(rows_of(tmp_path / "out")) == 1
+    assert len(summary.failed) == 1 and "light/one: label values from 70000 to 70000 do not fit a PNG mask" in summary.failed[0]
+
+
+class TwoClasses(nn.Module):
+    """Bright is the second class."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        bright = (images[:, :1] > 0.5).float()
+        return torch.cat([1 - bright, bright], dim=1)
 
 
 def test_an_output_folder_that_cannot_be_written(

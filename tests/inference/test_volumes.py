@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 
 from medflare.core import packages
 from medflare.core.errors import ConfigError
+from medflare.data.files.volumes import series_grid
 from medflare.data.sites.opening import open_site
 from medflare.federation.local import run_local
 from medflare.inference.deployed import StoredModel, load_model, plain_message
+from medflare.inference.dicom_seg import dicom_seg
 from medflare.inference.export import export
 from medflare.inference.inputs import find_inputs
 from medflare.inference.predict import fit, predict, prediction_model, predictions, prepare
@@ -196,6 +199,30 @@ def test_a_dicom_series_gets_a_segmentation_object(dims: int, tmp_path: Path) ->
     for frame, height in zip(frames, places, strict=True):
         np.testing.assert_array_equal(frame, mask[:, :, round((height - 30) / 2)].T)
     assert mask.any() and frames.sum() == mask.sum()
+
+
+def test_for_a_segmentation_object_no_pixels_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill the memory a second time; the object is the same but for its time, and for what is drawn anew for each."""
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    dicom_series(tmp_path / "ct")
+    grid = series_grid(tmp_path / "ct")
+    structures = {"cube": np.random.default_rng(0).random(grid.shape) > 0.5}
+    read, held = pydicom.dcmread, list[bool]()
+
+    def whole(file: Path, **options: Any) -> pydicom.FileDataset:
+        found = read(file, **options)
+        held.append("PixelData" in found)
+        return read(file)
+
+    lean = dicom_seg(tmp_path / "ct", structures, grid.affine, cube_task())
+    with monkeypatch.context() as patched:
+        patched.setattr(pydicom, "dcmread", whole)
+        full = dicom_seg(tmp_path / "ct", structures, grid.affine, cube_task())
+    assert held and not any(held)
+    first, second = (pydicom.dcmread(BytesIO(content)) for content in (lean, full))
+    changed = {element.keyword for element in first if second.get(element.tag) != element}
+    times = {f"{of}{unit}" for of in ("Content", "InstanceCreation") for unit in ("Date", "Time")}
+    assert changed <= {*times, "DimensionOrganizationSequence", "DimensionIndexSequence", "ContributingEquipmentSequence"}
 
 
 def test_what_can_have_no_segmentation_object_is_named(tmp_path: Path) -> None:

@@ -84,13 +84,18 @@ def test_defaults_count_in_the_fingerprint() -> None:
         ({"spatial_dims": 3, "size": [8, 8, 8], "spacing": [1, 0, 1]}, "spacing must be three millimetres above 0, or null as stored"),
         ({"spatial_dims": 3, "size": [8, 8, 8], "spacing": [1, -2, 1]}, "spacing must be three millimetres above 0, or null as stored"),
         ({"spatial_dims": 3}, "size [16, 16] has 2 sides, spatial_dims is 3; make them agree"),
+        (
+            {"spatial_dims": 3, "size": [8, 8, 8], "slices": {"axis": 0, "keep": "foreground"}},
+            "slices is for volumes that are cut (spatial_dims 2), here they stay whole; leave it out",
+        ),
+        ({"surface_tolerance": 9.0}, "surface_tolerance is for segmentation of volumes (spatial_dims 3); leave it out"),
         ({"fit": "patches"}, "fit must be one of resize, patch, got 'patches'"),
         ({"patches_per_image": 2}, "patches_per_image is for fit 'patch', this task has 'resize'; leave it out"),
         ({"missing_channels": "zeros"}, "missing_channels 'zeros' needs the channels' names, channels is 1; list them"),
         ({"unreadable_limit": {"share": 2}}, "unreadable_limit.share must be at most 1, got 2"),
         ({"size": [64]}, "size [64] has 1 sides, spatial_dims is 2; make them agree"),
-        ({"size": [0, 64]}, "size must be [height, width] in pixels, or [height, width, depth] in voxels, each at least 1, got [0, 64]"),
-        ({"size": 64}, "size must be [height, width] in pixels, or [height, width, depth] in voxels, each at least 1, got 64"),
+        ({"size": [0, 64]}, "size must be [height, width] in pixels, or [X, Y, Z] in voxels, each at least 1, got [0, 64]"),
+        ({"size": 64}, "size must be [height, width] in pixels, or [X, Y, Z] in voxels, each at least 1, got 64"),
         ({"labels": ["a", "a"]}, "labels must be a list of different label names, got ['a', 'a']"),
         ({"labels": []}, "labels must be a list of different label names, got []"),
         ({"labels": "ab"}, "labels must be a list, got 'ab'"),
@@ -143,6 +148,32 @@ def test_missing_setting() -> None:
 def test_partial_label_values() -> None:
     with pytest.raises(ConfigError, match="nothing about cup"):
         load_task({**SEGMENTATION, "target": "multilabel", "labels": ["disc", "cup"], "label_values": {"disc": [1]}})
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_a_stored_value_means_one_label_where_there_is_one(kind: str) -> None:
+    """Masks took the last label that lists a value, classes the first; a binary structure of 0 was background as well."""
+    settings = {**SEGMENTATION, "kind": kind, "metric": "dice" if kind == "segmentation" else "accuracy"}
+    several = {**settings, "target": "multiclass", "labels": ["bg", "a", "b"]}
+    for values, words in (
+        ({"bg": [0], "a": [1], "b": [1]}, "1 means 'a' and 'b', a multiclass task takes one; take it out of 'b'"),
+        ({"b": [2], "bg": [0, 2], "a": [1]}, "2 means 'b' and 'bg', a multiclass task takes one; take it out of 'bg'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^task 'squares': label_values: {words}$"):
+            load_task({**several, "label_values": values})
+    with pytest.raises(ConfigError, match=r"0 means 'not square' and 'square', a binary task takes one; take it out of 'square'$"):
+        load_task({**settings, "label_values": {"square": [3, 0]}})
+
+
+@pytest.mark.parametrize(
+    ("target", "values"),
+    [
+        ("multilabel", {"disc": [1, 2], "cup": [2]}),
+        ("multiclass", {"disc": [9, 9], "cup": [0]}),  # any value may be the background's, and one that is said twice is clear
+    ],
+)
+def test_other_values_stay_allowed(target: str, values: dict[str, list[int]]) -> None:
+    assert load_task({**SEGMENTATION, "target": target, "labels": ["disc", "cup"], "label_values": values}).label_values == values
 
 
 def test_foreground_slices_need_masks() -> None:

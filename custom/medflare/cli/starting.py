@@ -272,7 +272,7 @@ def _agreed(options: argparse.Namespace, proposed: "Plan") -> "Plan":
 
 def _sites(root: Path) -> str:
     """What --sites is for a data root."""
-    from medflare.data.datalist import site_folders
+    from medflare.data.datalist import site_folders, site_name
 
     folders = site_folders(root)
-    return "1" if folders == [root] else ",".join(folder.name for folder in folders)
+    return "1" if folders == [root] else ",".join(site_name(folder) for folder in folders)

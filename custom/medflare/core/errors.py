@@ -1,5 +1,22 @@
 """Errors that a person can act on: one line that names the offender, the place and the remedy."""
 
+from typing import Final
+
+_LONGEST: Final = 200  # characters of what another library says
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of another library says, as a part of a line; its kind where it says nothing.
+
+    Args:
+        error: what was caught.
+
+    Examples:
+        >>> one_line(ValueError("size mismatch:\\n  (2, 3)")), one_line(KeyError())
+        ('size mismatch: (2, 3)', 'KeyError')
+    """
+    return " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+
 
 class MedflareError(Exception):
     """Base of every error that medflare raises on purpose; its text is one clear line."""

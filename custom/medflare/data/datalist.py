@@ -19,7 +19,7 @@ from medflare.core.settings import STRICT, checked, takes
 
 FILE = "datalist.json"
 SPLITS = ("training", "validation", "test")
-_SHARES = {"training": 7, "validation": 1, "test": 2}
+SHARES = {"training": 7, "validation": 1, "test": 2}  # of the patients, where splits are drawn and nobody says otherwise
 _REMEDY = 'an entry is an object {"image": FILE, "label": ...}; complete it or take it out'
 
 
@@ -49,7 +49,7 @@ class Entry:
     image: Path
     label: Any  # Path or list of Paths (segmentation), int or list of 0/1 (classification)
     patient: str  # the file's own name where the datalist names no patient
-    split: str  # "" until `assign_splits` has drawn one
+    split: str  # the list that it stands in, until `assign_splits` has drawn another
     place: str  # "DIR/datalist.json training[3]", for messages
     channels: tuple[Path | None, ...] = ()  # a file for every channel, None for one that is missing; empty where one file holds all
 
@@ -89,6 +89,15 @@ def site_folders(root: Path) -> list[Path]:
     return folders
 
 
+def site_name(folder: Path) -> str:
+    """What the site of a folder is called: as the folder is, be it a link, since links of several sites may lead to folders of one name.
+
+    Args:
+        folder: of the site; one that ends without a name, as "." does, is called as the folder that it means.
+    """
+    return folder.resolve().name if folder.name in ("", "..") else folder.name
+
+
 def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list[Entry]:
     """All entries, in file order.
 
@@ -98,7 +107,8 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
         folders: where files may lie beside `folder`; links are followed before it is judged where a file lies.
 
     Raises:
-        DataError: the file is missing, not JSON or empty, or an entry lacks its image or label, or names a file elsewhere.
+        DataError: the file is missing, not JSON or without any of the three lists (they may be empty), or an entry lacks its image or
+            label, or names a file elsewhere.
     """
     path = folder / FILE
     homes = [home.resolve() for home in (folder, *folders)]
@@ -326,8 +336,8 @@ def _draw_missing(entries: list[Entry], missing: list[str], site: str, seed: int
             f"site {site}: {len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}; "
             f"list {' and '.join(missing)} in datalist.json or add patients"
         )
-    total = sum(_SHARES[split] for split in drawn)
-    counts = {split: max(1, round(len(patients) * _SHARES[split] / total)) for split in missing}
+    total = sum(SHARES[split] for split in drawn)
+    counts = {split: max(1, round(len(patients) * SHARES[split] / total)) for split in missing}
     order = [patients[index] for index in numpy_generator(seed, site, "splits").permutation(len(patients))]
     home = dict.fromkeys(order, "training")
     start = 0

@@ -13,7 +13,7 @@ from medflare.core.settings import no_such
 from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings
 from medflare.data.cache.shards import Shards
-from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits, names_of_masks
+from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits, names_of_masks, site_name
 from medflare.data.files.bounds import ImageBounds
 from medflare.data.files.decoding import Decoded
 from medflare.data.files.sources import FileSource, PhantomSource, Source
@@ -40,6 +40,24 @@ def resolve_data_root(site: str, task: TaskConfig, own: str = "", given: Path | 
     Raises:
         DataError: a root that holds no data for the site, or no root at all for a task without embedded data.
     """
+    folder = site_folder(site, own, given)
+    if folder is not None or task.embedded:
+        return folder
+    remedy = f'give --data-root FOLDER, write {{"data_root": FOLDER}} to the site\'s local/medflare.json, or set {ENVIRONMENT}'
+    raise DataError(f"site {site}: no data root for task {task.name}; {remedy}")
+
+
+def site_folder(site: str, own: str = "", given: Path | str | None = None) -> Path | None:
+    """The folder that holds a site's datalist.json, see `resolve_data_root`; None where nobody names a data root.
+
+    Args:
+        site: its name.
+        own: see `resolve_data_root`.
+        given: see there.
+
+    Raises:
+        DataError: a root that holds no data for the site.
+    """
     named = [
         (given, "data_root"),
         (own, '"data_root" of local/medflare.json'),
@@ -47,14 +65,11 @@ def resolve_data_root(site: str, task: TaskConfig, own: str = "", given: Path | 
     ]
     for value, origin in named:
         if value:
-            return _site_folder(Path(value).expanduser(), site, origin)
-    if task.embedded:
-        return None
-    remedy = f'give --data-root FOLDER, write {{"data_root": FOLDER}} to the site\'s local/medflare.json, or set {ENVIRONMENT}'
-    raise DataError(f"site {site}: no data root for task {task.name}; {remedy}")
+            return _folder_within(Path(value).expanduser(), site, origin)
+    return None
 
 
-def _site_folder(root: Path, site: str, origin: str) -> Path:
+def _folder_within(root: Path, site: str, origin: str) -> Path:
     if not root.is_dir():
         raise DataError(f"site {site}: data root {root} ({origin}) is not a folder; correct the path")
     for folder in (root / site, root):
@@ -62,7 +77,7 @@ def _site_folder(root: Path, site: str, origin: str) -> Path:
             return folder
     if (root / site).is_dir():
         raise DataError(f"site {site}: {root / site} holds no {FILE}; `medflare data init` writes one")
-    known = sorted(folder.parent.name for folder in root.glob(f"*/{FILE}"))
+    known = sorted(site_name(path.parent) for path in root.glob(f"*/{FILE}"))
     if known:
         raise DataError(no_such("site", site, known, f"data root {root} ({origin})"))
     raise DataError(f"site {site}: data root {root} ({origin}) holds no {FILE} and no folder {site}; correct the path or add the data")
@@ -204,18 +219,19 @@ def renumbering(names: Mapping[str, Sequence[int]], used: Collection[int], task:
         own[_plain(label)].update(numbers)
     a_mask_each = task.kind == "segmentation" and task.target == "multilabel" and not task.label_values
     called = list(enumerate(names_of_masks(names))) if a_mask_each else sorted((n, name) for name, of in names.items() for n in of)
-    negative = {0} if task.target == "binary" or (task.kind == "segmentation" and not a_mask_each) else set()
-    alike = {number for number, name in called if number in own.get(_plain(name), ())}
-    moved = {number: name for number, name in called if number not in own.get(_plain(name), {number})}
-    unknown = {number: name for number, name in called if _plain(name) not in own and name != str(number)}
-    other = {number: name for number, name in unknown.items() if number in meant.keys() - negative}
-    translated = alike <= negative and meant.keys() - negative <= dict(called).keys()
-    if not moved and (not other or translated or task.label_values):  # a task that says what numbers mean may name them otherwise
-        return {}, _counted_as((number, name, number, meant[number]) for number, name in other.items())
-    known = {number: min(own[_plain(name)]) for number, name in moved.items()}
-    if known and task.kind == "classification" and task.target == "multiclass" and set(used) & meant.keys() <= alike | known.keys():
-        return known, _counted_as((number, name, known[number], meant[known[number]]) for number, name in moved.items())
-    number, name = min((moved or other).items())
+    background = {0} if task.target == "binary" or (task.kind == "segmentation" and not a_mask_each) else set()
+    classes = meant.keys() - background
+
+    same = {number for number, name in called if number in own.get(_plain(name), ())}
+    moved = {number: name for number, name in called if _plain(name) in own and number not in own[_plain(name)]}
+    strange = {number: name for number, name in called if _plain(name) not in own and name != str(number) and number in classes}
+    if moved and task.kind == "classification" and task.target == "multiclass" and set(used) & meant.keys() <= same | moved.keys():
+        theirs = {number: min(own[_plain(name)]) for number, name in moved.items()}
+        return theirs, _counted_as((number, name, theirs[number], meant[theirs[number]]) for number, name in moved.items())
+    in_other_words = same <= background and classes <= dict(called).keys()
+    if not moved and (not strange or in_other_words or task.label_values):  # a task that says what numbers mean may name them otherwise
+        return {}, _counted_as((number, name, number, meant[number]) for number, name in strange.items())
+    number, name = min((moved or strange).items())
     has = ", ".join(f"{number} {label}" for number, label in sorted(meant.items()))
     remedy = "write the task's name there if it means the same, or say in the task's label_values what numbers mean"
     raise DataError(f'{place}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {has}; {remedy}')

@@ -113,9 +113,7 @@ class OneByOne(_InMemory):
         Args:
             rows: long (B,).
         """
-        chosen = rows.tolist() or [0]  # of none, the size is that of the first
-        images, targets = torch.stack([self.images[row] for row in chosen]), torch.stack([self.targets[row] for row in chosen])
-        return images[: len(rows)], targets[: len(rows)]
+        return _stacked(self, rows)
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ class Joined:
     @cached_property
     def targets(self) -> Images:
         """A sequence that reads them one by one."""
-        return Targets(len(self), lambda row: self._found(row)[0].targets[self._found(row)[1]])
+        return Targets(len(self), self._target)
 
     def image(self, row: int) -> Tensor:
         """One image, float32 (C, ...).
@@ -208,9 +206,11 @@ class Joined:
         Args:
             rows: long (B,).
         """
-        chosen = rows.tolist() or [0]  # of none, the size is that of the first
-        images, targets = torch.stack([self.image(row) for row in chosen]), torch.stack([self.targets[row] for row in chosen])
-        return images[: len(rows)], targets[: len(rows)]
+        return _stacked(self, rows)
+
+    def _target(self, row: int) -> Tensor:
+        part, own = self._found(row)
+        return part.targets[own]
 
     def _found(self, row: int) -> tuple[Samples, int]:
         """The part of a row, and its row there."""
@@ -220,6 +220,13 @@ class Joined:
     @cached_property
     def _ends(self) -> list[int]:
         return list(accumulate(len(part) for part in self.parts))
+
+
+def _stacked(split: Samples, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`take` of a split that has its images one by one."""
+    chosen = rows.tolist() or [0]  # of none, the size is that of the first
+    images, targets = torch.stack([split.image(row) for row in chosen]), torch.stack([split.targets[row] for row in chosen])
+    return images[: len(rows)], targets[: len(rows)]
 
 
 def joined(parts: Sequence[Samples], names: Sequence[str]) -> Samples:

@@ -35,6 +35,23 @@ def best_value(metric: str, values: Iterable[float | None]) -> float | None:
     return min(defined) if lower_is_better(metric) else max(defined)
 
 
+def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
+    """Whether this model is the best of the site's (or the mean's) models by the metric.
+
+    Args:
+        models: model -> metric -> value.
+        model: one of them.
+        metric: its name.
+
+    Examples:
+        >>> models = {"global": {"dice": 0.5}, "personal": {"dice": 0.6}, "deployed": {"dice": None}}
+        >>> [is_best(models, model, "dice") for model in models]
+        [False, True, False]
+    """
+    value = models[model][metric]
+    return value is not None and value == best_value(metric, (other[metric] for other in models.values()))
+
+
 def format_bytes(count: float) -> str:
     """Bytes with binary prefixes: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -11,11 +11,11 @@ from medflare.evaluation.classes import class_tables
 from medflare.evaluation.figures import models_by_site, roc_curves, training_curves, with_own_ids
 from medflare.evaluation.names import ROLES, RUNNING, SPLITS
 from medflare.evaluation.presentation import (
-    best_value,
     format_bytes,
     format_metric,
     format_seconds,
     format_setting,
+    is_best,
     lower_is_better,
     metric_label,
     metric_names,
@@ -89,14 +89,8 @@ def template(name: str) -> "Template":
         lstrip_blocks=True,
     )
     environment.filters.update(label=metric_label, setting=format_setting)
-    environment.globals.update(zip=zip, shown=format_metric, best=_is_best, lower_is_better=lower_is_better)
+    environment.globals.update(zip=zip, shown=format_metric, best=is_best, lower_is_better=lower_is_better)
     return environment.get_template(name)
-
-
-def _is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
-    """Whether this model is the best of the site's (or the mean's) models by the metric."""
-    value = models[model][metric]
-    return value is not None and value == best_value(metric, (other[metric] for other in models.values()))
 
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:

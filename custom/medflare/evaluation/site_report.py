@@ -1,7 +1,7 @@
 """A site's own report.html: what the models do on its test images, patient by patient. It speaks of patients and stays at the site."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -68,6 +68,7 @@ def render_site_report(report: SiteReport) -> str:
         what=what,
         means={heading: _mean(found) for heading, found in values.items()},
         patients=worst(values),
+        lowest_of=deployed_heading(values),
         plot=patients_plot(values, {heading: mean_interval(found) for heading, found in values.items()}, what) if drawable else None,
         classes=classes,
         curves=roc_curves(_lines(classes)) if drawable else None,
@@ -147,8 +148,25 @@ def mean_interval(values: Values) -> tuple[float, float] | None:
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
+def deployed_heading(headings: Iterable[str]) -> str:
+    """The heading of the deployed model, which may share its column; the last one where no column is its own, "" of none.
+
+    Args:
+        headings: see `model_columns`.
+
+    Examples:
+        >>> deployed_heading(["global = deployed", "personal"])
+        'global = deployed'
+    """
+    last = ""
+    for last in headings:
+        if "deployed" in last.split(" = "):
+            break
+    return last
+
+
 def worst(values: Mapping[str, Values]) -> dict[str, dict[str, float | None]]:
-    """The patients with the lowest values of the last model, the lowest first: patient -> model -> value.
+    """The patients with the lowest values of the deployed model, the lowest first: patient -> model -> value.
 
     Args:
         values: model -> patient -> value.
@@ -159,8 +177,8 @@ def worst(values: Mapping[str, Values]) -> dict[str, dict[str, float | None]]:
     """
     if not values:
         return {}
-    last = list(values.values())[-1]
-    names = sorted(last, key=lambda name: (last[name], name))[:_LISTED]
+    deployed = values[deployed_heading(values)]
+    names = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
     return {name: {model: found.get(name) for model, found in values.items()} for name in names}
 
 

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from medflare.evaluation.names import COMPLETED, ROLES, SPLITS
 from medflare.evaluation.presentation import (
-    best_value,
     event_counts,
     format_bytes,
     format_metric,
     format_seconds,
+    is_best,
     lower_is_better,
     metric_label,
     metric_names,
@@ -110,9 +110,7 @@ def _told(results: Mapping[str, Any]) -> list[Table]:
 
 
 def _cells(models: Mapping[str, Mapping[str, float | None]], columns: list[tuple[str, str]]) -> list[Text]:
-    cells = []
-    for model, metric in columns:
-        value = models[model][metric]
-        best = value is not None and value == best_value(metric, (values[metric] for values in models.values()))
-        cells.append(Text(format_metric(metric, value), "bold green" if best else ""))
-    return cells
+    return [
+        Text(format_metric(metric, models[model][metric]), "bold green" if is_best(models, model, metric) else "")
+        for model, metric in columns
+    ]

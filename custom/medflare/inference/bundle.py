@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
 from medflare.data.files.kinds import PICTURES
-from medflare.data.files.readers import COLOURS
+from medflare.data.files.readers import COLOURS, LABELS, LUMA
 from medflare.data.sites.fitting import OVERLAP
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
@@ -25,11 +25,11 @@ from medflare.tasks.config import TaskConfig
 
 _META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
-_UPRIGHT = (  # as tasks.readers, but for 16 bits: what a camera says of its position, transparency, palettes
+_UPRIGHT = (  # as data.files.readers, but for 16 bits: what a camera says of its position, transparency, palettes
     "$lambda image: (lambda image: image.convert('L') if image.mode == 'LA' else image.convert('RGB') "
     f"if image.mode in {(*COLOURS, 'P')!r} else image)(ImageOps.exif_transpose(image))"
 )
-_LUMA = "torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)"  # as tasks.readers
+_LUMA = f"torch.tensor({list(LUMA)}).reshape(3, 1, 1)"
 
 
 def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path) -> list[Callable[[Tensor], Tensor]]:
@@ -200,7 +200,7 @@ def _volume_preprocessing(task: TaskConfig) -> list[Any]:
     intensity = as_data(task.intensity)
     steps: list[Any] = [
         {"_target_": "LoadImaged", "keys": "image", "reader": "NibabelReader", "ensure_channel_first": True},
-        {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": [["L", "R"], ["P", "A"], ["I", "S"]]},
+        {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": as_data(LABELS)},
     ]
     if task.spacing is not None:
         steps.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(task.spacing), "mode": "bilinear", "padding_mode": "border"})

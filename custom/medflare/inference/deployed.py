@@ -224,7 +224,8 @@ def load_model(folder: Path | str) -> StoredModel:
     """Read a delivered model; nothing is unpickled.
 
     Raises:
-        StateError: a file is missing or damaged, the card is of another schema or was changed, or card and weights do not belong together.
+        StateError: a file is missing or damaged, the card is of another schema or was changed, its task is none that this version
+            knows, or card and weights do not belong together.
     """
     folder = Path(folder)
     missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
@@ -245,4 +246,10 @@ def load_model(folder: Path | str) -> StoredModel:
         raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its seal does not fit; fetch the model again")
     if file_digest(folder / WEIGHTS_FILE) != checksum:
         raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
-    return StoredModel(load_task(described), read_message(folder / WEIGHTS_FILE), card)
+    try:
+        task = load_task(described)
+    except ConfigError as error:
+        release = (card.get("versions") or {}).get("medflare", "no release is named")
+        remedy = f"use the medflare that wrote it ({release})"
+        raise StateError(f"{folder / CARD_FILE}: its task cannot be used here, {remedy}: {error}") from error
+    return StoredModel(task, read_message(folder / WEIGHTS_FILE), card)

@@ -113,13 +113,13 @@ def unwritable(image: Path, why: str) -> DataError:
 
 
 def _slices(series: Path, affine: np.ndarray, count: int) -> list[Any]:
-    """The files' headers in the order of the volume's slices."""
+    """The files in the order of the volume's slices, without their pixels."""
     from pydicom import dcmread
 
     placed: dict[int, Any] = {}
     to_index = np.linalg.inv(affine)
     for file in dicom_files(series):
-        header = dcmread(file)
+        header = dcmread(file, stop_before_pixels=True)
         for keyword in _NEEDED:
             if not header.get(keyword):
                 raise unwritable(series, f"{file.name} has no {keyword}")

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from medflare.core.errors import ConfigError, DataError, ExportError
+from medflare.core.errors import ConfigError, DataError, ExportError, one_line
 from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
 from medflare.core.store import write_atomically, write_json
@@ -241,8 +241,9 @@ FORMATS = tuple(_WRITERS)
 
 
 def _unrecordable(error: Exception, format: str) -> ExportError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return ExportError(f"the model's computation cannot be recorded as {format} ({reason}); use another format or `medflare predict`")
+    return ExportError(
+        f"the model's computation cannot be recorded as {format} ({one_line(error)}); use another format or `medflare predict`"
+    )
 
 
 @contextmanager

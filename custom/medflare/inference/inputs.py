@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError
-from medflare.data.files.kinds import DICOM, NIFTI, PICTURES, dicom_images, suffix
+from medflare.data.files.kinds import DICOM, NIFTI, PICTURES, dicom_images, stem, suffix
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
 
 def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
     """The image that a file belongs to, and which channel of it the file's name says that it is; "" where it says none."""
-    stem = _stem(image)
+    named = stem(image)
     for name in sorted(channels, key=len, reverse=True):
-        if stem == name:
+        if named == name:
             return image.parent, name
-        if stem.endswith((f"_{name}", f"-{name}")):
-            return image.with_name(stem[: -len(name) - 1]), name
+        if named.endswith((f"_{name}", f"-{name}")):
+            return image.with_name(named[: -len(name) - 1]), name
     return image, ""
 
 
@@ -109,15 +109,11 @@ def _header(file: Path) -> tuple[Any, ...] | None:
 
 def _relative_name(image: Path, given: Path, prefixed: bool) -> Path:
     """The name without suffix, below the folder that was given; below that folder's own name where several were."""
-    stem = _stem(image)
+    name = stem(image)
     if image == given:
-        return Path(stem or image.resolve().name)
-    below = image.relative_to(given).with_name(stem)
+        return Path(name or image.resolve().name)
+    below = image.relative_to(given).with_name(name)
     return Path(given.resolve().name) / below if prefixed else below
-
-
-def _stem(image: Path) -> str:
-    return image.name[: len(image.name) - len(suffix(image))] if suffix(image) in (*PICTURES, *NIFTI, *DICOM) else image.name
 
 
 def _unique(name: Path, taken: set[str]) -> str:

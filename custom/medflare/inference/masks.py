@@ -2,25 +2,29 @@
 
 import gzip
 import io
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, DataError
 from medflare.core.store import write_atomically
 from medflare.data.files.geometry import Grid
-from medflare.data.files.kinds import NIFTI, is_dicom, suffix
-from medflare.data.files.volumes import series_grid
+from medflare.data.files.kinds import NIFTI, PICTURES, is_dicom, suffix
+from medflare.data.files.volumes import series_grid, turned_back
 from medflare.data.targets import stored_values
 from medflare.inference.dicom_seg import dicom_seg, unwritable
 from medflare.inference.inputs import Input
 from medflare.tasks.config import TaskConfig
+
+_PNG_VALUES = range(2**16)
 
 
 def restored(probabilities: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -40,6 +44,22 @@ def restored(probabilities: Tensor, size: tuple[int, ...]) -> Tensor:
     if all(side <= old for side, old in zip(size, probabilities.shape[2:], strict=True)):
         return functional.interpolate(probabilities, size, mode="area")
     return functional.interpolate(probabilities, size, mode="bilinear" if len(size) == 2 else "trilinear", align_corners=False)
+
+
+def in_place(probabilities: Tensor, size: tuple[int, ...], grids: tuple[Grid, Grid] | None, task: TaskConfig) -> Tensor:
+    """Probabilities (outputs, ...) on the network's grid, where the image has its pixels or voxels as stored.
+
+    Args:
+        probabilities: of one picture or volume.
+        size: of the image before the network's size.
+        grids: of a volume: where its voxels lie as stored, and along the task's axes.
+        task: gives these axes.
+    """
+    values = restored(probabilities[None], size)[0]
+    if grids is None:
+        return values
+    stored, here = grids
+    return turned_back(values, here, stored, task)
 
 
 def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
@@ -100,6 +120,46 @@ def pixels(mask: np.ndarray, task: TaskConfig) -> dict[str, int]:
     return {label: int(found.sum()) for label, found in label_masks(mask, task).items()}
 
 
+def sizes(counts: dict[str, int], grid: Grid | None) -> dict[str, Any]:
+    """Columns of the table: pixels of every label; of a volume, voxels, and millilitres where the file says how large a voxel is.
+
+    Args:
+        counts: from `pixels`.
+        grid: where the voxels of a volume lie as stored.
+    """
+    if grid is None:
+        return {f"pixels_{label}": count for label, count in counts.items()}
+    voxel = math.prod(grid.spacing or ()) / 1000
+    volumes = {f"ml_{label}": f"{count * voxel:.6g}" for label, count in counts.items() if grid.known}
+    return {**{f"voxels_{label}": count for label, count in counts.items()}, **volumes}
+
+
+def check_values(inputs: Sequence[Input], task: TaskConfig) -> None:
+    """Before images are read, refuse a task whose label values the masks of these pictures cannot hold.
+
+    Whether a DICOM file is a picture or a volume, whose mask holds more, only reading shows: `write_masks` refuses its mask.
+
+    Args:
+        inputs: what masks are to be written for.
+        task: gives target, labels and their stored values.
+
+    Raises:
+        ConfigError: a value that no PNG holds.
+    """
+    if task.kind == "classification" or (task.target == "multilabel" and not task.label_values):
+        return
+    picture = next((source.path for source in inputs if suffix(source.path) in PICTURES), None)
+    shown = slice(None if task.target == "multilabel" else 1)  # the values that `label_map` gives
+    written = {value: label for label, listed in zip(task.labels, stored_values(task), strict=True) for value in listed[shown]}
+    beyond = [(label, value) for value, label in written.items() if value not in _PNG_VALUES]
+    if picture is not None and beyond:
+        label, value = beyond[0]
+        raise ConfigError(
+            f"{picture}: its mask would be a PNG, which holds 0 to {_PNG_VALUES[-1]}, and label {label!r} has the value {value}; "
+            "give the image as NIfTI, or train with other label_values"
+        )
+
+
 def write_masks(
     source: Input, masks: np.ndarray, task: TaskConfig, out: Path, grid: Grid | None = None, *, seg: bool = False
 ) -> list[Path]:
@@ -117,7 +177,7 @@ def write_masks(
         The files, named after the input: NAME_seg.png, NAME_seg.nii.gz, or NAME_seg_LABEL... with a mask per label.
 
     Raises:
-        DataError: `seg`, and the image is DICOM and can have no segmentation object.
+        DataError: `seg`, and the image is DICOM and can have no segmentation object; or values that a PNG cannot hold.
     """
     if seg and source.path.is_file() and is_dicom(source.path):
         raise unwritable(source.path, "it is no series of slices that have a place each")
@@ -130,7 +190,7 @@ def write_masks(
     for mask, label in zip(masks, _endings(task.labels) if len(masks) > 1 else [""], strict=True):
         nifti = suffix(source.path) in NIFTI or mask.ndim == 3
         file = out / f"{source.name}_seg{label}{'.nii.gz' if nifti else '.png'}"
-        write_atomically(file, _nifti(source.path, mask, grid) if nifti else _png(mask))
+        write_atomically(file, _nifti(source.path, mask, grid) if nifti else _png(source.path, mask))
         files.append(file)
     return files
 
@@ -142,11 +202,12 @@ def _endings(labels: Sequence[str]) -> list[str]:
     return [f"_{name}_{number}" if same[name.casefold()] > 1 else f"_{name}" for number, name in enumerate(plain, start=1)]
 
 
-def _png(mask: np.ndarray) -> bytes:
+def _png(path: Path, mask: np.ndarray) -> bytes:
     from PIL import Image
 
-    if mask.min(initial=0) < 0 or mask.max(initial=0) >= 2**16:
-        raise ConfigError(f"label values from {mask.min()} to {mask.max()} do not fit a PNG mask (0 to 65535); change label_values")
+    if mask.min(initial=0) not in _PNG_VALUES or mask.max(initial=0) not in _PNG_VALUES:
+        held = f"label values from {mask.min()} to {mask.max()} do not fit a PNG mask (0 to {_PNG_VALUES[-1]})"
+        raise DataError(f"{path}: {held}; give the image as NIfTI, or train with other label_values")
     content = io.BytesIO()
     Image.fromarray(mask.astype(np.uint8 if mask.max(initial=0) < 256 else np.uint16)).save(content, format="PNG")
     return content.getvalue()

@@ -2,14 +2,14 @@
 
 Images are predicted in the order in which they are given, in batches that run across files and slices, as the evaluation of a
 run does with a test split: the same images in the same order give the same numbers. That matters where a model adapts to the
-unlabelled images themselves, see `prediction_model`.
+unlabelled images themselves, see `prediction_model`. What evaluation knows and nobody here is which files are one patient's: a
+model that looks at whole patients (FedSM's) is asked for all slices of a volume together, and for pictures one by one.
 """
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,17 +23,18 @@ from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture
 from medflare.data.files.geometry import Grid
-from medflare.data.files.volumes import read_channels, turned, turned_back
+from medflare.data.files.volumes import read_channels, turned
 from medflare.data.progress import counted
 from medflare.data.sites.computing import usable_device
 from medflare.data.sites.fitting import windows_of
-from medflare.data.sites.scoring import predict_each, scoring_batch
+from medflare.data.sites.scoring import PatientWise, asks_patients, predict_each, scoring_batch
 from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
-from medflare.inference.masks import label_map, pixels, restored, write_masks
+from medflare.inference.masks import check_values, in_place, label_map, pixels, sizes, write_masks
+from medflare.inference.routing import TestTimeNorm
 from medflare.inference.tent import Tent
 from medflare.tasks.config import TaskConfig
 
@@ -150,13 +151,15 @@ def predict(
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
 
     Raises:
-        ConfigError: an unknown adaptation or device, a network that cannot adapt, or a missing package.
+        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, or label values that no mask
+            of these images holds.
         StateError: weights that do not fit the task, or an output folder that cannot be written.
     """
     task = stored.task
     if seg:
         check_writable()
     inputs, problems = find_inputs(images, out, task.channel_names)
+    check_values(inputs, task)
     summary = Summary(out / TABLE, say)
     model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
     try:
@@ -189,7 +192,8 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
 
     "auto" is the model as its method means it: a model that fits itself to unlabelled images (routed, dsbn) is to be fitted to
     those that are predicted, one that learns while it predicts (tent) does, others stay as they are. "none" leaves a fitted
-    model as it was delivered and Tent out. "tent" and "dsbn" adapt any model whose networks have BatchNorm.
+    model as it was delivered and Tent out. "tent" and "dsbn" adapt any model whose BatchNorm uses the statistics of its training,
+    in place of what the model came with.
 
     Args:
         stored: the delivered model.
@@ -197,20 +201,23 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
         adapt: one of `ADAPTATIONS`.
 
     Raises:
-        ConfigError: an unknown adaptation, or a network without BatchNorm.
+        ConfigError: an unknown adaptation, or a network without BatchNorm or with one that adapts already.
         StateError: weights that do not fit the task.
     """
     if adapt not in ADAPTATIONS:
         raise ConfigError(f"no adaptation {adapt!r}; known are {', '.join(ADAPTATIONS)}")
-    if adapt == "none" and stored.kind == "tent":
+    replaced = {"tent": ("none", "dsbn"), "dsbn": ("tent",)}  # delivered: what is asked for in its place
+    if adapt in replaced.get(stored.kind, ()):
         facts = {**stored.message.facts, "kind": stored.message.facts["base"]}
         stored = StoredModel(stored.task, Message(stored.message.states, facts), stored.card)
     model = stored.build(builder)
-    if adapt == "tent" and stored.kind != "tent":
+    if adapt in ("auto", "none", stored.kind):
+        return model
+    if any(isinstance(part, TestTimeNorm) for part in model.modules()):
+        raise ConfigError(f"a model of kind {stored.kind!r} normalises by the test images already; use the adaptation auto or none")
+    if adapt == "tent":
         return Tent(model, stored.task.target, batch_size=stored.task.batch_size)
-    if adapt == "dsbn" and stored.kind != "dsbn":
-        return TargetStatistics(model)
-    return model
+    return TargetStatistics(model)
 
 
 def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device: str, kind: str) -> str:
@@ -274,6 +281,8 @@ def _readable(inputs: list[Input], task: TaskConfig, bounds: ImageBounds, fail: 
 def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:
     """Every input's prediction, in order, computed in batches of `scoring_batch` that run across inputs, or by the sliding window.
 
+    A model that looks at whole patients is asked for all slices of a volume together; pictures may be of several patients.
+
     Args:
         model: what the network is fed with, to probabilities.
         prepared: inputs; taken as they are needed.
@@ -289,6 +298,15 @@ def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig
             slid = predict_each(model, (image[None].to(device) for image in whole.images), task, size)
             yield Prediction(whole, torch.stack(slid), ("",) * len(slid))
         return
+    for volumes, parts in groupby(prepared, lambda part: part.volume and asks_patients(model, images=1)):
+        if volumes:
+            yield from (Prediction(part, *answers.together(part.images.to(device).split(size))) for part in parts)
+        else:
+            yield from _in_batches(answers, parts, size, device)
+
+
+def _in_batches(answers: "_Answers", prepared: Iterable[Prepared], size: int, device: str) -> Iterator[Prediction]:
+    """Predictions by batches of `size` that run across inputs."""
     waiting: deque[Prepared] = deque()
     rows: list[Tensor] = []
     done: list[tuple[Tensor, str]] = []
@@ -324,6 +342,14 @@ class _Answers:
         names = self.seen if len(self.seen) == len(images) else [""] * len(images)  # Tent may ask several times
         return list(zip(outputs, names, strict=True))
 
+    @torch.no_grad()
+    def together(self, parts: Sequence[Tensor]) -> tuple[Tensor, tuple[str, ...]]:
+        """The same of all slices of one volume, of a model that looks at whole patients."""
+        assert isinstance(self.model, PatientWise)  # nobody else is asked so
+        outputs = self.model.together(parts).float().cpu()
+        names = self.model.answered if isinstance(self.model, Choosing) else [""] * len(outputs)
+        return outputs, tuple(names)
+
 
 # -- results ---------------------------------------------------------------------------------------------------------------
 
@@ -331,39 +357,22 @@ class _Answers:
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:
     """Writes an input's masks, if the task segments, and gives its rows of the table: one per picture or slice."""
     prepared = prediction.prepared
+    grid = None if prepared.grids is None else prepared.grids[0]
     if task.kind == "classification":
         found = [_classified(p, task) for p in prediction.probabilities]
     else:
-        masks = [label_map(_in_place(p, prepared, task), task) for p in prediction.probabilities]
+        masks = [label_map(in_place(p, prepared.size, prepared.grids, task), task) for p in prediction.probabilities]
         try:
             whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
-            files = write_masks(prepared.source, whole, task, out, prepared.grids and prepared.grids[0], seg=seg)
+            files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         except OSError as error:
             raise StateError(f"{out}: masks cannot be written here ({error.strerror or error}); give --out another folder") from error
         named = ";".join(str(file.relative_to(out)) for file in files)
-        found = [{"mask": named, **_sizes(pixels(mask, task), prepared)} for mask in masks]
+        found = [{"mask": named, **sizes(pixels(mask, task), grid)} for mask in masks]
     place = str(prepared.source.path)
     models = [{"model": name} if name else {} for name in prediction.answered]
     numbers = range(len(found)) if prepared.volume else [""]
     return [{"image": place, "slice": number, **row, **model} for number, row, model in zip(numbers, found, models, strict=True)]
-
-
-def _in_place(probabilities: Tensor, prepared: Prepared, task: TaskConfig) -> Tensor:
-    """Probabilities (outputs, ...) on the network's grid, where the image has its pixels or voxels as stored."""
-    values = restored(probabilities[None], prepared.size)[0]
-    if prepared.grids is None:
-        return values
-    stored, here = prepared.grids
-    return turned_back(values, here, stored, task)
-
-
-def _sizes(counts: dict[str, int], prepared: Prepared) -> dict[str, Any]:
-    """Columns of the table: pixels of every label; of a volume, voxels, and millilitres where the file says how large a voxel is."""
-    if prepared.grids is None:
-        return {f"pixels_{label}": count for label, count in counts.items()}
-    voxel = math.prod(prepared.grids[0].spacing or ()) / 1000
-    volumes = {f"ml_{label}": f"{count * voxel:.6g}" for label, count in counts.items() if prepared.grids[0].known}
-    return {**{f"voxels_{label}": count for label, count in counts.items()}, **volumes}
 
 
 def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:

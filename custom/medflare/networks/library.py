@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.settings import unknown
 
 # What MONAI's constructors call the things that the task fixes.
@@ -89,7 +89,7 @@ def library_network(
     try:
         network = build(**arguments)
     except PROBLEMS as error:
-        reason = "it needs the package einops; pip install 'medflare[transformers]'" if "einops" in str(error) else _line(error)
+        reason = "it needs the package einops; pip install 'medflare[transformers]'" if "einops" in str(error) else one_line(error)
         raise ConfigError(f"network {name}: {reason}; check its arguments {dict(settings)}") from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"network {name}: it made a {type(network).__name__}, which is no torch.nn.Module")
@@ -116,7 +116,3 @@ def _fits(takes: Mapping[str, Any]) -> bool:
     """Whether a network says how many dimensions its images have, and how many channels go in and out."""
     whole = any(name in takes for name in _SHAPES)
     return any(name in takes for name in _OUTPUTS) and (whole or all(any(n in takes for n in names) for names in (_CHANNELS, _DIMS)))
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -163,7 +163,7 @@ class TaskConfig:
             label 0 is the background).
         channels: image channels fed to the network: a number (with 1, RGB files become luminance; with 3, grey files are repeated),
             or their names, where an entry lists a file for each ("pre", "flair", "post").
-        size: (H, W) in pixels, or (X, Y, Z) in voxels, of what the network is fed with: see `fit`.
+        size: (H, W) in pixels, or (X, Y, Z) in voxels in the order of `orientation`, of what the network is fed with: see `fit`.
         network: {"name": ..., arguments}, see `networks.catalogue`; "weights": {"file", "sha256", "format", "part"} to start from, see
             `networks.weights`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
@@ -185,10 +185,8 @@ class TaskConfig:
         augment: MONAI random transforms, applied to training batches in this order.
         slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all", or
             "foreground": of training volumes the slices that show a structure; validation and test always keep all).
-        label_values: label -> values that files use for it; empty: binary 1, multiclass the label's index,
-            multilabel one mask (or 0/1 entry) per label.
-        unlisted_labels: what a value that no label lists means: "error", or "drop" (classification: the image is left out;
-            segmentation: the pixel is background).
+        label_values: label -> values that files use for it; empty: binary 1, multiclass the index, multilabel a mask (or 0/1) per label.
+        unlisted_labels: what a value that no label lists means: "error", or "drop" (the image is left out; of a mask: background).
         resplit: seed that draws the given splits anew by patient, or None for the splits as given.
         spatial_dims: 2 for pictures and slices, 3 for volumes.
         fit: how images come to the network's size: "resize" every image to `size`, or train on random "patch"es of `size` at the
@@ -197,8 +195,7 @@ class TaskConfig:
         orientation: 3-D: the patient's axes along which voxels run, as "RAS".
         spacing: 3-D: millimetres between voxels to which volumes are resampled; None as stored.
         missing_channels: what an entry without one of the channels means: "error", or "zeros" in its place.
-        pick: of one file with more volumes than channels (a 4-D NIfTI file), the numbers from 0 of those that are the channels, in their
-            order; none for all.
+        pick: of one file with more volumes than channels (4-D NIfTI), the numbers from 0 of the channels, in their order; none for all.
         surface_tolerance: 3-D: how far surfaces may lie apart to agree in surface Dice, in millimetres.
         unreadable: what an image that cannot be used means: "error", or "skip", up to `unreadable_limit`.
         unreadable_limit: most images of a site that are skipped: "share" of all and "count".
@@ -211,7 +208,7 @@ class TaskConfig:
     target: Literal["binary", "multiclass", "multilabel"]
     labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
     channels: Channels
-    size: Annotated[tuple[Count, ...], takes("[height, width] in pixels, or [height, width, depth] in voxels, each at least 1")]
+    size: Annotated[tuple[Count, ...], takes("[height, width] in pixels, or [X, Y, Z] in voxels, each at least 1")]
     network: Network
     loss: Named
     optimizer: Optimizer
@@ -364,26 +361,38 @@ def _check_together(task: TaskConfig, place: str) -> None:
         raise unknown("metric", task.metric, selection_metrics(task.kind), place)
     if task.kind == "classification" and task.slices["keep"] == "foreground":
         raise ConfigError(f"{place}: slices.keep 'foreground' needs masks, which a classification task lacks; use 'all'")
-    for label in task.label_values:
-        if label not in task.labels:
-            raise unknown("label", label, task.labels, f"{place}: label_values")
-    missing = [label for label in task.labels if label not in task.label_values]
-    if task.label_values and missing:
+    if strange := [label for label in task.label_values if label not in task.labels]:
+        raise unknown("label", strange[0], task.labels, f"{place}: label_values")
+    if task.label_values and (missing := [label for label in task.labels if label not in task.label_values]):
         raise ConfigError(f"{place}: label_values says nothing about {', '.join(missing)}; list every label's values")
+    if task.target != "multilabel":
+        _check_one_meaning(task, place)
+
+
+def _check_one_meaning(task: TaskConfig, place: str) -> None:
+    """Where only one label can be, a stored value means one."""
+    owners = {0: f"not {task.labels[0]}"} if task.target == "binary" else {}
+    for label, values in task.label_values.items():
+        if twice := [value for value in values if owners.setdefault(value, label) != label]:
+            both = f"{twice[0]} means {owners[twice[0]]!r} and {label!r}"
+            raise ConfigError(f"{place}: label_values: {both}, a {task.target} task takes one; take it out of {label!r}")
 
 
 def _check_images(task: TaskConfig, place: str) -> None:
     """Settings of images that nothing would read."""
-    if task.spatial_dims == 2:
-        for name, given, unset in (("orientation", task.orientation, "RAS"), ("spacing", task.spacing, None)):
-            if given != unset:
-                raise ConfigError(f"{place}: {name} is for volumes (spatial_dims 3), slices are used as stored; leave it out")
+    for name, unset, read, purpose in (
+        ("orientation", "RAS", task.spatial_dims == 3, "volumes (spatial_dims 3), slices are used as stored"),
+        ("spacing", None, task.spatial_dims == 3, "volumes (spatial_dims 3), slices are used as stored"),
+        ("slices", dataclasses.asdict(_Slices()), task.spatial_dims == 2, "volumes that are cut (spatial_dims 2), here they stay whole"),
+        ("surface_tolerance", 2.0, "surface_dice" in task.metrics, "segmentation of volumes (spatial_dims 3)"),
+        ("patches_per_image", 1, task.fit == "patch", "fit 'patch', this task has 'resize'"),
+    ):
+        if not read and getattr(task, name) != unset:
+            raise ConfigError(f"{place}: {name} is for {purpose}; leave it out")
     if task.embedded and (task.spatial_dims == 3 or task.channels not in (1, 3)):
         raise ConfigError(f"{place}: embedded {task.embedded!r} is pictures of 1 or 3 channels; leave it out, or make them agree")
     if task.fit == "patch" and task.kind == "classification":
         raise ConfigError(f"{place}: fit 'patch' is for segmentation, a class belongs to a whole image; use 'resize'")
-    if task.fit == "resize" and task.patches_per_image != 1:
-        raise ConfigError(f"{place}: patches_per_image is for fit 'patch', this task has 'resize'; leave it out")
     if task.pick and len(task.pick) != task.image_channels:
         raise ConfigError(f"{place}: pick names {len(task.pick)} volumes for {task.image_channels} channels; name one for each")
     if task.missing_channels == "zeros" and isinstance(task.channels, int):

@@ -62,10 +62,7 @@ class LibraryLoss(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The loss of logits (N, outputs, ...), a scalar."""
-        if self._multiclass:
-            truth = functional.one_hot(targets, logits.shape[1]).movedim(-1, 1).to(logits.dtype)
-        else:
-            truth = targets.reshape(logits.shape).to(logits.dtype)
+        truth = like_logits(targets, logits, multiclass=self._multiclass)
         if logits.ndim == 2:
             logits, truth = (values.reshape(*values.shape, *[1] * self._dims) for values in (logits, truth))
         return self._loss(logits, truth)
@@ -80,6 +77,18 @@ class LibraryLoss(nn.Module):
             raise ConfigError(f"loss {name}: it does not take logits and targets of task {task.name} ({_line(error)})") from error
         if value.ndim or not bool(value.isfinite()) or logits.grad is None:
             raise ConfigError(f"loss {name}: task {task.name} needs one finite number that has a gradient; check its arguments")
+
+
+def like_logits(targets: Tensor, logits: Tensor, *, multiclass: bool) -> Tensor:
+    """Targets in the logits' shape (N, outputs, ...) and type.
+
+    Args:
+        targets: class indices (N, ...) (multiclass), or 0 and 1 of every output.
+        logits: (N, outputs, ...).
+        multiclass: whether the one-hot form of indices is meant.
+    """
+    truth = functional.one_hot(targets, logits.shape[1]).movedim(-1, 1) if multiclass else targets.reshape(logits.shape)
+    return truth.to(logits.dtype)
 
 
 def trial(task: TaskConfig) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.library_losses import LibraryLoss, library_losses, mixes_images
+from medflare.tasks.library_losses import LibraryLoss, library_losses, like_logits, mixes_images
 
 
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
@@ -62,7 +62,7 @@ class CrossEntropy(nn.Module):
         positive = self.weights
         if positive is not None:
             positive = positive.reshape(-1, *[1] * (logits.ndim - 2))
-        return functional.binary_cross_entropy_with_logits(logits, _like_logits(logits, targets), pos_weight=positive)
+        return functional.binary_cross_entropy_with_logits(logits, like_logits(targets, logits, multiclass=False), pos_weight=positive)
 
 
 class SoftDice(nn.Module):
@@ -96,8 +96,7 @@ class SoftDice(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """1 - soft Dice of logits (N, outputs, H, W), a scalar between 0 and 1."""
-        truth = _one_hot(targets, logits.shape[1]) if self._multiclass else _like_logits(logits, targets)
-        return self._loss(logits, truth)
+        return self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
 
 
 class Focal(nn.Module):
@@ -128,10 +127,9 @@ class Focal(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The mean focal loss of logits (N, outputs, ...), a scalar."""
-        if not self._multiclass:
-            return self._loss(logits, _like_logits(logits, targets))
+        value: Tensor = self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
         # MONAI averages over the classes too, all but one of which are zero: undo it.
-        return self._loss(logits, _one_hot(targets, logits.shape[1])) * logits.shape[1]
+        return value * logits.shape[1] if self._multiclass else value
 
 
 class Sum(nn.Module):
@@ -191,13 +189,3 @@ def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
     if len(weights) != task.outputs or any(not weight > 0 for weight in weights):
         raise ConfigError(f"loss: weights must be {task.outputs} positive numbers ({', '.join(task.labels)}), got {weights}")
     return torch.tensor(weights, dtype=torch.float32)
-
-
-def _like_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Binary and multilabel targets as float of the logits' shape (N, outputs, ...)."""
-    return targets.reshape(logits.shape).to(logits.dtype)
-
-
-def _one_hot(targets: Tensor, classes: int) -> Tensor:
-    """Class indices (N, ...) as float (N, classes, ...)."""
-    return functional.one_hot(targets, classes).movedim(-1, 1).to(torch.float32)

@@ -388,7 +388,7 @@ def _of_classes(metric: str, probabilities: Tensor, targets: Tensor, label: bool
     classes = probabilities.shape[1]
     truth, chosen = F.one_hot(targets.long(), classes), F.one_hot(probabilities.argmax(dim=1), classes)
     if metric == "accuracy":
-        return float((truth * chosen).sum() / len(targets))
+        return int((truth * chosen).sum()) / len(targets)
     if metric == "auc_macro":
         areas = [compute_roc_auc(probabilities[:, c], truth[:, c]) for c in range(classes) if 0 < truth[:, c].sum() < len(targets)]
         return float(torch.tensor(areas, dtype=torch.float64).mean())

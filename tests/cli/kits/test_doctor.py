@@ -13,6 +13,7 @@ from cli.kits.fake import Root, free_port, make_kit, party
 from medflare.cli.federation.kits.doctor import Finding, examine
 from medflare.cli.federation.kits.kit import Kit
 from medflare.cli.federation.kits.setup import Wishes, set_up
+from medflare.data.loading import ENVIRONMENT
 from medflare.tasks.config import TaskConfig
 
 
@@ -107,7 +108,9 @@ def test_settings_and_device(site: Kit) -> None:
 def test_data(site: Kit, tmp_path: Path, make_task: Callable[..., TaskConfig], make_site: Callable[..., Path]) -> None:
     task = make_task()
     set_up(site, Wishes(data_root=tmp_path))
-    assert "datalist.json is missing" in _found(site, "data").text
+    assert _found(site, "data").verdict == "FAILED" and f"{tmp_path / site.name} holds no datalist.json" in _found(site, "data").text
+    set_up(site, Wishes(data_root=tmp_path / "nowhere"))
+    assert 'nowhere ("data_root" of local/medflare.json) is not a folder' in _found(site, "data").text
     folder = make_site()
     set_up(site, Wishes(data_root=folder))
     assert _found(site, "data").verdict == "ok"
@@ -116,3 +119,20 @@ def test_data(site: Kit, tmp_path: Path, make_task: Callable[..., TaskConfig], m
     next(folder.rglob("*.png")).write_bytes(b"damaged")
     (found,) = [finding for finding in examine(site, task) if finding.check == "data"]
     assert found.verdict == "FAILED" and "see medflare data check" in found.text
+
+
+def test_data_are_looked_for_where_a_run_does(
+    site: Kit, tmp_path: Path, make_task: Callable[..., TaskConfig], make_site: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder of the site's name, below the home folder, where the environment says: and in that folder alone."""
+    own, other = make_site(name=site.name), make_site(name="other")
+    next(other.rglob("*.png")).write_bytes(b"another site's, and damaged")
+    monkeypatch.setenv("HOME", str(own.parent.parent))
+    set_up(site, Wishes())
+    assert _found(site, "data").verdict == "warning"
+    monkeypatch.setenv(ENVIRONMENT, str(own.parent))
+    assert _found(site, "data") == Finding("data", "ok", f"{own} has a datalist; --task TASK reads every image")
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "nowhere"))
+    _change(site.local / "medflare.json", data_root=f"~/{own.parent.name}")
+    (found,) = [finding for finding in examine(site, make_task()) if finding.check == "data"]
+    assert found.verdict == "ok" and found.text.startswith("every image can be read: train ")

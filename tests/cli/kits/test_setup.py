@@ -161,3 +161,20 @@ def test_differences_of_lists_and_components() -> None:
     ]
     assert list(differences(["a", "b"], ["b", "a"], "order")) == ['order: ["a", "b"] -> ["b", "a"]']
     assert list(differences(old, old)) == []
+
+
+def test_resources_that_name_no_classes(site: Kit) -> None:
+    """FLARE's own list holds then: where code is brought it goes on doing so, else medflare is added to it."""
+    provisioned = site.local / "resources.json.default"
+    content = json.loads(provisioned.read_text())
+    del content["class_allow_list"]
+    provisioned.write_text(json.dumps(content))
+    set_up(site, Wishes())
+    allowed = _read(site, "resources.json")["class_allow_list"]
+    assert allowed[0] == "medflare." and "nvflare.app_common.np.np_trainer.NPTrainer" in allowed
+    resources = _read(site, "resources.json")
+    for name in ("class_allow_list", "components"):
+        del resources[name]
+    (site.local / "resources.json").write_text(json.dumps(resources))
+    set_up(site, Wishes(bring_code=True))
+    assert _read(site, "resources.json") == {**resources, "components": []}

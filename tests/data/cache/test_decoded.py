@@ -16,6 +16,7 @@ from medflare.data.cache.folder import CacheSettings, Room
 from medflare.data.files.bounds import ImageBounds
 from medflare.data.files.sources import FileSource
 from medflare.data.loading import load_site_data
+from medflare.data.sites.local import Bounds
 from medflare.tasks.config import TaskConfig
 from small import stacked
 
@@ -111,6 +112,17 @@ def test_other_bounds_and_other_decoders_are_other_entries(
     monkeypatch.setattr(decoded, "versions", lambda packages: dict.fromkeys(packages, "another"))
     with pytest.raises(AssertionError), patch.object(decoded, "decoded_rows", side_effect=AssertionError("decoded")):
         load_site_data("A", task, folder, cache=kept)
+
+
+def test_bounds_that_concern_no_image_do_not_count(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder, task = make_site(), make_task()
+    load_site_data("A", task, folder, bounds=Bounds())
+    with patch.object(decoded, "decode", side_effect=AssertionError("decoded twice")):
+        load_site_data("A", task, folder, bounds=Bounds(epochs=9, hours=5, minutes=60, memory=4, model_bytes=10**9))
+        load_site_data("A", task, folder, bounds=ImageBounds())
+    for bounds in (Bounds(pixels=10**6), Bounds(voxels=10**6)):
+        with pytest.raises(AssertionError), patch.object(decoded, "decode", side_effect=AssertionError):
+            load_site_data("A", task, folder, bounds=bounds)
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(

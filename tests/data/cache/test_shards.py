@@ -56,6 +56,18 @@ def test_targets_come_back_as_they_were(tmp_path: Path, target: Tensor) -> None:
     assert torch.equal(stored.targets([1, 0]), torch.stack([target] * 2)) and stored.targets([0]).dtype == target.dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_batch_of_files_that_pack_targets_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """A file whose targets fit into bytes stores bytes; the next one, with a larger value, does not."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 100)
+    targets = [torch.tensor(values, dtype=dtype) for values in ([5, 5], [300, 1], [7, 255])]
+    stored = _stored(tmp_path, [(torch.full((1, 4, 4), float(number)), target) for number, target in enumerate(targets)])
+    assert len({shard.targets.dtype for shard in stored.shards}) == 2 and len(stored.shards) == 3
+    for chosen in ([0, 1], [1, 0], [2, 1, 0, 1], [0, 2], [1]):
+        found = stored.targets(chosen)
+        assert found.dtype == dtype and torch.equal(found, torch.stack([targets[row] for row in chosen]))
+
+
 def test_a_changed_file_is_found(tmp_path: Path) -> None:
     stored = _stored(tmp_path, _pictures(2))
     file = tmp_path / "00000.safetensors"

@@ -82,6 +82,16 @@ def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path)
         check_site(tmp_path / "nowhere", make_task())
 
 
+def test_sites_behind_links_keep_the_names_that_they_are_listed_under(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    """Where the links lead, both folders have one name; one site would stand for both."""
+    data = tmp_path / "DATA"
+    data.mkdir()
+    for name in ("berlin", "paris"):
+        (data / name).symlink_to(make_site(name=f"store/{name}/images"))
+    assert list(check_site(data, make_task()).sites) == ["berlin", "paris"]
+    assert list(check_site(data / "berlin", make_task()).sites) == ["berlin"]
+
+
 def test_notes_are_shown(make_site: SiteOf, make_task: TaskOf) -> None:
     task = make_task("classification", labels=["dark", "medium", "bright", "brightest"])
     report = check_site(make_site(kind="classification"), task)
@@ -124,7 +134,7 @@ def test_shift_of_real_hospitals(shared_data: Callable[[str], Path]) -> None:
 
 
 def test_tasks_that_cannot_work(make_task: TaskOf) -> None:
-    with pytest.raises(ConfigError, match=r"network unet needs sides divisible by 4, size is \[17, 17\]; use \[20, 20\]"):
+    with pytest.raises(ConfigError, match=r"network unet does not work on images of size \[17, 17\], it does on \[20, 20\]; use that"):
         check_task(make_task(size=[17, 17], network={"name": "unet", "channels": [4, 8, 16]}))
     with pytest.raises(ConfigError, match="unknown network"):
         check_task(make_task(network={"name": "nothing"}))

@@ -43,6 +43,13 @@ def test_numbers_of_the_training_images(make_site: SiteOf, make_task: TaskOf) ->
     assert found.classes["square"].images == 3 and found.classes["square"].share == pytest.approx(16 / 256)
 
 
+def test_sites_behind_links_have_the_names_of_the_links(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+    (tmp_path / "DATA").mkdir()
+    for name in ("berlin", "paris"):
+        (tmp_path / "DATA" / name).symlink_to(make_site(SPLITS, name=f"store/{name}/images"))
+    assert [found.site for found in fingerprints(tmp_path / "DATA", make_task())] == ["berlin", "paris"]
+
+
 def test_nobody_looks_at_validation_and_test_images(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site(SPLITS)
     before = fingerprints(folder, make_task())

@@ -112,6 +112,18 @@ def test_a_modality_table(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_image(inverse, 1)[0], TABLE[0] + TABLE[255] - TABLE[PIXELS])
 
 
+def test_the_numbers_of_a_mask_are_those_of_labels_whatever_is_white(tmp_path: Path) -> None:
+    """A program that draws on a radiograph may store its mask as the image was: MONOCHROME1."""
+    drawn, white = np.array([[0, 1], [1, 0]]), {"PhotometricInterpretation": "MONOCHROME1", "BitsStored": 8}
+    file = _file(tmp_path / "ct/m.dcm", drawn, **white)
+    np.testing.assert_array_equal(read_mask(file)[0], drawn)
+    np.testing.assert_array_equal(read_image(file, 1)[0], 255 - drawn)
+    series = dicom_series(tmp_path / "series", slices=2)
+    for number in range(2):
+        _file(series / f"{number}.dcm", PIXELS, InstanceNumber=number + 1, ImagePositionPatient=[0, 0, number], **white)
+    assert np.unique(read_volume(series, colour=False)[0]).tolist() == PIXELS.flatten().tolist()
+
+
 def _palette(entries: int, bits: int) -> dict[str, Any]:
     """A palette whose entries fall, in red twice as fast as in green, without blue."""
     table = np.linspace(2**bits - 1, 0, entries).astype(f"<u{bits // 8}")

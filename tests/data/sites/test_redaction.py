@@ -78,6 +78,30 @@ def test_facts(folder: Path) -> None:
     assert Redaction(folder).facts({"loss": 1}) == {"loss": 1}
 
 
+def _redaction(folder: Path, *entries: dict[str, object]) -> Redaction:
+    (folder / "datalist.json").write_text(json.dumps({"training": [{"label": 0, **entry} for entry in entries]}))
+    return Redaction(folder)
+
+
+def test_a_code_is_never_taken_for_a_name(tmp_path: Path) -> None:
+    """One text is read once: what came in for one patient is not replaced by another's code, and what stays is nobody's name."""
+    patients = _redaction(tmp_path, {"image": "a.png", "patient": "patient-0002"}, {"image": "b.png", "patient": "patient-0001"})
+    text = patients.text("patient patient-0002: bad; patient-0002 too; patient-0001 too")
+    assert text == "patient-x0001: bad; patient-x0001 too; patient-x0002 too" == patients.text(text)
+    files = _redaction(tmp_path, {"image": "Image-0002.png", "patient": "Anna"}, {"image": "image-0001.png", "patient": "Bert"})
+    assert files.text(f"{tmp_path}/Image-0002.png: cannot be read") == "image-x0001: cannot be read"
+    assert files.text(f"{tmp_path}/image-0001.png and image-0001") == "image-x0002 and patient-x0002"
+    assert files.table["image-x0001"] == "Image-0002.png" and files.table["patient-x0002"] == "Bert"
+    taken = _redaction(tmp_path, {"image": "mask-0001.png", "ward": ["text-x0001", "patient-xx12345"]}, {"image": "Huber.png"})
+    assert taken.text("Huber.png of Huber") == "image-xxx0002 of patient-xxx0002"
+
+
+def test_of_names_within_each_other_the_longest_counts_and_none_within_words(tmp_path: Path) -> None:
+    redaction = _redaction(tmp_path, {"image": "a.png", "patient": "Anna"}, {"image": "b.png", "patient": "Anna Meier"})
+    assert redaction.text("Anna Meier, Anna, Annabel, Anna_Meier") == "patient-0002, patient-0001, Annabel, patient-0001_Meier"
+    assert redaction.text("Anna Meierhof") == "patient-0001 Meierhof"
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"training": {}}', '{"training": [3, {"image": 5}]}'])
 def test_a_datalist_that_cannot_be_read_leaves_paths_alone_redacted(tmp_path: Path, content: str | None) -> None:
     if content is not None:

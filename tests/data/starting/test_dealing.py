@@ -140,6 +140,17 @@ def test_sites_by_a_column(tmp_path: Path) -> None:
     assert {entry.name for entry in read_datalist(tmp_path / "out" / "UKE", "classification")} == {f"{n}.png" for n in range(6, 12)}
 
 
+def test_two_hospitals_never_become_one_site(tmp_path: Path) -> None:
+    for n in range(12):
+        picture(tmp_path / "scans" / f"{n}.png")
+    for names, site in ((("St. Mary", "St Mary"), "St-Mary"), (("", "unknown"), "unknown")):
+        table(tmp_path / "scans" / "list.csv", ("image", "label", "hospital"), *((f"{n}.png", n % 3, names[n % 2]) for n in range(12)))
+        said = f"^--site-column hospital: '{names[0]}' and '{names[1]}' would both be the folder {site}; write one name for one site"
+        with pytest.raises(DataError, match=said):
+            init(tmp_path / "scans", Wishes(columns=Columns(site="hospital"), out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     classes(tmp_path)
     init(tmp_path)

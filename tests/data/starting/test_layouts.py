@@ -13,7 +13,7 @@ from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.starting.datalists import Wishes, init
 from medflare.data.starting.finding import holdings
-from medflare.data.starting.tables import GUESSED, Columns, read_table
+from medflare.data.starting.tables import GUESSED, Columns, read_table, suits
 from volumes import beside_a_series, dicom_series, write
 
 
@@ -299,6 +299,17 @@ def test_what_is_unclear_is_one_line(tmp_path: Path) -> None:
     broken = classes(tmp_path / "broken")
     (broken / "cat" / "p00_0.png").write_text("no picture")
     assert "cannot be read as an image" in refused(broken)
+
+
+def test_a_table_with_a_huge_cell_is_passed_over_or_named(tmp_path: Path) -> None:
+    """Outlines of a viewer lie beside images; csv takes no cell above 128 KiB."""
+    classes(tmp_path)
+    outlines = table(tmp_path / "outlines.csv", ("id", "polygon"), (1, "0 " * 70_000))
+    assert not suits(outlines, holdings(tmp_path))
+    said = refused(tmp_path, table=outlines)
+    assert said.startswith(f"{outlines} line 2: not readable as a table (field larger than field limit (131072)); ")
+    assert "not readable" in refused(tmp_path, table=table(tmp_path / "header.csv", ("a" * 140_000, "label")))
+    assert "header.csv is not used" in init(tmp_path).found.notes[0]
 
 
 def test_tables_that_do_not_fit_are_one_line(tmp_path: Path) -> None:

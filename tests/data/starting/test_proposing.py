@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.check import check_site
 from medflare.data.checking.planning import Plan
 from medflare.data.starting.datalists import Wishes, init
+from medflare.data.starting.looking import Said, look
 from medflare.data.starting.proposing import Answers, propose
 from medflare.data.starting.tables import Columns
 from medflare.tasks.config import TaskConfig, load_task
@@ -104,6 +105,60 @@ def test_a_mask_file_for_each_structure(tmp_path: Path) -> None:
     assert (task.target, task.labels) == ("multilabel", ("disc", "cup"))
 
 
+def test_no_name_is_dropped_where_masks_hold_fewer_values(tmp_path: Path) -> None:
+    """A rare value among many masks: the names were given to those that were seen, in their order."""
+    init(pairs(tmp_path, values=(2,)))
+    with pytest.raises(ConfigError, match="--labels rim,cup: 2 names for the values 2 of the masks"):
+        propose(tmp_path, Answers(labels=("rim", "cup")))
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "rim", "2": "cup"}}))
+    task, _ = proposed(tmp_path, Wishes(force=True), labels=("rim", "cup"), size=(16, 16))
+    assert (task.target, task.labels, task.label_values) == ("multiclass", ("background", "rim", "cup"), {})
+
+
+def _one_image(root: Path, entry: dict[str, Any], **more: Any) -> Path:
+    """A datalist of one entry, whose files are there."""
+    pairs(root, images=1)
+    (root / "datalist.json").write_text(json.dumps({"training": [entry], **more}))
+    return root
+
+
+@pytest.mark.parametrize("label", [["IMG_00_mask.png", "IMG_00_mask.png"], [0, 1]], ids=["masks", "findings"])
+def test_as_many_names_as_an_image_has_masks_or_findings(label: list[Any], tmp_path: Path) -> None:
+    root = _one_image(tmp_path, {"image": "IMG_00.png", "label": label})
+    assert look(root, Said(labels=("a", "b"))).settings["labels"] == ["a", "b"]
+    for names in (("a",), ("a", "b", "c")):
+        with pytest.raises(ConfigError, match=f"^--labels {','.join(names)}: {len(names)} names for 2 .*; name each$"):
+            look(root, Said(labels=names))
+
+
+class TestChannelsInFiles:
+    ENTRY: ClassVar = {"image": ["IMG_00.png", None], "label": "IMG_00_mask.png"}
+
+    @pytest.mark.parametrize(
+        ("named", "channels"),
+        [
+            ({"0": "T1", "1": "T2"}, ["T1", "T2"]),
+            (["T1", "T2"], ["T1", "T2"]),
+            (["T1"], ["T1", "channel_1"]),
+            (None, ["channel_0", "channel_1"]),
+        ],
+    )
+    def test_their_names(self, named: Any, channels: list[str], tmp_path: Path) -> None:
+        root = _one_image(tmp_path, self.ENTRY, channel_names=named)
+        for said in (Said(), Said(channels=2)):
+            assert look(root, said).settings["channels"] == channels
+
+    @pytest.mark.parametrize("named", ["T1", [["T1"]], {"0": {"name": "T1"}}])
+    def test_names_that_are_none(self, named: Any, tmp_path: Path) -> None:
+        line = r'datalist\.json: channel_names must be an object like {"0": "T1", "1": "T2"}, got .*T1.*; correct it$'
+        with pytest.raises(DataError, match=line):
+            look(_one_image(tmp_path, self.ENTRY, channel_names=named), Said())
+
+    def test_another_number_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"^--channels 7: images have 2 files, one for each channel; leave it out$"):
+            look(_one_image(tmp_path, self.ENTRY), Said(channels=7))
+
+
 def test_volumes_with_named_channels(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for folder in ("imagesTr", "labelsTr"):
@@ -127,6 +182,11 @@ def test_what_cannot_be_proposed_is_one_line(tmp_path: Path) -> None:
     init(root)
     with pytest.raises(ConfigError, match=r"--labels disc: 1 names for the values 1, 2 of the masks; name each"):
         propose(root, Answers(labels=("disc",)))
+    more = r"--labels disc,cup,rim: 3 names for the values 1, 2 of the masks; 10 were looked at; name what they hold, or say in "
+    with pytest.raises(ConfigError, match=more + r'datalist\.json which value is which: "labels": {"1": "disc", ...}$'):
+        propose(root, Answers(labels=("disc", "cup", "rim")))
+    with pytest.raises(ConfigError, match="--labels disc,disc: a name stands there twice; give each label its own"):
+        propose(root, Answers(labels=("disc", "disc")))
     with pytest.raises(ConfigError, match="--size 8: images have 2 dimensions"):
         propose(root, Answers(size=(8,)))
     soft = pairs(tmp_path / "soft")

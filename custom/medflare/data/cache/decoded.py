@@ -25,7 +25,7 @@ from medflare.data.targets import class_counts
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-_FORMAT: Final = 6  # raise when the meaning of cached tensors changes, or what is refused of images
+_FORMAT: Final = 7  # raise when the meaning of cached tensors or of the index changes, or what is refused of images
 _KEPT_SITES: Final = 16  # decoded sites that one process keeps
 _INDEX: Final = "index.safetensors"  # of an entry: everything but images and targets
 _BLOCK: Final = 256  # rows that are read at once into memory

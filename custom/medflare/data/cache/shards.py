@@ -19,11 +19,12 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from medflare.core.errors import StateError
+from medflare.core.store import file_digest
 from medflare.data.cache.folder import Room, private
 
 SHARD_BYTES: Final = 32 * 2**20  # of images and targets; a larger image has a file of its own
 IMAGES, TARGETS = "images", "targets"
-_CHUNK: Final = 2**20  # bytes that are read at once for a checksum
+_DIGEST: Final = "blake2b"  # of a file, against damage
 
 
 class Part(NamedTuple):
@@ -52,7 +53,7 @@ class Shards:
         folder: of the files.
         shards: in the order of the rows.
         target_dtype: of targets in memory; on disk they take as few bytes as they can.
-        counts: int64 (N, classes), what `splits.class_counts` counts in each target.
+        counts: int64 (N, classes), what `targets.class_counts` counts in each target.
         held: keeps the files from being removed, see `folder.hold`.
     """
 
@@ -98,13 +99,10 @@ class Shards:
         """
         for shard in self.shards:
             try:
-                with (self.folder / shard.file).open("rb") as file:
-                    digest = hashlib.blake2b(digest_size=16)
-                    while chunk := file.read(_CHUNK):
-                        digest.update(chunk)
+                digest = file_digest(self.folder / shard.file, _DIGEST)
             except OSError as error:
                 raise self._spoilt(shard) from error
-            if digest.hexdigest() != shard.digest:
+            if digest != shard.digest:
                 raise self._spoilt(shard)
 
     def _read(self, rows: Sequence[int], name: str) -> Tensor:
@@ -112,6 +110,8 @@ class Shards:
         parts: list[Part] = [getattr(shard, name) for shard, _ in places]
         if len({part.shape for part in parts}) != 1:
             raise ValueError(f"rows of {len({part.shape for part in parts})} shapes do not make one batch")
+        if len({part.dtype for part in parts}) > 1:  # targets of one file fit in bytes, those of another do not
+            return torch.cat([self._read([row], name) for row in rows])
         found = torch.empty((len(rows), *parts[0].shape), dtype=getattr(torch, parts[0].dtype))
         buffer, size = found.numpy(), found[:1].nbytes
         for number, ((shard, row), part) in enumerate(zip(places, parts, strict=True)):
@@ -187,7 +187,7 @@ def _written(folder: Path, name: str, rows: Sequence[tuple[Tensor, Tensor]], roo
         part: Part(start + header[part]["data_offsets"][0], str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
         for part, tensor in tensors.items()
     }
-    return Shard(name, len(rows), hashlib.blake2b(content, digest_size=16).hexdigest(), parts[IMAGES], parts[TARGETS])
+    return Shard(name, len(rows), hashlib.new(_DIGEST, content).hexdigest(), parts[IMAGES], parts[TARGETS])
 
 
 def _packed(targets: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from medflare.data.checking.contact_sheet import write_contact_sheet
 from medflare.data.checking.intensity import IntensityCheck
 from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
-from medflare.data.datalist import Entry, site_folders
+from medflare.data.datalist import Entry, site_folders, site_name
 from medflare.data.files.decoding import target_of
 from medflare.data.files.sources import FileSource
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
@@ -57,8 +57,9 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     report = CheckReport(task, root, {})
     data = {}
     for folder in folders:
-        name = folder.resolve().name
-        report.sites[name], found = site, _ = _check_folder(name, folder, task, own)
+        name = site_name(folder)
+        site, found = _check_folder(name, folder, task, own)
+        report.sites[name] = site
         site.problems, site.left_out = _shortened(site.problems), _shortened(site.left_out)
         if found is not None:
             data[name] = found

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from medflare.core.store import write_atomically
-from medflare.data.sites.montage import draw_outline
+from medflare.data.sites.montage import as_grey, draw_outline
 from medflare.data.splits import Samples, SiteData, middle_slice
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import structures
@@ -53,7 +53,7 @@ def _thumbnail(split: Samples, number: int, task: TaskConfig, low: float, high: 
         if task.spatial_dims == 3:
             place = int(masks.sum(dim=(0, 1, 2)).argmax()) if masks.any() else masks.shape[-1] // 2
             shown, masks = shown[..., place], masks[..., place]
-    scaled = (255 * (middle_slice(shown).numpy() - low) / max(high - low, 1e-6)).clip(0, 255).astype(np.uint8)
+    scaled = as_grey(middle_slice(shown).numpy(), low, high)
     coloured = scaled if len(scaled) == 3 else np.repeat(scaled[:1], 3, axis=0)
     picture = Image.fromarray(coloured.transpose(1, 2, 0)).resize((_SIDE, _SIDE), Image.Resampling.NEAREST)
     if masks is not None:

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import Aborted, DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, nested
-from medflare.data.datalist import Entry, site_folders
+from medflare.data.datalist import Entry, site_folders, site_name
 from medflare.data.files.decoding import pictures_of, target_of
 from medflare.data.files.sources import Source
 from medflare.data.loading import refuse_too_many, source_of, used_entries
@@ -118,7 +118,7 @@ def fingerprints(root: Path | str, task: TaskConfig) -> list[Fingerprint]:
     Raises:
         DataError: no site, no training image, or one that cannot be used (unless the task skips those).
     """
-    places = [(folder.resolve().name, folder) for folder in site_folders(Path(root))]
+    places = [(site_name(folder), folder) for folder in site_folders(Path(root))]
     found = [fingerprint_of(site, task, partial(source_of, site, root=folder)) for site, folder in places]
     return [item for item in found if item is not None]
 

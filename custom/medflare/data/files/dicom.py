@@ -29,7 +29,8 @@ def read_dicom(path: Path, files: Sequence[Path], *, colour: bool) -> Stored:
     Args:
         path: of the file or the folder, for messages.
         files: of the image; MONAI would take the name of a folder for a pattern, and one with [ ] in it stands for another folder.
-        colour: take the colours of a palette, else the numbers of its entries, as a mask has them.
+        colour: read an image, in the colours of a palette, and turned around where the lowest number is white; else a mask, whose numbers
+            are those of labels and stay.
 
     Raises:
         DataError: files that make no image together.
@@ -66,16 +67,16 @@ def intensities(dataset: Any, *, colour: bool) -> np.ndarray:
     """
     from pydicom.pixels import apply_modality_lut
 
-    stored = dataset.pixel_array
+    stored, inverse = dataset.pixel_array, colour and _is_inverse(dataset)
     if colour and _has_palette(dataset):
         return _coloured(stored, dataset)
     if dataset.get("ModalityLUTSequence"):
         meant, ends = apply_modality_lut(stored, dataset), apply_modality_lut(_ends(dataset), dataset).sum(dtype=np.int64)
-        return ends - meant if _is_inverse(dataset) else meant
+        return ends - meant if inverse else meant
     rescale = _rescale(dataset, stored.ndim)
     slope, intercept = rescale or (np.ones(1), np.zeros(1))
     meant = stored.astype(np.float32) * slope + intercept if rescale else stored
-    return slope * _ends(dataset).sum() + 2 * intercept - meant if _is_inverse(dataset) else meant
+    return slope * _ends(dataset).sum() + 2 * intercept - meant if inverse else meant
 
 
 def functional_group(frame: Any, shared: Any, name: str) -> Any:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final
 from unicodedata import normalize
 
-from medflare.core.errors import DataError
+from medflare.core.errors import DataError, one_line
 from medflare.core.packages import installed
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -21,9 +21,22 @@ _WITHOUT_PIXELS: Final = (  # what archives lay beside a series, and what no vol
 _NOR_THESE: Final = tuple(f"{_OBJECTS}{number}." for number in (9, 11, 88, 104))  # waveforms, presentation states, reports, documents
 
 
-def suffix(path: Path) -> str:
+def suffix(path: PurePath) -> str:
     """A file's suffix in lower case, ".nii.gz" as a whole."""
     return ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix.lower()
+
+
+def stem(path: PurePath) -> str:
+    """A file's name without its suffix, ".nii.gz" as a whole; one that is no image's stays, as the end of a DICOM file's number does.
+
+    Args:
+        path: of the file.
+
+    Examples:
+        >>> stem(Path("a/scan.1.NII.gz")), stem(Path("1.2.840.10008")), stem(Path(".png"))
+        ('scan.1', '1.2.840.10008', '.png')
+    """
+    return path.name[: len(path.name) - len(suffix(path))] if suffix(path) in (*PICTURES, *NIFTI, *DICOM) else path.name
 
 
 def is_dicom(path: Path) -> bool:
@@ -108,8 +121,7 @@ def explained(path: Path) -> Iterator[None]:
     except PermissionError as error:
         raise DataError(f"{path}: may not be read; let the account that runs the site read it, and the folders above it") from error
     except Exception as error:  # the decoders of five libraries raise whatever they like on a damaged file
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise DataError(f"{path}: cannot be read as an image ({reason}); replace the file or leave it out") from error
+        raise DataError(f"{path}: cannot be read as an image ({one_line(error)}); replace the file or leave it out") from error
 
 
 def unknown_format(path: Path, kind: str) -> DataError:

@@ -25,7 +25,7 @@ LABELS: Final = (("L", "R"), ("P", "A"), ("I", "S"))
 _MILLIMETRES: Final = {"meter": 1000.0, "micron": 0.001}  # of NIfTI's units; one that says none means millimetres
 COLOURS: Final = ("CMYK", "YCbCr", "HSV", "LAB", "PA")  # Pillow's modes that are turned into RGB; P is, too, of images
 _BITS, _PHOTOMETRIC = 258, 262  # TIFF's tags: bits of each channel, and 0 where the lowest number is white
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
+LUMA: Final = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 
 
 def read_image(path: Path, channels: int, pick: Sequence[int] = ()) -> np.ndarray:
@@ -51,7 +51,7 @@ def read_image(path: Path, channels: int, pick: Sequence[int] = ()) -> np.ndarra
     if suffix(path) in NIFTI and (has_channels or pick):
         return of_channels(picked(array, pick, path), channels, path)
     if len(array) == 3 and channels == 1:
-        return np.tensordot(_LUMA, array, axes=1)[None].astype(np.float32)
+        return np.tensordot(np.array(LUMA, np.float32), array, axes=1)[None].astype(np.float32)
     if len(array) == 1 and channels == 3:
         return np.repeat(array, channels, axis=0)
     return of_channels(array, channels, path)

@@ -1,7 +1,7 @@
 """Where a site's pictures and masks come from, at their stored size: its files, or the embedded federation that is generated."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISDIR
@@ -145,10 +145,11 @@ class FileSource:
         return turned(whole_numbers(array, file), grid, self._task, labels=True)[0]
 
     def state(self, entries: list[Entry]) -> Any:
-        """The bounds, and size and time of change of every file of these entries."""
+        """How large an image may be, and size and time of change of every file of these entries."""
         masks = self._task.kind == "segmentation"
         files = [[_file_state(file) for file in [*filter(None, entry.files), *(entry.masks if masks else [])]] for entry in entries]
-        return [asdict(self._bounds), files]
+        bounds = [getattr(self._bounds, field.name) for field in fields(ImageBounds)]  # a site's have more, which concern no image
+        return [bounds, files]
 
 
 class PhantomSource:

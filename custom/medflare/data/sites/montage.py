@@ -47,7 +47,7 @@ def overlay(site: Site, predictor: Predictor, row: int) -> bytes:
     image = site.data.test.image(row)
     colours = image if len(image) == 3 else image[:1].expand(3, *image.shape[1:])
     low, high = np.percentile(colours.numpy(), [0.5, 99.5])
-    canvas = _enlarged((255 * (colours.permute(1, 2, 0).numpy() - low) / max(high - low, 1e-6)).clip(0, 255).astype(np.uint8))
+    canvas = _enlarged(as_grey(colours.permute(1, 2, 0).numpy(), low, high))
     for mask, colour in zip(_masks(site, predictor, row), (_TRUE, _PREDICTED), strict=True):
         for structure in mask.numpy():
             draw_outline(canvas, np.ascontiguousarray(structure), colour)
@@ -112,7 +112,7 @@ def _plane(volume: Tensor, masks: Sequence[Tensor], axis: int, spacing: Spacing)
     counts = masks[0].any(dim=0).sum(dim=others)
     place = int(counts.argmax()) if counts.any() else volume.shape[axis] // 2
     low, high = np.percentile(volume.numpy(), [0.5, 99.5])
-    grey = (255 * (volume.select(axis, place).numpy() - low) / max(high - low, 1e-6)).clip(0, 255).astype(np.uint8)
+    grey = as_grey(volume.select(axis, place).numpy(), low, high)
     sides = [volume.shape[other] * spacing[other] for other in others]
     width, height = (max(1, round(_SIDE * side / max(sides))) for side in sides)
     picture = Image.fromarray(_upright(grey)).resize((width, height), Image.Resampling.BILINEAR)
@@ -123,6 +123,24 @@ def _plane(volume: Tensor, masks: Sequence[Tensor], axis: int, spacing: Spacing)
             draw_outline(shown, _upright(structure), colour)
     canvas[:height, :width] = shown
     return canvas
+
+
+def as_grey(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Intensities as the bytes of a picture, of one channel or each of several.
+
+    Args:
+        values: of any shape.
+        low: what is black.
+        high: what is white.
+
+    Returns:
+        uint8, of the same shape.
+
+    Examples:
+        >>> as_grey(np.array([-1.0, 0.0, 0.5, 2.0]), 0.0, 1.0).tolist(), as_grey(np.zeros(1), 0.0, 0.0).tolist()
+        ([0, 0, 127, 255], [0])
+    """
+    return (255 * (values - low) / max(high - low, 1e-6)).clip(0, 255).astype(np.uint8)
 
 
 def draw_outline(canvas: np.ndarray, mask: np.ndarray, colour: tuple[int, int, int]) -> None:

@@ -60,7 +60,6 @@ def open_site(
     site.source = lambda other: source_of(name, other, root, own.data_folders, own.bounds)
     if role == "inside":
         _refuse_large_step(site, own.bounds)
-    if role == "inside":
         check_memory(task, math.ceil(site.batch_size / (1 + len(further))), site.device, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Final
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import FILE, SPLITS
+from medflare.data.datalist import FILE, SHARES, SPLITS
 from medflare.data.starting.dealing import deal, draw_splits, with_patients
 from medflare.data.starting.finding import Item, holdings
 from medflare.data.starting.layouts import Found, recognise
 from medflare.data.starting.tables import GUESSED, Columns
 from medflare.data.starting.writing import bring_files, folder_of, refuse_existing, usable_items, write_datalist
-
-DEFAULT_SHARES: Final = {"training": 0.7, "validation": 0.1, "test": 0.2}  # as `datalist.assign_splits` draws them
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Wishes:
         columns: of the table.
         patient: regular expression, see `dealing.with_patients`.
         sites: how many simulated sites the patients are dealt to; None: one site.
-        shares: split -> its share of the patients.
+        shares: split -> its share of the patients, in any unit; None for `datalist.SHARES`.
         seed: of the draws.
         redraw: draw all splits, also where the folder names some.
         skip: leave out what is incomplete or damaged.
@@ -129,7 +127,7 @@ def init(root: Path, wishes: Wishes = Wishes()) -> Written:
     known, warning = with_patients(usable, held, wishes.patient)
     if wishes.redraw:
         known = [replace(item, split="") for item in known]
-    shares = wishes.shares or DEFAULT_SHARES
+    shares = wishes.shares or SHARES
     sites = {
         site: draw_splits(items, site, shares, wishes.seed) for site, items in _by_site(known, wishes.sites, wishes.columns, wishes.seed)
     }
@@ -146,8 +144,15 @@ def init(root: Path, wishes: Wishes = Wishes()) -> Written:
 
 def _by_site(items: list[Item], sites: int | None, columns: Columns, seed: int) -> list[tuple[str, list[Item]]]:
     if columns.site:
+        folders: dict[str, str] = {}  # -> the first name that gives it
         named: dict[str, list[Item]] = {}
         for item in items:
-            named.setdefault(re.sub(r"[^\w-]+", "-", item.site).strip("-") or "unknown", []).append(item)
+            folder = re.sub(r"[^\w-]+", "-", item.site).strip("-") or "unknown"
+            if (first := folders.setdefault(folder, item.site)) != item.site:
+                both = f"{first!r} and {item.site!r} would both be the folder {folder}"
+                raise DataError(
+                    f"--site-column {columns.site}: {both}; write one name for one site, and for two sites names of other letters"
+                )
+            named.setdefault(folder, []).append(item)
         return sorted(named.items())
     return [("", items)] if sites is None else list(deal(items, sites, seed).items())

@@ -45,7 +45,7 @@ def with_patients(items: Sequence[Item], held: Holdings, pattern: str = "") -> t
     if len(unknown) < len(known):
         some = f"{len(unknown)} of {len(known)} images have no patient, the first is {held.named(unknown[0].first)}"
         raise DataError(f"{some}; complete them, or name patients by file name: --patient '^(p\\d+)'")
-    return known, _warning(items, held)
+    return known, _warning(items)
 
 
 def _matched(items: Sequence[Item], held: Holdings, pattern: str) -> list[Item]:
@@ -65,7 +65,7 @@ def _matched(items: Sequence[Item], held: Holdings, pattern: str) -> list[Item]:
     return found
 
 
-def _warning(items: Sequence[Item], held: Holdings) -> str:
+def _warning(items: Sequence[Item]) -> str:
     text = "nobody says whose the images are: each counts as a patient, and two of one person may be on both sides of the split"
     stems = [item.first.name.partition(".")[0] for item in items]
     groups = {match[1] for name in stems if (match := _SERIAL.match(name))}
@@ -119,7 +119,7 @@ def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], s
     Args:
         items: of one site, with their patients.
         site: its name, a key of the draw.
-        shares: split -> its share of the patients; a split without one is not drawn.
+        shares: split -> its share of the patients, in any unit; a split without one is not drawn.
         seed: of the draw.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.store import write_atomically, write_json
-from medflare.data.datalist import site_folders
+from medflare.data.datalist import site_folders, site_name
 from medflare.data.files.decoding import decoded_rows
 from medflare.data.loading import known_entries, refuse_too_many, source_of
 from medflare.data.progress import counted
@@ -77,7 +77,7 @@ def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | 
         raise ConfigError(f"task {task.name}: network.weights names no file, and features of random weights know nothing; name one")
     if home.resolve().is_relative_to(root.resolve()):
         raise DataError(f"{home} lies in {root}, where it would be taken for one of its sites; take another folder")
-    folders = {"" if folder == root else folder.name: folder for folder in site_folders(root)}
+    folders = {"" if folder == root else site_name(folder): folder for folder in site_folders(root)}
     refuse_existing(home, folders, force=force)
     network = initial_network(task, 0, start=starting_state(task, 0, weights)).eval()
     if not network.has_features:
@@ -115,10 +115,10 @@ def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
 def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwork, to: Path) -> int:
     """The features of one site; the datalist comes last, so that a folder without one is not complete."""
     source = source_of(site, task, folder)
-    known, _ = known_entries(site or folder.name, task, source)
+    known, _ = known_entries(site or site_name(folder), task, source)
     entries = [entry for entry in known if encode_label(entry.label, task, entry.place) is not None]
     failed: dict[int, str] = {}
-    read = counted(entries, len(entries), f"{site or folder.name}, images through the network")
+    read = counted(entries, len(entries), f"{site or site_name(folder)}, images through the network")
     rows = ((row.entry, row.image) for row in decoded_rows(task, source, read, failed))
     items = []
     for number, (entry, features) in enumerate(_through(network, rows)):

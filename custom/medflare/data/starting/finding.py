@@ -74,12 +74,22 @@ class Holdings:
     patients: dict[Path, str] = field(default_factory=dict)
 
     def named(self, path: Path) -> str:
-        """A file as the folder's user knows it.
+        """A file as the folder's user knows it, see the function `named`.
 
         Args:
             path: below the folder.
         """
-        return path.relative_to(self.root).as_posix()
+        return named(path, self.root)
+
+
+def named(path: Path, root: Path) -> str:
+    """A file as the user of a folder knows it.
+
+    Args:
+        path: below the folder.
+        root: the folder.
+    """
+    return path.relative_to(root).as_posix()
 
 
 def holdings(root: Path) -> Holdings:
@@ -110,7 +120,7 @@ def holdings(root: Path) -> Holdings:
     if not images:
         formats = ", ".join((*PICTURES, *NIFTI, ".dcm"))
         raise DataError(f"{root}: holds no image ({formats}); give the folder of the images")
-    return Holdings(root, tuple(sorted(images, key=_in_order)), tuple(sorted(tables)), patients)
+    return Holdings(root, tuple(sorted(images)), tuple(sorted(tables)), patients)
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, list[Path]]]:
@@ -123,10 +133,6 @@ def _folders(root: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 def _shown(name: str) -> bool:
     return not name.startswith(".") and name not in _JUNK
-
-
-def _in_order(path: Path) -> tuple[Any, ...]:
-    return path.parts
 
 
 def _dicom(folder: Path, files: list[Path], alone: bool) -> dict[Path, str]:

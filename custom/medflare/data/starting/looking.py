@@ -1,5 +1,6 @@
 """What a look at datalists and files tells about a task: what is learnt, how many channels and axes images have, what masks hold."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ def look(root: Path, said: Said) -> Seen:
         ConfigError: labels that do not fit, or sites that name different ones.
         DataError: no datalist, an empty one, or files that cannot be read or understood.
     """
+    if len(set(said.labels)) < len(said.labels):
+        raise ConfigError(f"--labels {','.join(said.labels)}: a name stands there twice; give each label its own")
     headers = {folder: _header(folder) for folder in site_folders(root)}
     first, header = next(iter(headers.items()))
     for folder, other in headers.items():
@@ -73,7 +76,7 @@ def look(root: Path, said: Said) -> Seen:
     entries = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _LOOKED_AT)]
     masks = [entry for folder in headers for entry in _spread(read_datalist(folder, kind), _MASKS)]
     learnt = _structures(masks, header, said, label) if kind == "segmentation" else _classes(masks, header, said, label)
-    channels, dims = _images(entries, header, said)
+    channels, dims = _images(entries, header, said, first / FILE)
     lacking = sum(None in entry.channels for entry in masks)
     name = said.name or re.sub(r"\W+", "_", str(header.get("name") or root.resolve().name)).strip("_").lower() or "task"
     choices = (
@@ -114,7 +117,7 @@ def _classes(entries: Sequence[Entry], header: Mapping[str, Any], said: Said, la
     found = len(label) if several else 1 + max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
     named = {number: name for name, numbers in names_in(header.get("labels")).items() for number in numbers}
     labels = said.labels or tuple(named.get(number, f"class_{number}") for number in range(max(found, len(named))))
-    if len(labels) < found:
+    if len(labels) < found or (several and said.labels and len(labels) > found):
         raise ConfigError(f"--labels {','.join(labels)}: {len(labels)} names for {found} classes; name each")
     yield Choice("target", "multilabel" if several else "multiclass", "any of several findings" if several else "one class an image")
     yield Choice("labels", list(labels), "as said" if said.labels else "names from the datalist" if named else "the datalist names none")
@@ -133,6 +136,8 @@ def _structures(entries: Sequence[Entry], header: Mapping[str, Any], said: Said,
     names = names_in(header.get("labels"))
     if isinstance(label, list):
         labels = said.labels or tuple(names_of_masks(names)) or tuple(f"structure_{number + 1}" for number in range(len(label)))
+        if said.labels and len(labels) != len(label):
+            raise ConfigError(f"--labels {','.join(labels)}: {len(labels)} names for {len(label)} mask files of an image; name each")
         yield Choice("target", "multilabel", "a mask file for each structure")
         yield Choice("labels", list(labels), "as said" if said.labels else "in the order of the mask files")
         return
@@ -141,15 +146,18 @@ def _structures(entries: Sequence[Entry], header: Mapping[str, Any], said: Said,
     if not known:
         values = _mask_values(entries)
         shown = ", ".join(map(str, values))
-        meant = dict(zip(said.labels or _names(values), ([value] for value in values), strict=False))
-        if len(meant) < len(values):
-            raise ConfigError(f"--labels {','.join(said.labels)}: {len(said.labels)} names for the values {shown} of the masks; name each")
+        if said.labels and len(said.labels) != len(values):
+            rare = f'say in {FILE} which value is which: "labels": {{"1": "{said.labels[0]}", ...}}'
+            remedy = "name each" if len(said.labels) < len(values) else f"{len(entries)} were looked at; name what they hold, or {rare}"
+            differ = f"{len(said.labels)} names for the values {shown} of the masks"
+            raise ConfigError(f"--labels {','.join(said.labels)}: {differ}; {remedy}")
+        meant = dict(zip(said.labels or _names(values), ([value] for value in values), strict=True))
         reason = f"masks hold 0 and {shown}"
     elif said.labels:
         if len(said.labels) != len(meant):
             raise ConfigError(f"--labels {','.join(said.labels)}: the datalist knows {len(meant)} ({', '.join(meant)}); name each")
         meant = dict(zip(said.labels, meant.values(), strict=True))
-    renamed = _in_part(dict(zip(known, meant, strict=False)))
+    renamed = bool(known) and _in_part(dict(zip(known, meant, strict=True)))
     regions = any(len(listed) > 1 for listed in meant.values())
     if regions or len(meant) == 1:
         yield Choice("target", "multilabel" if regions else "binary", "structures overlap" if regions else "one structure")
@@ -186,20 +194,30 @@ def _mask_values(entries: Sequence[Entry]) -> list[int]:
 # -- images ----------------------------------------------------------------------------------------------------------------
 
 
-def _images(entries: Sequence[Entry], header: Mapping[str, Any], said: Said) -> tuple[Choice, Choice]:
+def _images(entries: Sequence[Entry], header: Mapping[str, Any], said: Said, file: Path) -> tuple[Choice, Choice]:
     """Channels and dimensions."""
     several = [len(entry.channels) for entry in entries if entry.channels]
     shapes = [_stored(entry) for entry in entries]
     deep = any(len(shape) > 2 for _, shape in shapes)
     if several:
-        names = [str(header.get("channel_names", {}).get(str(number), f"channel_{number}")) for number in range(max(several))]
-        channels = Choice("channels", names, "a file for each channel")
+        channels = Choice("channels", _channel_names(max(several), header, said, file), "a file for each channel")
     else:
         count = max(number for number, _ in shapes)
         reason = {1: "grey", 3: "colour"}.get(count, f"{count} channels in a file")
         channels = Choice("channels", said.channels or count, "as said" if said.channels else f"{reason} in {len(shapes)} images looked at")
     dims = said.dims or (3 if deep else 2)
     return channels, Choice("spatial_dims", dims, "as said" if said.dims else "volumes" if deep else "pictures")
+
+
+def _channel_names(count: int, header: Mapping[str, Any], said: Said, file: Path) -> list[str]:
+    """What the datalist calls the channels of images that have a file for each."""
+    if said.channels not in (None, count):
+        raise ConfigError(f"--channels {said.channels}: images have {count} files, one for each channel; leave it out")
+    given = header.get("channel_names") or {}
+    named = {str(number): name for number, name in enumerate(given)} if isinstance(given, list) else given
+    if not isinstance(named, Mapping) or not all(isinstance(name, str | int) for name in named.values()):
+        raise DataError(f'{file}: channel_names must be an object like {{"0": "T1", "1": "T2"}}, got {json.dumps(given)[:80]}; correct it')
+    return [str(named.get(str(number), f"channel_{number}")) for number in range(count)]
 
 
 def _stored(entry: Entry) -> tuple[int, tuple[int, ...]]:

@@ -10,8 +10,9 @@ from typing import Final, TypeAlias
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.datalist import patient_id
+from medflare.data.files.kinds import stem
 from medflare.data.starting.finding import Holdings, Item
-from medflare.data.starting.words import says_images, split_folder, split_named, stem, words
+from medflare.data.starting.words import says_images, split_folder, split_named, words
 
 Folders: TypeAlias = tuple[str, ...]
 
@@ -156,7 +157,11 @@ def _rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     except csv.Error:
         dialect = csv.excel
     reader = csv.DictReader(StringIO(text, newline=""), dialect=dialect, restval="")
-    return [name for name in reader.fieldnames or [] if name], list(reader)
+    try:
+        return [name for name in reader.fieldnames or [] if name], list(reader)
+    except csv.Error as error:
+        remedy = "close its quotation marks, take longer cells out, or name another table with --table"
+        raise DataError(f"{path} line {reader.reader.line_num}: not readable as a table ({error}); {remedy}") from error
 
 
 def _used(path: Path, header: list[str], columns: Columns, kind: str) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from medflare.data.files.kinds import suffix
+from medflare.data.files.kinds import stem
 
 _MASK: Final = frozenset(
     (
@@ -106,15 +106,6 @@ def says_images(name: str) -> bool:
     """
     said = words(name)
     return bool(said) and set(said) <= _FILLING
-
-
-def stem(path: Path) -> str:
-    """A file's name without its suffix, ".nii.gz" as a whole.
-
-    Args:
-        path: of a file.
-    """
-    return path.name[: len(path.name) - len(suffix(path))]
 
 
 def read_name(path: Path) -> FileName:

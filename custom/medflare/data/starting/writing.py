@@ -16,7 +16,7 @@ from medflare.data.datalist import FILE, SPLITS
 from medflare.data.files.cutting import check_picture, write_windows
 from medflare.data.files.kinds import NIFTI, PICTURES, explained, suffix
 from medflare.data.progress import counted
-from medflare.data.starting.finding import Item
+from medflare.data.starting.finding import Item, named
 
 Recode: TypeAlias = Callable[[Path], Any]  # a mask file -> the values that the task lists, as a uint8 array (H, W)
 
@@ -189,13 +189,3 @@ def _entry(item: Item, root: Path) -> dict[str, Any]:
     label = (masks if isinstance(item.label, list) else masks[0]) if masks else item.label
     entry = {"image": files[0] if len(files) == 1 else files, "label": label}
     return entry | ({"patient": item.patient} if item.patient else {})
-
-
-def named(path: Path, root: Path) -> str:
-    """A file as the user of a folder knows it.
-
-    Args:
-        path: below the folder.
-        root: the folder.
-    """
-    return path.relative_to(root).as_posix()

@@ -190,13 +190,13 @@ def _device(kit: Kit) -> Finding:
 
 
 def _data(kit: Kit, task: "TaskConfig | None") -> Finding:
-    """As `medflare data check` finds them where a task says what they are for."""
+    """Where a run of this site looks for them; as `medflare data check` finds them where a task says what they are for."""
+    from medflare.data.loading import site_folder
+
     own = _own(kit)
-    if not own.data_root:
+    root = site_folder(kit.name, own.data_root)
+    if root is None:
         return _warning(f"no data_root, so only tasks with embedded images run; medflare site setup {kit.folder} --data-root FOLDER")
-    root = Path(own.data_root)
-    if not (root / "datalist.json").is_file():
-        raise ConfigError(f"{root / 'datalist.json'} is missing; correct data_root in {kit.local / LOCAL_FILE}, or see medflare data init")
     if task is None:
         return _ok(f"{root} has a datalist; --task TASK reads every image")
     from medflare.data.checking.check import check_site

@@ -211,15 +211,20 @@ def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
     elif wishes.storage is not None:
         _store(content, wishes.storage)
     if wishes.bring_code:
-        content["class_allow_list"] = [name for name in content["class_allow_list"] if name != ALLOWED]
         _replace_launcher(content, _our_launcher(), _PLAIN_LAUNCHER)
-        content["components"] = [one for one in content["components"] if not _is_ours(one)]
+        if "class_allow_list" in content:  # without one FLARE takes its own list, and an empty one allows nothing
+            content["class_allow_list"] = [name for name in content["class_allow_list"] if name != ALLOWED]
+        content["components"] = [one for one in content.get("components", ()) if not _is_ours(one)]
     return content
 
 
 def _adapt(resources: _Object, storage: Path) -> None:
     """What medflare needs of FLARE's resources.json, in place."""
-    resources["class_allow_list"].insert(0, ALLOWED)
+    allowed = resources.get("class_allow_list")
+    if allowed is None:  # FLARE's own list, which the template repeats
+        resources["class_allow_list"] = template("site", "resources.json")["class_allow_list"]
+    elif ALLOWED not in allowed:
+        allowed.insert(0, ALLOWED)
     _replace_launcher(resources, _PLAIN_LAUNCHER, _our_launcher())
     for server in resources.get("servers", ()):
         server["heart_beat_timeout"] = 120  # seconds; FLARE's ten minutes are long for those who wait for a site that is gone

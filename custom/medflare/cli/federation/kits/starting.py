@@ -67,7 +67,7 @@ def environment(path: str) -> dict[str, str]:
 
 
 def _launch(kit: Kit) -> None:
-    with open(kit.output, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
+    with open(kit.output, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as output:  # core.store's brings torch along
         subprocess.run(
             [kit.folder / "startup" / "start.sh"],
             env={**os.environ, **environment(os.environ.get("PATH", os.defpath))},

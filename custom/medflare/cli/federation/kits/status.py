@@ -48,7 +48,7 @@ class JobState:
         step: "train", "deliver" or another phase, of which the last one was begun; "" where the job has none yet.
         round: 0-based; None where there is no step.
         rounds: of the run.
-        working: whether that step has been answered; a site that has waits for the next one.
+        working: whether that step is being worked on; a site that has answered it waits for the next one.
         begun: when that step was, as text.
         left: see `Left`.
         models: roles of the models that were delivered.

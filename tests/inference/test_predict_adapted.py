@@ -1,0 +1,68 @@
+"""`medflare predict --adapt`: every adaptation of every delivered model, with the numbers that the methods' own have."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from delivered import probabilities
+from medflare.core.errors import ConfigError
+from medflare.data.sites.opening import open_site
+from medflare.inference.adaptation import dsbn_for, with_dsbn, with_tent
+from medflare.inference.deployed import StoredModel, load_model
+from medflare.inference.predict import predict
+from medflare.methods.catalogue import build_deployed
+from medflare.tasks.config import TaskConfig
+from small import predicted
+
+
+@pytest.mark.parametrize("tta", ["tent", "dsbn"])
+def test_adaptation_on_request_is_that_of_the_methods(
+    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
+) -> None:
+    stored = load_model(trained("fedavg") / "sites/A/global")
+    site = open_site("O", segmentation, role="outside", data_root=data_root)
+    tent = with_tent(stored.message, stored.task)
+    message = tent if tta == "tent" else dsbn_for(site, stored.message, partial(build_deployed, stored.task))
+    expected = predicted(site, build_deployed(stored.task, message), "test")
+    found = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
+    assert torch.equal(found, expected)
+    plain = probabilities(stored, data_root / "O/test", tmp_path)
+    assert not torch.allclose(found, plain)
+    delivered = StoredModel(stored.task, tent if tta == "tent" else with_dsbn(stored.message), {})
+    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path), expected), "a model that came with it"
+    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt=tta), expected), "asking twice changes nothing"
+    assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path, adapt="none"), plain), "and without it"
+
+
+@pytest.mark.parametrize("tta", ["auto", "none", "tent", "dsbn"])
+@pytest.mark.parametrize("kind", ["plain", "tent", "dsbn"])
+def test_every_adaptation_of_every_delivered_one(
+    kind: str, tta: str, untrained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
+) -> None:
+    """What was asked for takes the place of what the model came with; its base is the same network."""
+    plain = load_model(untrained())
+    site = open_site("A", segmentation, data_root=data_root)
+    messages = {
+        "plain": plain.message,
+        "tent": with_tent(plain.message, segmentation),
+        "dsbn": dsbn_for(site, plain.message, partial(build_deployed, segmentation)),
+    }
+    stored = {name: StoredModel(segmentation, message, {}) for name, message in messages.items()}
+    images = data_root / "O/test"
+    as_if = {"auto": (kind, "auto"), "none": ("dsbn" if kind == "dsbn" else "plain", "none")}.get(tta, ("plain", tta))
+    expected = probabilities(stored[as_if[0]], images, tmp_path, as_if[1])
+    assert torch.equal(probabilities(stored[kind], images, tmp_path, tta), expected)
+    said = predict(stored[kind], [images], tmp_path / "out", builder=build_deployed, adapt=tta).adapted
+    assert said.partition(",")[0] == {"auto": kind.replace("plain", ""), "none": ""}.get(tta, tta)
+
+
+@pytest.mark.parametrize("tta", ["tent", "dsbn"])
+def test_a_model_that_normalises_by_the_test_images_is_adapted_once(
+    tta: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path
+) -> None:
+    stored = load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+    with pytest.raises(ConfigError, match=r"a model of kind 'routed' normalises by the test images already.*auto or none"):
+        predict(stored, [data_root / "O/test"], tmp_path / "out", builder=build_deployed, adapt=tta)
