@@ -13,10 +13,12 @@ from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
 from medflare.data.sites.opening import open_site
 from medflare.evaluation.contract import validate_results
+from medflare.evaluation.results import load_results
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
+from medflare.methods.fedavg.site import FedAvgSite
 from medflare.tasks.config import load_task
 from small import tiny_phantom
 
@@ -187,6 +189,22 @@ class TestDefinedBehaviour:
             "site-3": "outside",
         }
         assert results["mean"] == run("fedavg", sites=2, outside=["site-3"], rounds=1)["mean"]
+
+    @pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
+    def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(
+        self, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also of one site alone: whoever writes a method is to see where it is. Over FLARE it costs that site's update."""
+        fit = FedAvgSite.fit
+
+        def broken(half: FedAvgSite, *arguments: Any) -> float | None:
+            return 1 / 0 if half.site.name == "site-2" else fit(half, *arguments)
+
+        monkeypatch.setattr(FedAvgSite, "fit", broken)
+        with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+            run("fedavg", min_sites=1, out=tmp_path, **options)
+        results = load_results(tmp_path)
+        assert results["status"] == "FAILED" and "division by zero" in results["reason"]
 
     def test_unknown_method(self) -> None:
         with pytest.raises(ConfigError, match="unknown method 'fedsmm'; did you mean fedsm or"):

@@ -52,6 +52,19 @@ def test_many_images_that_were_left_out_fit_through_the_servers_gate() -> None:
     assert messages[0].startswith("0.png: damaged") and messages[-1] == "and 255 more, which the site's own data check names"
 
 
+def test_letters_that_are_not_latin_fit_through_the_servers_gate() -> None:
+    """A site cannot help how its folders are called: the gate counts bytes of JSON, six for each of these letters."""
+    site, line = _site(), "第一季度眼底照片无法读取，" * 13
+    site.data, site.notes = replace(site.data, left_out=(line,) * 60), [line] * 60
+    reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    assert unreadable(reply, "A") is None
+    events = reply.facts["events"]
+    told = {kind: [event["message"] for event in events if event["kind"] == kind] for kind in ("warning", "left_out")}
+    assert len(told["warning"]) > 10 and told["warning"][0] == line
+    for messages in told.values():
+        assert messages[-1] == f"and {60 - len(messages) + 1} more, which the site's own data check names"
+
+
 def test_a_site_says_what_it_runs_on() -> None:
     reply = _asked(0)[ENROL]
     told = reply.facts["versions"]
@@ -109,6 +122,20 @@ def test_it_tells_each_step_when_it_begins_and_when_it_is_answered() -> None:
     for number, phase in enumerate(("train", DELIVER)):
         participant.answer(phase, number, Message({"model": site.network().state_dict()}, {"step": number, "run_rounds": 1}))
     assert told == [("train", 0, 1, True), ("train", 0, 1, False), (DELIVER, 1, 1, True), (DELIVER, 1, 1, False)]
+
+
+def test_a_step_that_fails_has_ended_too() -> None:
+    class Listening(Keeper):
+        def tell(self, *step: Any) -> None:
+            told.append(step)
+
+    site, told = _site(), list[Any]()
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, keeper=Listening())
+    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    site.abort = lambda: 1 / 0 > 1
+    with pytest.raises(ZeroDivisionError):
+        participant.answer("train", 0, Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1}))
+    assert told == [("train", 0, 1, True), ("train", 0, 1, False)]
 
 
 # ---- hours of a job ---------------------------------------------------------------------------------------------------------

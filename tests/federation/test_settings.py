@@ -1,6 +1,7 @@
 """The settings of a run: one list with names, types and ranges, refused in one line."""
 
 import dataclasses
+import inspect
 import json
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from medflare.core.errors import ConfigError
-from medflare.federation.settings import RUN_SETTINGS, Rules, RunSettings, run_settings
+from medflare.federation.local.loop import run_local
+from medflare.federation.settings import RUN_SETTINGS, WAITS, Rules, RunSettings, run_settings
 
 NEEDED: dict[str, Any] = {"rounds": 3, "seed": 1}
 
@@ -59,7 +61,14 @@ def test_what_json_has_is_taken_and_comes_back() -> None:
 
 def test_the_schedule_is_told_its_rules() -> None:
     assert run_settings(NEEDED).rules == Rules()
-    assert run_settings({**NEEDED, "min_sites": 2, "sites_per_round": 3}).rules == Rules(min_sites=2, sites_per_round=3)
+    given: dict[str, Any] = {"min_sites": 2, "sites_per_round": 3, "max_share": 0.5, "suspects": "rejected", "patience": 4, "wire": "bf16"}
+    assert given.keys() == {rule.name for rule in dataclasses.fields(Rules)}, "each of them can be set"
+    assert run_settings({**NEEDED, **given}).rules == Rules(**given)
+
+
+def test_a_resumed_run_has_all_settings_that_the_plain_loop_takes() -> None:
+    """`resume_local` hands on whatever of `RUN_SETTINGS` the checkpoint holds."""
+    assert {*RUN_SETTINGS} - {*WAITS, "resume"} <= {*inspect.signature(run_local).parameters}
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ class Server:
         properties: what FLARE's context holds beside what it needs.
     """
 
-    def __init__(self, root: Path, aggregator: Any, task: TaskConfig | None = None):
-        self.root = root
+    def __init__(self, root: Path, aggregator: Any, task: TaskConfig | None = None, job: str = "job"):
+        self.root, self.job = root, job
         self.aggregator = aggregator
         self.panics: list[str] = []
         self.properties: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class Server:
 
     @property
     def task_file(self) -> Path:
-        return self.root / "job" / "config" / TASK_FILE
+        return self.root / self.job / "config" / TASK_FILE
 
     @property
     def local_file(self) -> Path:
@@ -65,7 +65,7 @@ class Server:
         """Nobody listens."""
 
     def context(self) -> FLContext:
-        manager = FLContextManager(engine=self, identity_name="server", job_id="job", public_stickers={}, private_stickers={})
+        manager = FLContextManager(engine=self, identity_name="server", job_id=self.job, public_stickers={}, private_stickers={})
         fl_ctx: FLContext = manager.new_context()
         for name, value in {ReservedKey.ENGINE: self, **self.properties}.items():
             fl_ctx.set_prop(name, value, private=True, sticky=False)

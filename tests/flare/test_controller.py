@@ -1,5 +1,6 @@
 """A job that cannot become a run: whatever is wrong with it, it ends as failed and leaves results that say why."""
 
+import itertools
 import json
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -12,15 +13,21 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
-from flare.server import Server
+from flare.server import SITES, Server
 from medflare.cli import main
+from medflare.core.errors import FederationFailed
 from medflare.core.events import Event
+from medflare.data.sites.opening import open_site
 from medflare.evaluation.results import load_results
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.flare.aggregators import SoftPullAggregator, WeightedAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.exchange.serving import Ending
+from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
+from small import tiny_phantom
 
 
 @pytest.fixture
@@ -182,3 +189,41 @@ def test_flares_monitor_of_tasks_is_made_to_last() -> None:
     controller.set_communicator(WFCommServer())
     controller.start_controller(FLContext())
     controller.communicator._client_task_map.pop("unknown")
+
+
+class Failing(WeightedAggregator):
+    """A class of one's own, so that the run stays in this process; its formula fails in its second step."""
+
+    def __init__(self, fails: bool):
+        super().__init__()
+        formula: Any = self.aggregation
+        shared, calls = formula.shared, itertools.count(1)
+
+        def once(*arguments: Any) -> Any:
+            if fails and next(calls) == 2:
+                raise FederationFailed("the machine is full")
+            return shared(*arguments)
+
+        vars(formula).update(shared=once)
+
+
+def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_those_that_it_took_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, method = load_task(tiny_phantom(size=[16, 16])), get_method("fedavg")
+    participants: dict[str, Participant] = {}
+
+    def opened(site: str) -> Participant:
+        made = Participant(site, lambda role: open_site(site, task, seed=0, role=role), method, {})
+        return participants.setdefault(site, made)
+
+    monkeypatch.setattr("medflare.flare.exchange.messages.MessageExchange", lambda *given: LocalExchange(SITES, opened))
+    kept = tmp_path / "medflare"
+    (kept / "another").mkdir(parents=True)
+    left = []
+    for job, resume in (("one", ""), ("two", "one"), ("three", "two")):
+        server = Server(tmp_path, Failing(fails=job != "three"), task, job)
+        server.run(MedflareController(rounds=4, seed=0, resume=resume))
+        left.append(({path.name for path in kept.iterdir()} - {"another"}, server.panics))
+    assert left == [({"one"}, ["the machine is full"]), ({"one", "two"}, ["the machine is full"]), (set(), [])]
+    assert (kept / "another").exists(), "of a job that nobody has taken up yet"

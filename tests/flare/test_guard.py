@@ -22,7 +22,7 @@ from medflare.federation.screening.rounding import Rounding
 from medflare.federation.settings import FACTS_LIMIT
 from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask
 from medflare.flare.exchange.wire import error_of, to_message, to_shareable
-from medflare.flare.guard import OutboundGuard, own_limits
+from medflare.flare.guard import OutboundGuard, own_limits, planned
 from medflare.flare.privacy import UpdatePrivacy
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
@@ -142,6 +142,29 @@ def test_headers_carry_no_data(context: FLContext, update: Message) -> None:
     shareable = to_shareable(update)
     shareable.set_header("notes", torch.ones(4))
     assert "headers carry no data" in kept_back(OutboundGuard().process(shareable, context))
+
+
+def test_what_the_site_works_by_is_read_once_in_a_job(
+    context: FLContext, spec: ParticipantSpec, update: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the weights that a task starts from, which may be gigabytes. Who enrols anew may do so among other sites."""
+    read: list[ParticipantSpec] = []
+
+    def noted(found: ParticipantSpec) -> object:
+        read.append(found)
+        return planned(found)
+
+    monkeypatch.setattr("medflare.flare.guard.planned", noted)
+    guard = OutboundGuard()
+    for _ in range(3):
+        assert guard.process(to_shareable(update), context).get_return_code() == ReturnCode.OK
+    assert read == [spec]
+    context.set_prop(SITE_TASK, SiteTask("enrol", 0, to_shareable(Message()), spec), private=True, sticky=False)
+    guard.process(to_shareable(Message({}, {"n": {"train": 3}})), context)
+    other = replace(spec, method="fedprox")
+    for one in (spec, other, other):
+        guard.process(to_shareable(update), prepared(one, Message()))
+    assert read == [spec, spec, other]
 
 
 def test_a_failed_task_sends_its_line_and_nothing_else(context: FLContext, update: Message) -> None:

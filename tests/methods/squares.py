@@ -18,6 +18,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
+from medflare.federation.screening.incoming import Incoming
 from medflare.federation.screening.replies import unreadable
 from medflare.federation.screening.updates import screen
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
@@ -222,7 +223,7 @@ def as_declared(halves: Mapping[str, Any], phase: str, outgoing: Mapping[str, Me
     """Every message of a step holds what its phase declares and nothing else, and facts that can be written down."""
     for name, half in halves.items():
         if name in outgoing:
-            assert half.phase(phase).unsent(outgoing[name]) is None, (phase, name)
+            assert Incoming(half.plan).refusal(half.phase(phase), outgoing[name]) is None, (phase, name)
         if name in replies:
             assert half.phase(phase).undeclared(replies[name], half.plan) is None, (phase, name)
             assert unreadable(replies[name], name) is None, (phase, name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.methods.catalogue import get_method
 from medflare.studies.archive import run_folder, write_run
 from medflare.studies.candidates import REFERENCES, Candidate
-from medflare.studies.grid import run_study
+from medflare.studies.grid import _finished, run_study
 from medflare.studies.references import CENTRALISED, POOLED, SINGLE_SITE
 from medflare.studies.setting import Setting
 from medflare.tasks.config import load_task
+from studies.jobs import Broken, Touching
 
 TASK = load_task(
     {
@@ -187,6 +189,42 @@ def test_a_kept_run_of_an_earlier_version_is_what_its_settings_mean_now(tmp_path
     with pytest.raises(StateError, match=r"task.of_old = 3, "):
         run_study(candidates, SETTING, [0], tmp_path)
     assert trained == ["fedavg"]
+
+
+def test_runs_on_other_images_are_not_its_answer(tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the data root is named; None is the images that the task has embedded."""
+    rows, out = [Candidate.parse("fedavg")], tmp_path / "out"
+    monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(tmp_path / "first"))
+    run_study(rows, SETTING, [0], out)
+    monkeypatch.delenv("MEDFLARE_DATA_ROOT")
+    run_study(rows, dataclasses.replace(SETTING, data_root=tmp_path / "first"), [0], out)
+    assert trained == ["fedavg"]
+    for other in (None, tmp_path / "second"):
+        named = f"data_root = {str(tmp_path / 'first')!r}, this study has data_root = {str(other) if other else None!r};"
+        with pytest.raises(StateError, match=re.escape(named)):
+            run_study(rows, dataclasses.replace(SETTING, data_root=other), [0], out)
+
+
+def test_of_an_earlier_run_nobody_can_tell_where_its_images_lay(tmp_path: Path, trained: list[str]) -> None:
+    rows, said = [Candidate.parse("fedavg")], list[str]()
+    run_study(rows, SETTING, [0], tmp_path)
+    file = run_folder(tmp_path, "fedavg", 0) / "results.json"
+    results = json.loads(file.read_text())
+    del results["configuration"]["settings"]["data_root"]
+    file.write_text(json.dumps(results))
+    run_study(rows, dataclasses.replace(SETTING, data_root=tmp_path), [0], tmp_path, say=said.append)
+    assert said == ["1 kept runs are of an earlier version and do not say their data root: they are taken for runs on this study's images"]
+    assert trained == ["fedavg"]
+
+
+def test_the_reason_of_a_run_that_cannot_be_is_not_held_up(tmp_path: Path) -> None:
+    """What had not begun is not begun."""
+    jobs: list[Any] = [Broken(), *(Touching(tmp_path / str(number)) for number in range(12))]
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="no images are mounted"):
+        said.extend(_finished(jobs, 2))
+    assert said[-1] == "the broken run: cannot be run; the study stops after the runs at work"
+    assert len([*tmp_path.iterdir()]) < 6
 
 
 def test_a_run_that_failed_is_tried_again(runs: list[dict[str, Any]], tmp_path: Path, trained: list[str]) -> None:

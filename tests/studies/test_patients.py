@@ -76,6 +76,13 @@ def test_unweighted_metrics_are_those_of_the_task(metric: str, target: str) -> N
     assert weighted_metric(scores.cases.to_dict(), metric, np.full(24, 2.0)) == pytest.approx(weighted_metric(twice, metric, np.ones(48)))
 
 
+def test_four_of_ten_right_are_two_fifths() -> None:
+    """In float32 they would be 0.4000000059604645."""
+    task = small_task("classification", target="multiclass", labels=["dark", "bright"], loss={"name": "ce"})
+    scores = score(torch.eye(2)[[0] * 10], torch.tensor([0] * 4 + [1] * 6), [str(n) for n in range(10)], task, ["accuracy"])
+    assert scores.values["accuracy"] == 0.4
+
+
 def test_segmentation_cases_make_up_the_mean() -> None:
     task = small_task()
     probabilities, targets = torch.zeros(3, 1, 4, 4), torch.zeros(3, 4, 4, dtype=torch.long)
@@ -104,7 +111,46 @@ def test_a_patient_of_two_seeds_is_one_patient() -> None:
     second = [run(0, {"A": dice(a=0.7, b=0.5)}), run(1, {"A": dice(a=0.9, c=None)})]
     found = compare_patients((first, "m"), (second, "m"), "dice")
     assert found.difference == pytest.approx((0.1 + 0.4) / 2), "0.1 with the first seed, 0.4 with the second, where c is undefined"
-    assert found.patients == 3
+    assert found.patients == 2, "c has no value under the second model"
+
+
+def test_estimate_interval_and_test_are_of_the_same_patients() -> None:
+    """e and f have empty masks: no Dice where the first model finds nothing, and 0 where the second one finds something."""
+    first = [run(0, {"A": dice(a=0.8, b=0.7, c=0.6, d=0.8, e=None, f=None)})]
+    second = [run(0, {"A": dice(a=0.85, b=0.75, c=0.65, d=0.85, e=0.0, f=0.0)})]
+    for one, other, gain in ((first, second, 0.05), (second, first, -0.05)):
+        found = compare_patients((one, "m"), (other, "m"), "dice")
+        assert found.difference == pytest.approx(gain) and found.interval == pytest.approx((gain, gain))
+        assert (found.p, found.patients) == (0.125, 4)
+    nobody = [run(0, {"A": dice(a=None, b=None, c=None, d=None, e=0.5, f=0.5)})]
+    assert compare_patients((first, "m"), (nobody, "m"), "dice") == PatientComparison()
+
+
+def test_resamples_without_a_value_do_not_take_the_interval_away() -> None:
+    """A resample of 30 images misses all three positive ones in 4 % of cases, a single positive one in 36 %."""
+    rng = np.random.default_rng(0)
+    one = rng.random(30)
+    for positive, known in ((3, True), (1, False)):
+        truth = [1] * positive + [0] * (30 - positive)
+        other = np.where(np.arange(30) < positive, 0.5 + one / 2, one)
+        models = [[run(0, {"A": answers(scores.tolist(), truth)})] for scores in (one, other)]
+        found = compare_patients((models[0], "m"), (models[1], "m"), "auc_macro")
+        assert found.difference is not None and (found.interval is not None) == known
+        if found.interval is not None:
+            assert found.interval[0] <= found.difference <= found.interval[1]
+
+
+def test_patients_in_another_order_are_paired_by_name() -> None:
+    first = [run(0, {"A": dice(a=0.5, b=0.5, c=None, d=0.25)})]
+    same, turned = dice(a=0.6, b=0.8, c=0.5, d=0.5), dice(d=0.5, c=0.5, b=0.8, a=0.6)
+    found = [compare_patients((first, "m"), ([run(0, {"A": second})], "m"), "dice") for second in (same, turned)]
+    assert found[0] == found[1] and found[0].patients == 3
+    truth, scores = [1, 1, 0, 0], [0.9, 0.5, 0.7, 0.1]
+    areas = [run(0, {"A": answers(scores, truth, "abcd")})]
+    back = [run(0, {"A": answers([0.1, 0.5, 0.7, 0.9], truth[::-1], "dcba")})]
+    assert compare_patients((areas, "m"), (back, "m"), "auc_macro").patients == 4
+    several = [run(0, {"A": answers(scores, truth, "xxyy")})], [run(0, {"A": answers(scores, truth, "xyxy")})]
+    assert compare_patients((several[0], "m"), (several[1], "m"), "auc_macro") == PatientComparison(), "nobody knows which image is which"
 
 
 def test_only_equal_splits_are_paired() -> None:

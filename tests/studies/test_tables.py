@@ -8,7 +8,7 @@ from medflare.studies.tables.choices import routing_table, selector_table
 from medflare.studies.tables.curves import curves_table, is_rising
 from medflare.studies.tables.differences import differences_table, own_differences_table
 from medflare.studies.tables.report import study_report, study_tables
-from medflare.studies.tables.rows import with_oracle
+from medflare.studies.tables.rows import Row, selection, with_oracle
 from medflare.studies.tables.sites import sites_table
 from medflare.studies.tables.summary import summary_table
 from studies.left_out import leaving_out
@@ -40,6 +40,19 @@ def test_models_with_the_same_numbers_share_a_row(record: RunRecord) -> None:
     run = build_results(dataclasses.replace(record, sites={"A": SiteRecord("inside", metrics=same)}))
     rows = sites_table({"FedSM": [run]}, "dice").splitlines()[2:]
     assert rows == ["| FedSM | global, personal | – | 0.500 | 0.500 | 1 |", "| FedSM | deployed | – | **0.600** | **0.600** | 1 |"]
+
+
+def test_a_row_says_by_what_its_round_was_chosen(record: RunRecord) -> None:
+    rules = {
+        "median": "best dice, median of sites",
+        "paired": "best dice, paired over sites",
+        "mean": "best dice, mean of sites",
+        "best": "best dice",
+        "last": "last",
+    }
+    for rule, shown in rules.items():
+        run = build_results(dataclasses.replace(record, hyper={"site": {}, "server": {"selection": rule}}))
+        assert selection(Row("fedsm", ("global",), [], [run])) == shown
 
 
 def test_a_table_of_a_distance_marks_the_smallest(runs: list[Run]) -> None:

@@ -320,12 +320,6 @@ class Phase:
         extra = reply.facts.keys() - set(map(str, self.reports))
         return _difference("fact", set(), extra) if extra else None
 
-    def unsent(self, message: Message) -> str | None:
-        """What a server's message holds beyond the declaration, in words, or None."""
-        entries = {name for name in message.states if not any(entry.covers(name) for entry in self.sends)}
-        facts = message.facts.keys() - set(map(str, self.tells))
-        return _difference("entry", set(), entries) or _difference("fact", set(), facts) or None
-
 
 def merged_phases(own: tuple[Phase, ...], further: tuple[Phase, ...]) -> tuple[Phase, ...]:
     """All phases, those of one name as one that sends, tells, answers and reports what either does."""

@@ -24,7 +24,8 @@ class Reply:
 
     Attributes:
         problem: empty when the message is there; else one line.
-        kind: the event that a problem becomes: "failed" (the site reported an error), "late" or "missing".
+        kind: the event that a problem becomes: "failed" (the site reported an error), "rejected" (nobody can work with what it sent),
+            "late" or "missing".
         seconds: that the site was at work on it.
     """
 
@@ -57,9 +58,10 @@ def _laid_aside(tensor: Tensor) -> Tensor:
 
 
 class Exchange(Protocol):
-    """How messages reach the sites. Implementations never raise for one site's fault: they return a Reply that says so.
+    """How messages reach the sites. For a site's MedflareError implementations never raise: they return a Reply that says so.
 
-    They call `laid_aside` on every reply as it comes.
+    Any other error of a site is a bug. Over FLARE it is a Reply, too, and costs that site's update; the plain loop raises it, so that
+    whoever writes a method sees where it is. They call `laid_aside` on every reply as it comes.
     """
 
     def present(self, round: int) -> list[str]:

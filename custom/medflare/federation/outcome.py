@@ -25,8 +25,6 @@ class StepReport:
     facts: dict[str, dict[str, Any]]
     rejected: dict[str, str]
     seconds: float
-    down_bytes: int
-    up_bytes: int
     aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
     similarity: Callable[[], dict[str, dict[str, dict[str, float]]]] = dict
 

@@ -1,5 +1,6 @@
 """One site's part in a federation, the same under every engine: enrol, answer steps, remember, evaluate what is delivered."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -20,16 +21,17 @@ from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS,
 from medflare.federation.screening.replies import DELIVERS, VERSIONS
 from medflare.federation.screening.rounding import Rounding
 from medflare.federation.screening.withholding import rare_classes, too_few, withhold
-from medflare.federation.settings import DELIVER, ENROL, PHASES_OF_ALL
+from medflare.federation.settings import DELIVER, ENROL, FACTS_LIMIT, PHASES_OF_ALL
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.tasks.schedules import rate_factor
 
-# Of one kind, what a site says of its data; the server's gate takes a hundred events in all (`screening.replies`), and 64 KiB of facts.
-_MOST_EVENTS: Final = 45
+# Of what a site says of its data; the server's gate takes a hundred events in all, and facts of a size (`screening.plain`).
+_MOST_EVENTS: Final = 45  # of one kind
 _LONGEST_EVENT: Final = 400  # characters
+_MOST_BYTES: Final = FACTS_LIMIT // 2  # of all: the rest is for counts and versions
 
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
@@ -148,20 +150,21 @@ class Participant:
         step, rounds, rounded = self._gate.numbers(phase, round, incoming, self._half.steps)
         self._gate.refuse(phase, round, incoming, self._half.recall(step), rounded)
         self.keeper.tell(phase, round, rounds, True)
-        with self._half.ready(step, kept=phase != DELIVER) as half:
-            rounding = Rounding(half.plan) if rounded else None
-            incoming = incoming if rounding is None else rounding.widened(incoming)
-            half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
-            if phase == DELIVER:
-                reply = self._deliver(half, incoming)
-            else:
+        try:
+            with self._half.ready(step, kept=phase != DELIVER) as half:
+                rounding = Rounding(half.plan) if rounded else None
+                incoming = incoming if rounding is None else rounding.widened(incoming)
+                half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
+                if phase == DELIVER:
+                    return self._deliver(half, incoming)
                 reply = half.perform(phase, round, incoming)
                 withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
                 reply = reply if rounding is None else rounding.up(half.phase(phase), reply, incoming)
                 if soon_over := self.working.forecast(round, rounds):
                     reply.facts["events"] = [*reply.facts.get("events", []), *soon_over]
-        self.keeper.tell(phase, round, rounds, False)
-        return reply
+                return reply
+        finally:  # a step that failed has come to its end, too
+            self.keeper.tell(phase, round, rounds, False)
 
     # -- enrolment -------------------------------------------------------------------------------------------------------------
 
@@ -236,11 +239,17 @@ def _notes(site: Site, minimum_patients: int, rare: bool) -> list[dict[str, Any]
         log.add("warning", f"no metric of its {split} patients leaves the site: they are fewer than {minimum_patients}")
     if rare:
         log.add("warning", f"no counts by class leave the site: a class is of fewer than {minimum_patients} training patients")
+    room = _MOST_BYTES
     for kind, lines in (("warning", site.notes), ("left_out", site.data.left_out)):
+        told = 0
         for line in lines[:_MOST_EVENTS]:
+            room -= len(json.dumps(line[:_LONGEST_EVENT]))  # as the gate counts: a letter that is not Latin is six bytes of JSON
+            if room < 0:
+                break
             log.add(kind, line[:_LONGEST_EVENT])
-        if len(lines) > _MOST_EVENTS:
-            log.add(kind, f"and {len(lines) - _MOST_EVENTS} more, which the site's own data check names")
+            told += 1
+        if len(lines) > told:
+            log.add(kind, f"and {len(lines) - told} more, which the site's own data check names")
     return log.to_list()
 
 

@@ -1,15 +1,15 @@
 """The schedule of a federation, written once for every engine: enrol, the method's steps, deliver.
 
 An engine supplies an `Exchange`: it takes messages to sites and brings their replies back. Everything that decides what happens
-to a reply (screening, k of n, repetition, failure) happens here, so that the plain loop, the simulator and a provisioned
-federation cannot differ.
+to a reply (screening, k of n, repetition, failure) happens here, once for the plain loop, the simulator and a provisioned
+federation. What they differ in is a bug in a site's code: the plain loop raises it, see `exchange.Exchange`.
 """
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from numpy.random import Generator
 from torch import Tensor
@@ -31,6 +31,8 @@ from medflare.federation.screening.votes import close_elections
 from medflare.federation.settings import DELIVER, Rules
 from medflare.methods.base import ServerHalf, Step
 from medflare.methods.parts.selection import plateau
+
+_REPEATS: Final = 1  # how often a step with too few usable replies is tried again before the run fails
 
 
 @dataclass
@@ -101,8 +103,8 @@ class Federation:
     def _step(self, index: int, step: Step, enrolment: Enrolment) -> None:
         asked: list[str] = []
         failed: set[str] = set()
-        for attempt in range(self.rules.repeats + 1):
-            started, down, up = time.monotonic(), self.outcome.down_bytes, self.outcome.up_bytes
+        for attempt in range(_REPEATS + 1):
+            started = time.monotonic()
             members = enrolment.members(step)
             asked = drawn(self, step, members, attempt, asked, failed)
             outgoing = {site: numbered(self.server.configure(step, site), index, self.server.context.rounds) for site in asked}
@@ -113,7 +115,7 @@ class Federation:
             reason = f"{len(accepted)} usable replies to '{step.phase}' in round {step.round}, {self._needed} are needed"
             gone = dict.fromkeys((site for site in enrolment.inside if site not in members), "not there")
             named = listed({**gone, **rejected}) if asked else "no site is present"
-            if attempt == self.rules.repeats:
+            if attempt == _REPEATS:
                 raise FederationFailed(f"{reason} ({named})")
             self.events.add("repeated", f"{reason}; asking again ({named})", round=step.round)
             failed |= rejected.keys()
@@ -121,30 +123,34 @@ class Federation:
         context = self.server.context
         context.notes = {}
         self.server.aggregate(step, accepted)
-        traffic = self.outcome.down_bytes - down, self.outcome.up_bytes - up
         facts = {site: reply.facts for site, reply in accepted.items()}
-        report = StepReport(step, index, facts, rejected, time.monotonic() - started, *traffic, context.notes, screened.similarity)
+        report = StepReport(step, index, facts, rejected, time.monotonic() - started, context.notes, screened.similarity)
         self.outcome.history.append(report.line())
         self.on_step(report)
 
     def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Screened, dict[str, str]]:
         """Usable replies in sorted site order, and the reason for every other site; each reason becomes an event."""
-        replies = ask_rounded(self._courier, self._rounding, self.server.context.phases, step, outgoing)
-        rejected: dict[str, str] = {}
-        for site, reply in replies.items():
-            if reply.message is None:
-                rejected[site] = reply.problem
-                self.events.add(reply.kind, reply.problem, site=site, round=step.round)
+        phase = next((phase for phase in self.server.context.phases if phase.name == step.phase), Phase(step.phase))
+        replies = ask_rounded(self._courier, self._rounding, phase, step, outgoing)
+        rejected = {site: reply.problem for site, reply in replies.items() if reply.message is None}
+        for site, problem in rejected.items():
+            self.events.add(replies[site].kind, problem, site=site, round=step.round)
         usable = {site: reply.message for site, reply in replies.items() if reply.message is not None}
         counts = {site: facts.get("n", {}) for site, facts in self.outcome.enrolled.items()}
-        reports, limit = self.reports(step.phase), self.rules.norm_limit
         manifest = self.manifest(step.phase)
-        weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network]
-        known: dict[str, Any] = {"phase": step.phase, "past": self.past, "weights": weights, "strict": self.rules.suspects == "rejected"}
-        answers = [entry for phase in self.server.context.phases if phase.name == step.phase for entry in phase.answers]
-        known["steps"] = [entry for entry in answers if entry.step]
-        known["contradicted"] = partial(self.server.contradicted, step)
-        screened = screen(usable, manifest, outgoing, counts, reports=reports, norm_limit=limit, **known)
+        screened = screen(
+            usable,
+            manifest,
+            outgoing,
+            counts,
+            reports=self.reports(step.phase),
+            phase=step.phase,
+            past=self.past,
+            weights=[entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network],
+            steps=[entry for entry in phase.answers if entry.step],
+            strict=self.rules.suspects == "rejected",
+            contradicted=partial(self.server.contradicted, step),
+        )
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
         for site, message in screened.accepted.items():
@@ -224,20 +230,17 @@ def stand_ins(members: Sequence[str], count: int, asked: Sequence[str], failed: 
     return sorted([*kept, *sorted(others, key=lambda site: site in failed)][:count])
 
 
-def ask_rounded(
-    courier: Courier, rounding: Rounding | None, phases: Sequence[Phase], step: Step, outgoing: Mapping[str, Message]
-) -> dict[str, Reply]:
+def ask_rounded(courier: Courier, rounding: Rounding | None, phase: Phase, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
     """Site -> reply; where weights travel rounded, the reply as it was meant.
 
     Args:
         courier: asks the sites.
         rounding: of the run; None: weights travel in fp32.
-        phases: as the site half declares them.
+        phase: of the step, as the site half declares it.
         step: what is asked.
         outgoing: site -> what it is sent, in fp32.
     """
-    phase = next((phase for phase in phases if phase.name == step.phase), None)
-    if rounding is None or phase is None:
+    if rounding is None:
         return courier.ask(step, outgoing)
     shared: dict[int, Tensor] = {}
     replies = courier.ask(step, {site: rounding.down(phase, message, shared) for site, message in outgoing.items()})

@@ -30,8 +30,6 @@ class Rules:
     Attributes:
         min_sites: usable replies that a step needs; None: 2, or 1 in a federation of one.
         sites_per_round: how many inside sites are drawn for a round; None: all.
-        repeats: how often a step with too few usable replies is tried again before the run fails.
-        norm_limit: see `screening.screen`.
         max_share: of the training images that a site counts for, at most; None: what it has.
         suspects: whether updates against all others are "used" or "rejected".
         patience: rounds without a better validation metric after which training ends; None: it goes on to the last round.
@@ -40,8 +38,6 @@ class Rules:
 
     min_sites: int | None = None
     sites_per_round: int | None = None
-    repeats: int = 1
-    norm_limit: float = 100.0
     max_share: float | None = None
     suspects: str = "used"
     patience: int | None = None
@@ -88,8 +84,7 @@ class RunSettings:
     @property
     def rules(self) -> Rules:
         """What of it concerns the schedule."""
-        further = {name: getattr(self, name) for name in ("max_share", "suspects", "patience", "wire")}
-        return Rules(self.min_sites, self.sites_per_round, **further)
+        return Rules(**{rule.name: getattr(self, rule.name) for rule in dataclasses.fields(Rules)})
 
     def to_dict(self) -> dict[str, Any]:
         """By name, as JSON has them."""

@@ -4,7 +4,6 @@ Light to import, as `executors`: in the simulator the run is computed elsewhere 
 """
 
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -145,7 +144,7 @@ class MedflareController(Controller):
             self.log_error(fl_ctx, f"medflare: FAILED: {ending.reason}")
             self.system_panic(ending.reason, fl_ctx)
         else:
-            shutil.rmtree(spec.checkpoints, ignore_errors=True)  # a failed run may be taken up
+            spec.forget()  # a failed run may be taken up
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 

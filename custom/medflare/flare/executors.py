@@ -35,7 +35,7 @@ from medflare.flare.exchange.participants import (
 )
 from medflare.flare.exchange.signs import Pulse, announce_tensors, expect_answers, wait_for_work
 from medflare.flare.exchange.upkeep import give_back_memory, share_cleanup_thread
-from medflare.flare.exchange.wire import arrays_bytes, error_reply, register_tensors, to_message, to_shareable
+from medflare.flare.exchange.wire import UNABLE, arrays_bytes, error_reply, register_tensors, to_message, to_shareable, unexpected
 from medflare.flare.names import by_name, named_classes
 from medflare.flare.simulator.relay import Relay
 from medflare.flare.simulator.threads import share_cores
@@ -122,9 +122,8 @@ class MedflareExecutor(Executor):
             reason = self._outward(str(error), fl_ctx)
         except Exception as error:
             self.log_error(fl_ctx, self._outward(traceback.format_exc(), fl_ctx))  # a job's error log may leave the site, too
-            reason = f"{type(error).__name__} in '{task_name}' of round {round}: {error}; the site's log has the traceback"
-            reason = self._outward(reason, fl_ctx)
-        self.log_error(fl_ctx, f"medflare: {reason}")
+            reason = self._outward(unexpected(error, task_name, round), fl_ctx)
+        self.log_error(fl_ctx, f"{UNABLE}{reason}")
         return error_reply(reason)
 
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:

@@ -20,11 +20,12 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import MedflareError, UpdateError
 from medflare.data.sites.local import OUTBOUND, OutboundLimits, local_settings, read_local
-from medflare.flare.exchange.participants import SITE_TASK, SiteTask
+from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask
 
 if TYPE_CHECKING:
     from medflare.core.manifest import Manifest
     from medflare.core.message import Message
+    from medflare.methods.base import Plan, SiteHalf
 
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
 
@@ -36,9 +37,13 @@ class OutboundGuard(Filter):
     Put it last in `task_result_filters` of the site's privacy.json.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: tuple[ParticipantSpec, type[SiteHalf[Any]], Plan[Any, Any]] | None = None
+
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """The result as it is, or a failed task with the reason in its place."""
-        from medflare.flare.exchange.wire import error_reply, to_message
+        from medflare.flare.exchange.wire import UNABLE, error_reply, to_message
 
         if shareable.get_return_code() != ReturnCode.OK:
             return _without_data(shareable)
@@ -49,38 +54,52 @@ class OutboundGuard(Filter):
         try:
             _check_headers(shareable)
             message = to_message(shareable)
-            manifest = manifest_of(task)
+            manifest = self._manifest(task)
             refuse_undeclared(message, manifest, own_limits(Path(task.spec.local_file)))
         except MedflareError as error:
             reason = f"the outbound guard of site {site} kept back the answer to '{task.phase}': {error}"
-            self.log_error(fl_ctx, f"medflare: {reason}")
+            self.log_error(fl_ctx, f"{UNABLE}{reason}")
             _report(task, [{"entry": "everything", "purpose": str(error), "sent": "no"}])
             return error_reply(reason)
         _report(task, _rows(message, manifest))
         return shareable
 
+    def _manifest(self, task: SiteTask) -> "Manifest":
+        """What the method says that a reply to the task's phase holds.
 
-def manifest_of(task: SiteTask) -> "Manifest":
-    """What the method says that a reply to the task's phase holds.
+        Raises:
+            MedflareError: the job names no known method or task, or the site has not enrolled.
+        """
+        from medflare.federation.screening.rounding import WIRE, Rounding
+        from medflare.federation.settings import PHASES_OF_ALL
+        from medflare.flare.exchange.wire import to_message
+
+        if task.phase in PHASES_OF_ALL:
+            self._known = None  # whoever enrols anew may do so among other sites
+            return {}
+        if self._known is None or self._known[0] != task.spec:
+            self._known = task.spec, *planned(task.spec)
+        _, half, plan = self._known
+        if WIRE in to_message(task.incoming).facts:
+            return Rounding(plan).manifest(half.phase(task.phase))
+        return half.manifest(task.phase, plan)
+
+
+def planned(spec: ParticipantSpec) -> "tuple[type[SiteHalf[Any]], Plan[Any, Any]]":
+    """The site's half and its plan, from the job's files and what the site remembers: with pretrained weights a large file.
+
+    Args:
+        spec: of the site in the job.
 
     Raises:
         MedflareError: the job names no known method or task, or the site has not enrolled.
     """
     from medflare.federation.memory import stored_members
-    from medflare.federation.screening.rounding import WIRE, Rounding
-    from medflare.federation.settings import PHASES_OF_ALL
-    from medflare.flare.exchange.wire import to_message
     from medflare.methods.catalogue import get_method
     from medflare.tasks.config import load_task
 
-    if task.phase in PHASES_OF_ALL:
-        return {}
-    spec = task.spec
     method = get_method(spec.method, server=spec.server_half or None)
-    plan = method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
-    if WIRE in to_message(task.incoming).facts:
-        return Rounding(plan).manifest(method.site_class.phase(task.phase))
-    return method.site_class.manifest(task.phase, plan)
+    return method.site_class, method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
 
 
 def own_limits(local_file: Path) -> OutboundLimits:

@@ -66,6 +66,13 @@ def check_private(task: TaskConfig) -> None:
         raise ConfigError(f"dp_noise: loss {task.loss['name']} gives no image a gradient of its own: {reason}")
 
 
+def more_than_plain(site: Site) -> str:
+    """What makes a site's networks more than modules on one device, which some ways of training cannot follow; empty where nothing does."""
+    if site.computing.further:
+        return "several devices"
+    return "compile" if site.computing.compiled else ""
+
+
 def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
     """What only the site can tell.
 
@@ -73,8 +80,7 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
         ConfigError: the site computes in ways that Opacus does not follow, Opacus is missing or cannot handle the network, or δ is so large
             that giving away one patient would be allowed.
     """
-    if site.computing.further or site.computing.compiled:
-        setting = "several devices" if site.computing.further else "compile"
+    if setting := more_than_plain(site):
         raise ConfigError(f"site {site.name}: dp_noise takes each image's gradient from a plain network; leave {setting} out of {PLACE}")
     dp_sgd, network = _dp_sgd(site), site.network()
     if isinstance(network, WholeNetwork):  # ours are known to work

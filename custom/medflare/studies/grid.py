@@ -12,12 +12,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.store import write_atomically
+from medflare.data.loading import ENVIRONMENT
 from medflare.evaluation.record import json_ready
 from medflare.evaluation.results import COMPLETED
 from medflare.studies.archive import Groups, is_finished, read_run, run_folder, write_rows, write_run
@@ -25,6 +26,8 @@ from medflare.studies.candidates import Candidate
 from medflare.studies.setting import Setting
 from medflare.studies.tables.report import TABLE_FILE, study_report
 from medflare.tasks.config import load_task
+
+DATA_ROOT: Final = "data_root"  # setting in a run's results
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class _Job:
     def __call__(self) -> str:
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
-        results["configuration"]["settings"] |= {"label": self.candidate.label, "resplit": self.seed}
+        own = {"label": self.candidate.label, "resplit": self.seed, DATA_ROOT: _data_root(self.setting)}
+        results["configuration"]["settings"] |= own
         write_run(self.folder, results)
         return f"{self.title}: {results['status']}, {results['seconds']['total']:.0f} s"
 
@@ -123,6 +127,8 @@ def _kept(jobs: Sequence[_Job], say: Callable[[str], None]) -> dict[Path, dict[s
     completed = [(job, run) for job, run in found if run["status"] == COMPLETED]
     for job, run in completed:
         _refuse_another(job, run)
+    if untold := sum(DATA_ROOT not in run["configuration"]["settings"] for _, run in completed):
+        say(f"{untold} kept runs are of an earlier version and do not say their data root: they are taken for runs on this study's images")
     for job, run in found:
         if run["status"] != COMPLETED:
             say(f"{job.title} had failed and is run again: {run['reason']}")
@@ -130,7 +136,7 @@ def _kept(jobs: Sequence[_Job], say: Callable[[str], None]) -> dict[Path, dict[s
 
 
 def _refuse_another(job: _Job, run: Mapping[str, Any]) -> None:
-    """StateError where a kept run had another task, other sites, rounds or hyper-parameters; what it does not name was not there then."""
+    """StateError where a kept run had another task, data root, sites, rounds or hyper-parameters; what it does not name cannot be told."""
     then, now = _had(run), _asked(job)
     if other := [name for name, value in then.items() if now.get(name) != value]:
         was, is_now = (", ".join(f"{name} = {of.get(name)!r}" for name in other) for of in (then, now))
@@ -142,7 +148,7 @@ def _asked(job: _Job) -> dict[str, Any]:
     """What decides a run's numbers, by name, as this study has it."""
     task = load_task(replace(job.setting.task, resplit=job.seed))
     inside = [site for site in job.setting.sites if site not in job.outside]
-    return _named(inside, job.setting.rounds, task.to_dict(), job.candidate.effective)
+    return _named(inside, job.setting.rounds, task.to_dict(), job.candidate.effective) | {DATA_ROOT: _data_root(job.setting)}
 
 
 def _had(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +159,14 @@ def _had(run: Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError:  # an earlier version had other settings
         task = configuration["task"]
     inside = [name for name, site in run["sites"].items() if site["role"] == "inside"]
-    return _named(inside, run["rounds"], task, configuration["hyper"])
+    told = {name: value for name, value in configuration["settings"].items() if name == DATA_ROOT}
+    return _named(inside, run["rounds"], task, configuration["hyper"]) | told
+
+
+def _data_root(setting: Setting) -> str | None:
+    """Where the study's images lie; None: they are embedded in the task. A link stays one, so that data that move can be found again."""
+    root = setting.data_root or os.environ.get(ENVIRONMENT)
+    return str(Path(root).expanduser().absolute()) if root else None
 
 
 def _named(inside: Sequence[str], rounds: int, task: Mapping[str, Any], hyper: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -171,6 +184,12 @@ def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[str]:
         yield from (job() for job in jobs)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(job) for job in jobs]):
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    try:
+        titles = {pool.submit(job): job.title for job in jobs}
+        for future in as_completed(titles):
+            if future.exception():
+                yield f"{titles[future]}: cannot be run; the study stops after the runs at work"
             yield future.result()
+    finally:  # also on Ctrl-C: what has not begun must not hold up the reason
+        pool.shutdown(cancel_futures=True)

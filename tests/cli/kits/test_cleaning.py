@@ -65,5 +65,24 @@ def test_what_is_young_or_runs_stays(used: Kit, tmp_path: Path) -> None:
 
 
 def test_the_server_caches_nothing(server: Kit) -> None:
-    with pytest.raises(ConfigError, match="nvflare job delete"):
+    with pytest.raises(ConfigError, match="which caches nothing; old jobs go with `nvflare job delete"):
         clean_kit(server, MONTH)
+
+
+def test_checkpoints_at_the_server_go_when_somebody_says_so(server: Kit) -> None:
+    """A failed job is resumed from its own: how much there is one is told, and with --jobs goes what is old and of no job that runs."""
+    old, young = (server.folder / "medflare" / name for name in (JOB, "young"))
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.safetensors").write_bytes(b"x" * 2000)
+    time_ago = time.time() - timedelta(days=40).total_seconds()
+    for path in (old, *old.iterdir()):
+        os.utime(path, (time_ago, time_ago))
+    with pytest.raises(ConfigError, match=rf"jobs that came to no end \(2, 3\.9 KiB in {server.folder}/medflare\) go with --jobs"):
+        clean_kit(server, MONTH)
+    with party(server, "job"):
+        assert clean_kit(server, MONTH, jobs=True) == []
+    for dry_run in (True, False):
+        (gone,) = clean_kit(server, MONTH, jobs=True, dry_run=dry_run)
+        assert gone.bytes == 2000 and JOB in gone.what and old.exists() == dry_run
+    assert young.exists() and clean_kit(server, MONTH, jobs=True) == []

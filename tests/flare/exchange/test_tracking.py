@@ -26,7 +26,7 @@ RECEIVER = "nvflare.app_opt.tracking.mlflow.mlflow_receiver"
 
 
 def report(round: int, aggregation: dict[str, Any] | None = None, **facts: dict[str, Any]) -> dict[str, Any]:
-    return StepReport(Step("train", round), round, facts, {}, 1.0, 0, 0, aggregation or {}).line()
+    return StepReport(Step("train", round), round, facts, {}, 1.0, aggregation or {}).line()
 
 
 @pytest.fixture

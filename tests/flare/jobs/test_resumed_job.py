@@ -1,6 +1,7 @@
 """The job that takes up an interrupted one: both sides name it, the submitted folder stays as it is."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,30 @@ def test_command_line(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(job), "--job", "0-1-2"]) == 0
     assert arguments(job.with_name("job-resumed"))[0]["resume"] == "0-1-2"
     assert "nvflare job submit -j" in capsys.readouterr().out
+
+
+def wrong_meta(job: Path) -> None:
+    (job / "meta.json").unlink()
+
+
+def cut_short(job: Path) -> None:
+    (job / "meta.json").write_text('{"name": ')
+
+
+def anothers(job: Path) -> None:
+    (job / "app" / "config" / "config_fed_server.json").write_text("{}")
+
+
+def list_of_none(job: Path) -> None:
+    (job / "meta.json").write_text("[]")
+
+
+@pytest.mark.parametrize("spoil", [wrong_meta, cut_short, anothers, list_of_none])
+def test_what_is_no_job_of_medflares_is_one_line(spoil: Callable[[Path], None], job: Path, tmp_path: Path) -> None:
+    spoil(job)
+    with pytest.raises(ConfigError, match=r"is no job folder of medflare's .*; name the folder that was submitted") as refused:
+        resumed_job(job, "0-1-2", tmp_path / "again")
+    assert "\n" not in str(refused.value) and not (tmp_path / "again").exists()
 
 
 def test_refusals(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

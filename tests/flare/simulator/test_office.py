@@ -65,7 +65,7 @@ class Tasks(TaskExchange):
 
     def __init__(self, work: Any, **strange: Behaviour):
         members: Any = SimpleNamespace(get_client_disconnect_time=lambda site: None)
-        options: dict[str, Any] = {"stop_reason": str, "step_timeout": 0.0, "enrol_timeout": 0.0, "watch": Watch(60.0)}
+        options: dict[str, Any] = {"stop_reason": str, "say": str, "step_timeout": 0.0, "enrol_timeout": 0.0, "watch": Watch(60.0)}
         super().__init__(members, FLContext(), Signal(), members=lambda: list(SITES), **options)
         self.work, self.strange = work, {name.replace("_", "-"): behaviour for name, behaviour in strange.items()}
         self.asked: list[tuple[str, int]] = []

@@ -75,6 +75,21 @@ def test_discrepancy_is_zero_without_a_difference_without_a_cap_and_finite_for_v
     assert silent.grad is not None and silent.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_half_precision_says_the_same(dtype: torch.dtype) -> None:
+    """A norm of 0, and one beyond float16's range."""
+    large = torch.full((2, 4), 6e4, dtype=dtype)
+    for f, f_hat, expected in ((0 * large, large, 0.5), (large, large, 0.0), (large, -large, 2.0)):
+        found = discrepancy(f, f_hat, 5.0)
+        assert found.dtype == dtype and float(found) == pytest.approx(expected, abs=1e-3)
+
+
+def test_features_of_two_shapes_are_refused() -> None:
+    for loss in (instance_discrepancy, similarity_loss):
+        with pytest.raises(ValueError, match=r"f of shape \(2, 2\) and f_hat of shape \(1, 2\); give both the same shape"):
+            loss(torch.ones(2, 2), torch.ones(1, 2))
+
+
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="pixel"):
         discrepancy(torch.ones(1, 2), torch.ones(1, 2), 0.1, "pixel")
@@ -100,6 +115,12 @@ def test_ema_copies_integers_and_works_on_a_module_in_place() -> None:
     assert teacher.num_batches_tracked == 1
 
 
+def test_a_teacher_keeps_its_dtype() -> None:
+    teacher = {"w": torch.zeros(2, dtype=torch.float64)}
+    ema_update(teacher, {"w": torch.ones(2).half()}, 0.75)
+    assert teacher["w"].dtype == torch.float64 and teacher["w"].tolist() == [0.25, 0.25]
+
+
 def test_a_ramped_decay_grows_to_its_end() -> None:
     assert [ema_decay(t, 0.75, ramp=True) for t in (0, 1, 3, 100)] == [0.0, 0.5, 0.75, 0.75]
     assert ema_decay(0, 0.75) == 0.75
@@ -121,6 +142,13 @@ def test_perturbation_has_length_rho_over_all_gradients_together() -> None:
     epsilon = sharpness_perturbation([torch.tensor([3.0]), torch.tensor([[4.0]])], 0.5)
     torch.testing.assert_close(epsilon, [torch.tensor([0.3]), torch.tensor([[0.4]])])
     torch.testing.assert_close(sharpness_perturbation(torch.tensor([3.0, 4.0]), 0.5), torch.tensor([0.3, 0.4]))
+
+
+@pytest.mark.parametrize("rho", [-0.1, math.nan])
+def test_a_perturbation_has_no_negative_length(rho: float) -> None:
+    for gradients in (torch.ones(2), {"w": torch.ones(2)}):
+        with pytest.raises(ValueError, match=f"rho must be a length, 0 or more, got {rho}"):
+            sharpness_perturbation(gradients, rho)
 
 
 def test_no_perturbation_without_rho_or_gradient() -> None:
@@ -233,6 +261,13 @@ def test_earlier_models_with_a_higher_score_join() -> None:
     torch.testing.assert_close(mean["weight"], state(11 / 3)["weight"])
     assert mean["num_batches_tracked"] == 4
     assert score == pytest.approx((0.9 + 0.8 + 0.5) / 3)
+
+
+def test_counters_are_the_current_models() -> None:
+    """An earlier model may have counted further: its site went back to what the server sent."""
+    mean, score = within_client_average([state(4, count=9), state(2, count=7)], [0.75, 0.5], kappa=1)
+    assert mean["weight"].tolist() == [3.0, -3.0] and score == 0.625
+    assert mean["num_batches_tracked"] == 7
 
 
 def test_the_window_counts_rounds_or_passing_models() -> None:

@@ -167,7 +167,14 @@ class TestConsistencyWeights:
         c = np.array([1 + 2 / math.sqrt(2), 2 + 1 / math.sqrt(2), 2 + 1 / math.sqrt(2)])
         assert_close(weights, c / c.sum())
 
+    @pytest.mark.parametrize("size", [1e300, 1e-300])
+    def test_lengths_whose_squares_no_number_holds(self, size: float) -> None:
+        deltas = matrix([1.0, 0.0], [2.0, 0.0], [0.0, 1.0])
+        assert_close(grace.consistency_weights(size * deltas, torch.ones(3)), [0.4, 0.4, 0.2])
+
     def test_errors_name_the_offender(self) -> None:
+        with pytest.raises(ValueError, match="no parameters to compare updates by; name the trainable entries"):
+            grace.consistent_aggregate({"w": torch.zeros(2)}, {"A": {"w": torch.zeros(2)}}, {"A": 1.0}, [])
         deltas = torch.ones(3, 2)
         deltas[1, 0] = math.nan
         with pytest.raises(UpdateError, match=r"rows \[1\]"):
@@ -189,6 +196,13 @@ class TestConsistencyWeights:
         moved, weights = grace.consistent_aggregate(state, {"A": state, "B": state}, {"A": 1.0, "B": 3.0}, ["w"])
         assert weights == {"A": 0.25, "B": 0.75}
         assert all(torch.equal(moved[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_the_global_model_keeps_its_dtype(rate: float) -> None:
+    states = {site: {"w": torch.full((2,), value).half()} for site, value in (("A", 1.0), ("B", 3.0))}
+    moved, _ = grace.consistent_aggregate({"w": torch.zeros(2)}, states, {"A": 1.0, "B": 1.0}, ["w"], server_rate=rate)
+    assert moved["w"].dtype == torch.float32 and moved["w"].tolist() == [2 * rate] * 2
 
 
 class TestAlignment:
@@ -234,6 +248,16 @@ class TestAlignment:
         x = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         assert float(distance(x, x.flip(0))) == pytest.approx(0, abs=1e-12)
         assert float(distance(x, 2 * x)) > 0.01
+
+    @pytest.mark.parametrize("distance", [grace.coral, grace.mmd, lambda x, y: grace.mmd(x, y, "dan")])
+    def test_half_precision_and_rows_of_two_lengths(self, distance: Any) -> None:
+        """Squares of 300 leave float16's range long before their means over columns do."""
+        x = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [100.0, 0.0]])
+        y = x + torch.tensor([3.0, 0.0])
+        wanted, found = float(distance(y, x)), distance(y.half(), x.half())
+        assert found.dtype == torch.float16 and float(found) == pytest.approx(wanted, rel=1e-2)
+        with pytest.raises(ValueError, match=r"features of shapes \(3, 2\) and \(3, 1\): give both sets rows of one length"):
+            distance(x, x[:, :1])
 
     def test_coral_by_hand(self) -> None:
         x, y = matrix([0, 0], [2, 2]), matrix([1, 0], [1, 4])  # covariances [[2, 2], [2, 2]] and [[0, 0], [0, 8]], means (1, 1), (1, 2)

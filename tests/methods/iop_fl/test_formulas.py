@@ -18,6 +18,7 @@ from medflare.methods.iop_fl.formulas import (
     neighbourhood_range,
     shape_loss,
     shape_loss_official,
+    site_step,
     total_loss,
     total_loss_official,
     turned,
@@ -85,6 +86,42 @@ def test_explicit_and_incremental_by_hand() -> None:
     close(local_adapted_incremental({"w": torch.tensor([10.0])}, step, way, 0.5)["w"], [10.5])
 
 
+def test_running_statistics_take_no_step() -> None:
+    """A variance that fell from 1 to 0.1: as a step it would lead another one, which is at 0.5, below 0."""
+    start = {"w": torch.tensor(1.0), "v": torch.tensor(1.0), "n": torch.tensor(0)}
+    local = {"w": torch.tensor(0.5), "v": torch.tensor(0.1), "n": torch.tensor(3)}
+    own = {"w": torch.tensor(1.0), "v": torch.tensor(0.5), "n": torch.tensor(0)}
+    step = site_step(local, start, ["w"])
+    explicit = local_adapted_explicit(own, local, step, 0.9, ["w"])
+    incremental = local_adapted_incremental(own, step, {name: 0 * tensor for name, tensor in step.items()}, 0.9, ["w"])
+    close(explicit["w"], 0.1)
+    close(incremental["w"], 0.55)
+    for found in (explicit, incremental):
+        close(found["v"], 0.1 * 0.5 + 0.9 * 0.1)
+        assert found["n"] == 3
+
+
+def test_flat_vectors_are_adapted_too(iop: dict[str, Tensor]) -> None:
+    local = iop["eq4/w_g_t"] - iop["eq4/eta_l"] * iop["eq4/sum_local_grad"]
+    close(local_adapted(iop["eq4/P_t"], local, float(iop["eq4/tau"])), iop["eq4/sound_official_ema_of_local_model"], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("local", "tau", "words"),
+    [
+        ({}, 0.5, "does not fit P_k: w missing"),
+        ({"w": torch.ones(1)}, 0.5, "does not fit P_k: w missing, unexpected or of another shape"),
+        (torch.ones(2), 0.5, "give both as one or as the other"),
+        ({"w": torch.ones(2)}, 1.5, r"tau = 1.5 is outside \[0, 1\]"),
+        ({"w": torch.ones(2)}, math.nan, "tau = nan is outside"),
+    ],
+)
+def test_what_cannot_be_adapted_is_said_in_one_line(local: Any, tau: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        local_adapted({"w": torch.zeros(2)}, local, tau)
+    assert "\n" not in str(refused.value)
+
+
 # -- test-time losses ----------------------------------------------------------------------------------------------------------
 
 
@@ -93,6 +130,11 @@ def test_consistency(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor
     close(consistency_loss(*probabilities) / 2, iop["tta/official_consistency_mean"])
     logits, noisy = iop["tta/logits"].double(), iop["tta/logits_noisy"].double()
     close(consistency_loss(logits, noisy), iop["tta/ref64_paper_consistency_mean_pixel_logit"], rtol=1e-6)
+
+
+def test_predictions_of_two_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"p of shape \(2, 2\) and p_noisy of shape \(1, 2\)"):
+        consistency_loss(torch.ones(2, 2), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("d", [1, 10])

@@ -9,7 +9,7 @@ import torch
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import violation
-from medflare.core.states import StateDict, blend, copy_state, difference, moved
+from medflare.core.states import StateDict, blend, copy_state, difference, moved, split_state
 from medflare.methods import iop_fl
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
@@ -50,14 +50,21 @@ def test_tau_one_is_the_last_local_model() -> None:
     assert equal(halves["A"].adapted, log[1][2]["A"].states["model"])
 
 
+def learnt(state: StateDict) -> tuple[StateDict, StateDict]:
+    """(parameters, running statistics) of the network's floating entries."""
+    network = squares.site().network()
+    return split_state(expected_floats(state), frozenset(name for name, _ in network.named_parameters()))
+
+
 def test_explicit_reading_takes_the_global_step_of_the_same_round() -> None:
     server, halves, tau = squares.server(IOPServer), squares.halves(IOPSite, reading="explicit", tau=0.6), 0.6
     expected = copy_state(server.model)
     log = play(server, halves).log
     for (step, before, replies), (_, after, _) in pairwise(log):
         if step.phase == "train":
-            local_step = difference(replies["B"].states["model"], before["B"].states["model"])
-            expected = blend(expected, moved(after["B"].states["model"], local_step), tau)
+            local = replies["B"].states["model"]
+            stepped = moved(after["B"].states["model"], difference(local, before["B"].states["model"]))
+            expected = blend(expected, {**stepped, **learnt(local)[1]}, tau)  # statistics have no gradient: they go to the site's own
     squares.assert_close(halves["B"].adapted, expected)
     assert halves["B"].local_step is None  # the step of the last round found its global model in the final look
 
@@ -68,14 +75,29 @@ def test_incremental_reading_adds_both_steps() -> None:
     expected, previous = copy_state(first), first
     for step, before, replies in play(server, halves).log:
         if step.phase == "train":
-            both = {name: replies["B"].states["model"][name] - previous[name] for name in expected if expected[name].is_floating_point()}
-            expected = {name: tensor + tau * both[name] if name in both else tensor for name, tensor in expected.items()}
+            weights, statistics = learnt(replies["B"].states["model"])
+            both = {name: tensor - previous[name] for name, tensor in weights.items()}
+            averaged = blend({name: expected[name] for name in statistics}, statistics, tau)
+            expected = {name: tensor + tau * both[name] if name in both else tensor for name, tensor in expected.items()} | averaged
             previous = before["B"].states["model"]
     squares.assert_close(expected_floats(halves["B"].adapted), expected_floats(expected))
 
 
 def expected_floats(state: StateDict) -> StateDict:
     return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+
+
+@pytest.mark.parametrize("reading", ["explicit", "incremental"])
+def test_no_running_variance_falls_below_zero(reading: str) -> None:
+    """Many steps let variances fall far below 1; as a gradient's way, the fall would be added to variances that have fallen already."""
+    task = squares.task(batch_size=1, local_epochs=2)
+    server, halves = squares.server(IOPServer, task), squares.halves(IOPSite, task, reading=reading)
+    log = play(server, halves).log
+    for name, half in halves.items():
+        variances = [tensor for entry, tensor in half.adapted.items() if entry.endswith("running_var")]
+        assert variances and all(float(variance.min()) >= 0 for variance in variances)
+        measured = [replies[name].facts["validation"]["personal"] for step, _, replies in log if step.phase != "submit"]
+        assert None not in measured and all(tensor.isfinite().all() for tensor in half.adapted.values())
 
 
 def test_start_local_takes_the_first_local_model() -> None:
@@ -127,6 +149,20 @@ def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -
     experts = sorted(entry for entry in server.configure_delivery("O").states if entry.startswith("expert/"))
     assert experts == ["expert/A", "expert/B", "expert/C"]
     assert server.models().keys() == {"global", "personal/A", "personal/B", "personal/C"}
+
+
+def test_the_cards_of_personal_models_say_the_rounds_behind_them() -> None:
+    """Also after a restart; where the last state is sent, the best round is not said of it."""
+    for selection in ("median", "last"):
+        server, halves = squares.server(IOPServer, rounds=4, selection=selection), squares.halves(IOPSite, selection=selection)
+        play(server, halves)
+        again = squares.server(IOPServer, rounds=4, selection=selection)
+        again.restore(server.state())
+        for name, half in halves.items():
+            card, own = again.models()[f"personal/{name}"], half.deliver(server.configure_delivery(name))["personal"]
+            assert equal(card.states["model"], own.states["model"])
+            assert card.facts["selected_round"] == (half.best.round if selection == "median" else None)
+            assert own.facts["selected_round"] == (half.best.round if selection == "median" else 4)
 
 
 def test_a_site_without_a_round_has_nothing_to_submit() -> None:

@@ -8,7 +8,7 @@ import torch
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.methods.base import ServerHyper
-from medflare.methods.parts.selection import Election, agreed, contradictions, plateau
+from medflare.methods.parts.selection import Best, Election, agreed, contradictions, plateau
 
 HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
 
@@ -88,6 +88,15 @@ def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
     record = election("median", {1: 1.0}).record
     assert [candidate["round"] for candidate in record] == [1, 2, 3, 4]
     assert record[0] == {"round": 1, "value": 0.5, "votes": {"A": 0.5, "B": 0.4, "L": 1.0}}
+
+
+def test_a_site_delivers_its_best_state_or_the_last_one() -> None:
+    best, last = Best(Message(), "personal"), {"w": torch.tensor(9.0)}
+    assert best.chosen("median", last, 3) == (last, 3) and best.chosen("median", last) == (last, None)
+    best.offer(0.5, 2, {"w": torch.tensor(2.0)})
+    state, behind = best.chosen("median", last, 3)
+    assert state["w"] == 2 and behind == 2
+    assert best.chosen("last", last, 3) == (last, 3)
 
 
 def test_the_record_outlives_the_process() -> None:

@@ -20,7 +20,7 @@ from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
-from medflare.federation.settings import check_rounds, run_settings
+from medflare.federation.settings import RUN_SETTINGS, check_rounds, run_settings
 from medflare.methods.catalogue import get_method
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig, load_task
@@ -97,6 +97,7 @@ def run_local(
 
     Raises:
         ConfigError: the method, task, a hyper-parameter or a site name is wrong. Whatever fails later is a result: status FAILED.
+        Exception: any that is no MedflareError is a bug, also of one site alone, and is raised after results.json says FAILED.
     """
     chosen = get_method(method, site=site_half, server=server_half)
     config = load_task(task)
@@ -112,9 +113,8 @@ def run_local(
         raise ConfigError(f"together: sites train as one batch in this process, with workers = {workers} each in its own; leave out one")
     if together:
         check_method(chosen, config, hyper)
-    few: dict[str, Any] = {"min_sites": min_sites, "sites_per_round": sites_per_round, "max_share": max_share, "suspects": suspects}
-    steering = {"rounds": rounds, "seed": seed, "outside": apart, "patience": patience, "wire": wire, **few}
-    settings = run_settings(steering)
+    steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
+    settings = run_settings({**steering, "max_share": max_share, "suspects": suspects, "patience": patience, "wire": wire})
     check_rounds(settings.rounds, config, chosen)
     folder, about = None if out is None else Path(out), {"engine": "local", **({"together": True} if together else {})}
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
@@ -196,8 +196,7 @@ def resume_local(
     """
     plan = stored_plan(Path(folder))
     site_half, server_half = plan["halves"]
-    names = ("rounds", "seed", "outside", "min_sites", "sites_per_round", "max_share", "suspects", "patience", "wire")
-    steering = {name: plan[name] for name in names if name in plan}  # an older version had fewer
+    steering = {name: plan[name] for name in RUN_SETTINGS if name in plan}  # an older version had fewer
     return run_local(
         site_half,
         plan["task"],

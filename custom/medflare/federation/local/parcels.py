@@ -6,13 +6,15 @@ import os
 import socket
 import struct
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import torch
 from torch import Tensor
 
+from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 
@@ -43,12 +45,12 @@ def send(connection: socket.socket, parcel: Parcel) -> None:
 
     Raises:
         OSError: the other process is gone.
+        StateError: this machine has no room for its tensors.
     """
     places, size = _placed(parcel.states)
     words = json.dumps({"words": parcel.words, "places": places, "size": size}).encode()
-    with tempfile.TemporaryFile(dir=_MEMORY if _MEMORY.is_dir() else None) as file:
+    with _room(size) as file:
         if size:
-            file.truncate(size)
             with mmap.mmap(file.fileno(), size) as memory:
                 _fill(memory, parcel.states, places)
         socket.send_fds(connection, [_LENGTH.pack(len(words))], [file.fileno()])
@@ -77,6 +79,34 @@ def receive(connection: socket.socket) -> Parcel:
     for entry, tensors in said["places"].items():
         states[entry] = {name: _tensor(memory, *place) for name, place in tensors.items()}
     return Parcel(said["words"], states)
+
+
+def _room(size: int) -> IO[bytes]:
+    """A file of so many bytes without a name: in memory, or where that has too little room (Docker gives it 64 MB) in the temporary folder.
+
+    Raises:
+        StateError: there is no room either.
+    """
+    try:
+        return _file(_MEMORY, size)
+    except OSError:
+        try:
+            return _file(None, size)
+        except OSError as error:
+            free = f"free some, or enlarge {_MEMORY} (docker run --shm-size)"
+            raise StateError(f"{tempfile.gettempdir()}: no room for a message of {size} bytes ({error.strerror}); {free}") from error
+
+
+def _file(folder: Path | None, size: int) -> IO[bytes]:
+    """OSError where the folder, None for the temporary one, has no room for it."""
+    with ExitStack() as closing:
+        file = closing.enter_context(tempfile.TemporaryFile(dir=folder))
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)  # a full folder says so here; a mapping of what is not there would end the process
+        else:
+            file.truncate(size)
+        closing.pop_all()
+        return file
 
 
 def _placed(states: dict[str, StateDict]) -> tuple[dict[str, dict[str, tuple[str, list[int], int]]], int]:

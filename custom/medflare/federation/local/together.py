@@ -25,7 +25,7 @@ from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.method import Method
 from medflare.methods.parts.together import check_together, train_together
 from medflare.methods.parts.training import Lesson, trained_by
-from medflare.privacy.settings import is_private
+from medflare.privacy.settings import is_private, more_than_plain
 from medflare.tasks.config import TaskConfig
 
 
@@ -150,6 +150,5 @@ def check_site(site: Site) -> None:
     Raises:
         ConfigError: it shares its batches among devices, or has its networks compiled.
     """
-    if site.computing.further or site.computing.compiled:
-        setting = "several devices" if site.computing.further else "compile"
+    if setting := more_than_plain(site):
         raise ConfigError(f"site {site.name}: together takes plain networks on one device; leave {setting} out of {PLACE}, or together")

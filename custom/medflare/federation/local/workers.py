@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from medflare.core.errors import Aborted, ConfigError
+from medflare.core.errors import Aborted, ConfigError, StateError
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, laid_aside
 from medflare.federation.local.exchange import LocalExchange
@@ -157,7 +157,10 @@ class ForkedExchange:
                     shown = {title: torch.frombuffer(bytearray(self._pictures[title]), dtype=torch.uint8) for title in new}
                     answer.states = {**answer.states, _PICTURES: shown}
                     known |= shown.keys()
-                send(connection, answer)
+                try:
+                    send(connection, answer)
+                except StateError as error:  # no room for its tensors; the reason alone needs none
+                    send(connection, Parcel({**answer.words, "facts": {}, "problem": f"site {site}: {error}"}))
         os._exit(0)
 
     def _answered(self, site: str, asked: Parcel, orphaned: Callable[[], bool]) -> Parcel:
@@ -181,10 +184,22 @@ def threads_of_a_site() -> Iterator[None]:
     """Meanwhile this process, and what is forked from it, computes on OMP_NUM_THREADS threads; on one where that is not set.
 
     The number of threads decides in which order sums are taken, hence the last bits: it must not depend on the number of workers.
+
+    Raises:
+        ConfigError: OMP_NUM_THREADS is no number of threads.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    torch.set_num_threads(_threads())
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _threads() -> int:
+    """Of OMP_NUM_THREADS, which may be a list with a number for each level of nested regions: sites compute at the first."""
+    said = os.environ.get("OMP_NUM_THREADS") or "1"
+    first = said.split(",")[0].strip()
+    if not first.isdecimal() or int(first) < 1:
+        raise ConfigError(f"OMP_NUM_THREADS is {said!r}: give the number of threads that a site computes on, for example 1")
+    return int(first)

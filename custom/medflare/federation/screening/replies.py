@@ -56,7 +56,7 @@ def _packages(value: object) -> str | None:
 
 VERSIONS: Final = Fact("versions", "of the packages that its results depend on; medflare 0.2.0 does not tell them", _packages)
 
-# What the phases of every method report, see `exchange.PHASES_OF_ALL`.
+# What the phases of every method report, see `settings.PHASES_OF_ALL`.
 ENROLS: Final = (
     Fact("n", "images by split", _images),
     Fact("class_counts", "training images or pixels by class; none where the site keeps them", listing(count())),

@@ -19,6 +19,7 @@ from medflare.federation.screening.replies import METRIC, unfit
 
 _NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
 _COUNTS: Final = {"n_samples": ("train", "training"), "n_validation": ("validation", "validation")}  # fact -> split, in words
+_LONGEST: Final = 100.0  # times its measure: what is longer is rejected; it falls as `past` learns what is usual
 OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive
 
 
@@ -45,7 +46,6 @@ def screen(
     enrolled: Mapping[str, Mapping[str, int]],
     *,
     reports: tuple[Fact, ...] = (),
-    norm_limit: float = 100.0,
     phase: str = "train",
     past: Past | None = None,
     weights: Collection[str] | None = None,
@@ -61,8 +61,6 @@ def screen(
         outgoing: what each site was sent; an update is the difference to the entry of the same name.
         enrolled: site -> {"train", "validation", "test"} counts given when it enrolled.
         reports: the facts that a reply to this step may hold, with what they take.
-        norm_limit: reject an update longer than this many times the median of the round; with fewer than three replies, of the rounds
-            before it, and in the first round of what the site was sent. It falls as `past` learns what is usual.
         phase: of the step.
         past: earlier steps; None: there are none.
         weights: the entries that hold weights of the task's network, and are judged as such; None: all.
@@ -84,7 +82,7 @@ def screen(
         f"{phase}/{entry}": gathered(accepted, outgoing, entry, weights is None or entry in weights, entry in steps) for entry in entries
     }
     digests = {key: _digests(accepted, key.removeprefix(f"{phase}/"), evidence) for key, evidence in found.items()}
-    for judged in (_too_long(found, past, norm_limit), _far_apart(found, past, norm_limit), _unmoved(found), _replayed(digests, past)):
+    for judged in (_too_long(found, past), _far_apart(found, past), _unmoved(found), _replayed(digests, past)):
         for site, reason in judged.items():
             rejected.setdefault(site, reason)
     left = _of(found, [site for site in accepted if site not in rejected])
@@ -130,7 +128,10 @@ def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | N
 
 
 def _measure(evidence: Evidence, key: str, past: Past) -> tuple[dict[str, float], str]:
-    """site -> the length that its update is held against, and what that is."""
+    """site -> the length that its update is held against, and what that is.
+
+    It is the median of the round; of fewer than three replies that of the rounds before, and in the first round what the site was sent.
+    """
     lengths = evidence.lengths
     if len(lengths) > 2 and evidence.step:  # what changes little once it is known is long at the site that comes late
         longest = max(statistics.median(lengths.values()), past.length(key) or 0.0)
@@ -142,11 +143,11 @@ def _measure(evidence: Evidence, key: str, past: Past) -> tuple[dict[str, float]
     return dict(evidence.sent), "the length of what it was sent"
 
 
-def _too_long(found: Mapping[str, Evidence], past: Past, most: float) -> dict[str, str]:
+def _too_long(found: Mapping[str, Evidence], past: Past) -> dict[str, str]:
     """Sites whose update of some entry is far longer than is usual."""
     reasons: dict[str, str] = {}
     for key, evidence in found.items():
-        limit, (against, words) = past.limit(key, min(most, MARGIN) if evidence.step else most), _measure(evidence, key, past)
+        limit, (against, words) = past.limit(key, MARGIN if evidence.step else _LONGEST), _measure(evidence, key, past)
         for site, length in evidence.lengths.items():
             if not length <= limit * against[site] and against[site] > 0:  # NaN, where lengths overflow, is too long as well
                 text = f"{_entry(key)} moved by {length:.3g}, more than {limit:.3g} times {words} {against[site]:.3g}"
@@ -154,14 +155,14 @@ def _too_long(found: Mapping[str, Evidence], past: Past, most: float) -> dict[st
     return reasons
 
 
-def _far_apart(found: Mapping[str, Evidence], past: Past, most: float) -> dict[str, str]:
+def _far_apart(found: Mapping[str, Evidence], past: Past) -> dict[str, str]:
     """Both of two sites, where the first step of one is far longer: no round was before it, and nothing was sent to hold it against."""
     reasons: dict[str, str] = {}
     for key, evidence in found.items():
         if not evidence.step or len(evidence.sites) != 2 or past.length(key) is not None:
             continue
         shorter, longer = sorted(evidence.lengths.values())
-        if longer > most * shorter > 0:
+        if longer > _LONGEST * shorter > 0:
             text = f"{_entry(key)} is {longer / shorter:.3g} times as long at one site as at the other"
             reasons |= dict.fromkeys(evidence.sites, f"{text}; of two nobody can say which one is wrong")
     return reasons

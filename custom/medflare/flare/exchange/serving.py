@@ -3,11 +3,13 @@
 The imports at the top are light, see `executors`.
 """
 
+import json
+import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
@@ -23,6 +25,8 @@ from medflare.flare.exchange.tasks import TaskExchange
 
 if TYPE_CHECKING:
     from medflare.federation.run import Run
+
+_EARLIER: Final = "took_up.json"  # beside a job's checkpoint: the id of the job that it took up, whose own folder FLARE may have packed up
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,15 @@ class ServerSpec:
         """Of this job."""
         return Path(self.kept) / self.job
 
+    def forget(self) -> None:
+        """Remove the checkpoints of a completed job, and of those that it took up, one after the other: nothing of them is left to do."""
+        folders, job = list[Path](), self.job
+        while job and (folder := Path(self.kept) / interrupted(job)) not in folders:
+            folders.append(folder)
+            job = _earlier(folder)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def aggregator(self) -> MethodAggregator:
         """One that does what the job's component does, in a process that has no components."""
         return MethodAggregator(dict(self.hyper or {}), self.server_half)
@@ -101,6 +114,7 @@ class ServerSpec:
         Raises:
             MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
         """
+        from medflare.core.store import write_json
         from medflare.federation.checkpoint import take_up
         from medflare.federation.run import Run
         from medflare.methods.catalogue import get_method
@@ -110,6 +124,7 @@ class ServerSpec:
         settings, own = run_settings(self.settings), local_settings(read_local(Path(self.local_file)))
         if settings.resume:
             take_up(Path(self.kept) / interrupted(settings.resume), self.checkpoints)
+            write_json(self.checkpoints / _EARLIER, settings.resume)
         if self.trusted:
             trust(self.trusted)
         task, method = load_task(Path(self.task_file)), get_method(self.method, server=self.server_half)
@@ -148,6 +163,13 @@ class ServerSpec:
         named = outside if isinstance(outside, list | tuple) else ()
         roles = {site: "outside" if site in named else "inside" for site in self.members}
         return Ending.of(refused_run(Path(self.results), reason, roles, method=str(self.server_half) or UNKNOWN, events=events, **known))
+
+
+def _earlier(checkpoints: Path) -> str:
+    """The id of the job that a job took up; "" where it took up none, or nobody can tell."""
+    with suppress(OSError, ValueError):
+        return interrupted(json.loads((checkpoints / _EARLIER).read_text(encoding="utf-8")))
+    return ""
 
 
 @dataclass(frozen=True)

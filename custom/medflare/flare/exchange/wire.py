@@ -7,7 +7,7 @@ or unpacked.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable, get_leaf_dxos
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from medflare.core.message import Message
 
 C = TypeVar("C")
+UNABLE: Final = "medflare: unable: "  # in a site's log, before the line that says why it has no answer
 FACTS = "facts"  # the collection's one METRICS entry; no state may take this name
 _ERROR_HEADER = "medflare.error"
 _BFLOAT16 = "bfloat16"  # in a state's DXO: names of the tensors whose bits travel as int16, because numpy has no such type
@@ -150,6 +151,17 @@ def _content(shareable: Shareable) -> DXO:
 def error_reply(text: str) -> Shareable:
     """What a site answers when its task failed: no data, one line that says why."""
     return failed(ReturnCode.EXECUTION_EXCEPTION, text)
+
+
+def unexpected(error: Exception, phase: str, round: int) -> str:
+    """The line of an error that is no MedflareError.
+
+    Args:
+        error: of a bug, or of the machine.
+        phase: of the step in which it came.
+        round: of the step.
+    """
+    return f"{type(error).__name__} in '{phase}' of round {round}: {error}; the site's log has the traceback"
 
 
 def failed(code: str, text: str) -> Shareable:

@@ -140,8 +140,8 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
     if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
     ours = ("README.md", Path(medflare.__file__).parent.name, "__pycache__")
-    own = [path for path in sorted((folder / "app" / "custom").glob("*")) if path.name not in ours]
-    if own := own + [path for path in sorted(folder.glob("*")) if path.name not in ("meta.json", "app")]:
+    in_custom = [path for path in sorted((folder / "app" / "custom").glob("*")) if path.name not in ours]
+    if own := [*in_custom, *(path for path in sorted(folder.glob("*")) if path.name not in ("meta.json", "app"))]:
         raise ConfigError(f"{own[0]} would be lost, as the job there is written anew; choose another folder, or move it away")
     job = FederationJob(load_task(task), checked(JobSettings, {"method": method, **settings}, "job"))
     with tempfile.TemporaryDirectory() as scratch:
@@ -168,10 +168,14 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
     if out.exists():
         raise ConfigError(f"{out} exists; choose another folder")
     paths = (*configs.values(), job / "meta.json")
-    server, client, meta = contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    server["workflows"][0]["args"]["resume"] = interrupted
-    client["executors"][0]["executor"]["args"]["resume"] = interrupted
-    meta.setdefault(JobMetaKey.CUSTOM_PROPS.value, {}).setdefault(ABOUT, {})["resume"] = interrupted
+    try:
+        server, client, meta = contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        server["workflows"][0]["args"]["resume"] = interrupted
+        client["executors"][0]["executor"]["args"]["resume"] = interrupted
+        meta.setdefault(JobMetaKey.CUSTOM_PROPS.value, {}).setdefault(ABOUT, {})["resume"] = interrupted
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{job} is no job folder of medflare's ({reason}); name the folder that was submitted") from error
     shutil.copytree(job, out)
     for path, content in zip(paths, contents, strict=True):
         write_json(out / path.relative_to(job), content, public=True)

@@ -8,6 +8,8 @@ from typing import Final
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.fuel.flare_api.flare_api import Session
 
+from medflare.flare.exchange.wire import UNABLE
+
 # What FLARE or medflare writes -> what it means. {party} is the server or the site whose log or reply it is.
 MEANINGS: Final[Mapping[str, str]] = {
     r"BYOC not permitted": (
@@ -23,7 +25,7 @@ MEANINGS: Final[Mapping[str, str]] = {
         "or, where it allows jobs that bring code, submit one that does (medflare job ... --embed-code)"
     ),
     r"medflare: FAILED: (?!aborted)(?P<what>.+)": "the federation failed: {what}",
-    r"medflare: site \S+: (?P<what>.+)": "{party} could not do its part: {what}",
+    rf"{UNABLE}(?:site \S+: )?(?P<what>.+)": "{party} could not do its part: {what}",
 }
 
 

@@ -40,7 +40,7 @@ class _Fork:
     address: str
     request: bytes  # what it was made for: another one needs another fork
     at_work: mmap.mmap  # one byte, shared with it
-    asked: float
+    busy: float  # when it was asked for, or seen at work, last
 
     def alive(self) -> bool:
         return os.waitpid(self.process, os.WNOHANG) == (0, 0)
@@ -68,10 +68,10 @@ class Host:
 
     def serve_next(self) -> None:
         """One request, or a second without any."""
+        self._end_idle()
         try:
             accepted, _ = self._listener.accept()
         except TimeoutError:
-            self._end_idle()
             return
         with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
             request = connection.recv_bytes()
@@ -91,7 +91,7 @@ class Host:
             if fork is not None and alive:
                 fork.end()
             fork = self._forks[party] = self._forked(request, connection)
-        fork.asked = time.monotonic()
+        fork.busy = time.monotonic()
         return fork
 
     def _forked(self, request: bytes, connection: Connection) -> _Fork:
@@ -110,8 +110,11 @@ class Host:
         return _Fork(process, address, request, at_work, time.monotonic())
 
     def _end_idle(self) -> None:
+        now = time.monotonic()
         for party, fork in list(self._forks.items()):
-            if time.monotonic() - fork.asked > _IDLE and fork.at_work[0] == 0:
+            if fork.at_work[0]:
+                fork.busy = now
+            elif now - fork.busy > _IDLE:
                 if fork.alive():
                     fork.end()
                 del self._forks[party]
@@ -127,7 +130,7 @@ class _Seat:
 
     def answer(self, connection: Connection) -> None:
         """Take one task and answer it."""
-        from medflare.flare.exchange.wire import from_bytes, to_bytes, to_message, to_shareable
+        from medflare.flare.exchange.wire import from_bytes, to_bytes, to_message, to_shareable, unexpected
 
         self._connection = connection
         asked, content = json.loads(connection.recv_bytes()), connection.recv_bytes()
@@ -140,7 +143,7 @@ class _Seat:
         except MedflareError as error:
             problem = str(error)
         except Exception as error:
-            problem = f"{type(error).__name__} in '{asked['phase']}' of round {asked['round']}: {error}; the site's log has the traceback"
+            problem = unexpected(error, asked["phase"], asked["round"])
             trace = traceback.format_exc()
         else:
             connection.send_bytes(b"{}")

@@ -90,7 +90,6 @@ class DittoSite(FedAvgSite[DittoHyper]):
         shared = received(incoming)
         if self.personal is None:
             return {"global": shared, "deployed": shared}
-        best = self.best.state if self.plan.server_hyper.selection != "last" else None
-        round = incoming.facts.get(SELECTED_ROUND) if best is None else self.best.round
-        own = trained_model(self.personal if best is None else best, round)
+        chosen = self.best.chosen(self.plan.server_hyper.selection, self.personal, incoming.facts.get(SELECTED_ROUND))
+        own = trained_model(*chosen)
         return {"global": shared, "personal": own, "deployed": own}

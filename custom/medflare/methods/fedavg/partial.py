@@ -100,13 +100,9 @@ class PartialSite(FedAvgSite[F]):
         """Inside, all a site has is its own model. Outside, it is what the server made of everybody's parts."""
         if not self.inside:
             return dict.fromkeys(("global", "deployed"), received(incoming))
-        best = self.best.state if self.plan.server_hyper.selection != "last" else None
-        if best is None:
-            last = self.joined(self.part.shared(incoming.states[GLOBAL]))
-            own = trained_model(last, incoming.facts.get(SELECTED_ROUND))
-        else:
-            own = trained_model(best, self.best.round)
-        return dict.fromkeys(("global", "personal", "deployed"), own)
+        last = self.joined(self.part.shared(incoming.states[GLOBAL]))
+        chosen = self.best.chosen(self.plan.server_hyper.selection, last, incoming.facts.get(SELECTED_ROUND))
+        return dict.fromkeys(("global", "personal", "deployed"), trained_model(*chosen))
 
 
 def phases_of(site_class: type[PartialSite[Any]]) -> tuple[Phase, ...]:

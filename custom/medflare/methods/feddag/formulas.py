@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.core.states import StateDict, weighted_mean
+from medflare.methods.parts.tensors import refuse_shapes, widened
 
 
 def instance_discrepancy(f: Tensor, f_hat: Tensor) -> Tensor:
@@ -23,13 +24,18 @@ def instance_discrepancy(f: Tensor, f_hat: Tensor) -> Tensor:
         f: features of the original images (N, D).
         f_hat: features of the generated images (N, D).
 
+    Raises:
+        ValueError: features of two shapes.
+
     Examples:
         >>> instance_discrepancy(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]))
         tensor([0.])
         >>> instance_discrepancy(torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.0]]))
         tensor([2.])
     """
-    return (F.normalize(f, dim=1) - F.normalize(f_hat, dim=1)).square().sum(dim=1) / 2
+    refuse_shapes(f=f, f_hat=f_hat)
+    gap = F.normalize(widened(f), dim=1) - F.normalize(widened(f_hat), dim=1)  # of half precision 0 / 0, and norms beyond its range
+    return (gap.square().sum(dim=1) / 2).to(torch.result_type(f, f_hat))
 
 
 def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> Tensor:
@@ -49,7 +55,7 @@ def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> 
         A scalar between 0 and min(m, 2).
 
     Raises:
-        ValueError: an unknown level.
+        ValueError: an unknown level, or features of two shapes.
 
     Examples:
         >>> f, f_hat = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
@@ -97,7 +103,7 @@ def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], dec
     """
     for name, tensor in teacher.items():
         if tensor.is_floating_point():
-            tensor.lerp_(student[name], 1 - decay)
+            tensor.lerp_(student[name].to(tensor.dtype), 1 - decay)
         else:
             tensor.copy_(student[name])
 
@@ -133,10 +139,15 @@ def sharpness_perturbation(gradients: Mapping[str, Tensor] | Sequence[Tensor] | 
     Returns:
         epsilon in the form of `gradients`; zeros where all gradients vanish, for then no direction is the steepest.
 
+    Raises:
+        ValueError: a length below 0.
+
     Examples:
         >>> sharpness_perturbation({"w": torch.tensor([3.0, 4.0])}, rho=0.5), sharpness_perturbation(torch.zeros(1), rho=0.5)
         ({'w': tensor([0.3000, 0.4000])}, tensor([0.]))
     """
+    if not rho >= 0:
+        raise ValueError(f"rho must be a length, 0 or more, got {rho}")
     if isinstance(gradients, Tensor):
         return sharpness_perturbation([gradients], rho)[0]
     if not isinstance(gradients, Mapping):
@@ -277,8 +288,8 @@ def within_client_average(
             takes the latest kappa among all earlier ones with a higher score.
 
     Returns:
-        (plain mean of these models and the current one, mean of their scores). A current model without a score is
-        returned alone: nothing can be said to exceed it.
+        (plain mean of these models and the current one, mean of their scores); integer buffers are the current one's. A current model
+        without a score is returned alone: nothing can be said to exceed it.
 
     Raises:
         ValueError: no state, lists of different length, a negative kappa, an unknown window.
@@ -299,7 +310,8 @@ def within_client_average(
     higher = [t for t in range(first, current) if scores[t] > scores[current]]
     chosen = [*higher[max(0, len(higher) - kappa) :], current]
     mean = weighted_mean({f"{t:09d}": states[t] for t in chosen}, {f"{t:09d}": 1.0 for t in chosen})
-    return mean, float(sum(scores[t] for t in chosen) / len(chosen))
+    counters = {name: tensor.clone() for name, tensor in states[-1].items() if not tensor.is_floating_point()}
+    return {**mean, **counters}, float(sum(scores[t] for t in chosen) / len(chosen))
 
 
 def choose_evaluators(sites: Sequence[str], number: int, generator: np.random.Generator) -> dict[str, list[str]]:

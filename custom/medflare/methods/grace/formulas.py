@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from medflare.core.errors import UpdateError
 from medflare.core.packages import require
 from medflare.core.states import StateDict, blend, cosines, gram, weighted_mean
+from medflare.methods.parts.tensors import refuse_widths, widened
 
 Granularity = Literal["total", "split", "reweight"]
 NegativeRule = Literal["shift", "clip", "none"]
@@ -67,6 +68,8 @@ def consistency_weights(
         raise ValueError(f"deltas must be (M, D) and p (M,), got {tuple(deltas.shape)} and {tuple(p.shape)}")
     if bad := [row for row, delta in enumerate(deltas) if not bool(torch.isfinite(delta).all())]:
         raise UpdateError(f"updates in rows {bad} hold NaN or infinity; leave these sites out of the round")
+    if deltas.numel():  # cosines do not ask for lengths, and a square leaves the range of float64 from 1e154 on
+        deltas = deltas / deltas.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     grams = torch.stack([part @ part.T for part in deltas.split(list(sizes) or [deltas.shape[1]], dim=1)])
     return reweighted(average_consistency(similarity(grams, granularity), include_self), p, negative)
 
@@ -168,16 +171,19 @@ def consistent_aggregate(
         server_rate: eta_g.
 
     Returns:
-        (the next global model, site -> p'_m).
+        (the next global model, with the dtypes of `model`; site -> p'_m).
 
     Raises:
         UpdateError: an update that is not finite, by its site.
+        ValueError: no parameters.
 
     Examples:
         >>> states = {"A": {"w": torch.tensor([2.0])}, "B": {"w": torch.tensor([4.0])}}
         >>> consistent_aggregate({"w": torch.tensor([0.0])}, states, {"A": 1.0, "B": 1.0}, ["w"], server_rate=0.5)
         ({'w': tensor([1.5000])}, {'A': 0.5, 'B': 0.5})
     """
+    if not parameters:
+        raise ValueError("consistent_aggregate: no parameters to compare updates by; name the trainable entries")
     sites = sorted(states)
     grams = torch.stack([gram([states[site][name] for site in sites], model[name]) for name in parameters])
     if bad := [site for site, square in zip(sites, grams.sum(dim=0).diagonal(), strict=True) if not math.isfinite(square)]:
@@ -185,7 +191,7 @@ def consistent_aggregate(
     shares = torch.tensor([p[site] for site in sites], dtype=torch.float64)
     weights = reweighted(average_consistency(similarity(grams, granularity), include_self), shares, negative).tolist()
     by_site = dict(zip(sites, weights, strict=True))
-    mean = weighted_mean(states, by_site)
+    mean = {name: tensor.to(model[name].dtype) for name, tensor in weighted_mean(states, by_site).items()}
     if server_rate == 1:  # the step ends at the mean itself, to the bit
         return mean, by_site
     stepped = blend({name: model[name] for name in parameters}, mean, server_rate)  # sum p' = 1: theta_g + eta_g (mean - theta_g)
@@ -205,7 +211,7 @@ def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
             "deep_coral": ||C_x - C_y||_F^2 / (4 D^2), without the means.
 
     Raises:
-        ValueError: an unknown form.
+        ValueError: an unknown form, or rows of two lengths.
 
     Examples:
         >>> x = torch.tensor([[0.0], [2.0]])
@@ -214,12 +220,14 @@ def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
     """
     if form not in get_args(CoralForm):
         raise ValueError(f"form must be one of {', '.join(get_args(CoralForm))}, got {form!r}")
+    refuse_widths(x, y)
+    dtype, x, y = torch.result_type(x, y), widened(x), widened(y)
     if min(len(x), len(y)) < 2:
-        return 0 * (x.sum() + y.sum())  # still part of the graph, so that a caller may differentiate it
+        return (0 * (x.sum() + y.sum())).to(dtype)  # still part of the graph, so that a caller may differentiate it
     gap = (_covariance(x) - _covariance(y)).square()
     if form == "deep_coral":
-        return gap.sum() / (4 * x.shape[1] ** 2)
-    return gap.mean() + (x.mean(dim=0) - y.mean(dim=0)).square().mean()
+        return (gap.sum() / (4 * x.shape[1] ** 2)).to(dtype)
+    return (gap.mean() + (x.mean(dim=0) - y.mean(dim=0)).square().mean()).to(dtype)
 
 
 def _covariance(features: Tensor) -> Tensor:
@@ -237,14 +245,15 @@ def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
             "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
 
     Raises:
-        ValueError: an unknown kernel.
+        ValueError: an unknown kernel, or rows of two lengths.
 
     Examples:
         >>> x = torch.tensor([[0.0]])
         >>> mmd(x, x), mmd(x, x + 1e4)  # seven kernels, 1 for equal rows and 0 for distant ones
         (tensor(0.), tensor(14.))
     """
-    joined = torch.cat([x, y])
+    refuse_widths(x, y)
+    dtype, joined = torch.result_type(x, y), torch.cat([widened(x), widened(y)])
     squared = (joined.unsqueeze(1) - joined.unsqueeze(0)).square().sum(dim=-1)
     if kernel == "mixture":
         gammas: Sequence[Any] = [10.0**power for power in range(-3, 4)]
@@ -256,7 +265,7 @@ def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
         raise ValueError(f"kernel must be one of {', '.join(get_args(MMDKernel))}, got {kernel!r}")
     values = torch.stack([torch.exp(-gamma * squared) for gamma in gammas]).sum(dim=0)
     n = len(x)
-    return values[:n, :n].mean() + values[n:, n:].mean() - 2 * values[:n, n:].mean()
+    return (values[:n, :n].mean() + values[n:, n:].mean() - 2 * values[:n, n:].mean()).to(dtype)
 
 
 class _Reversal(torch.autograd.Function):

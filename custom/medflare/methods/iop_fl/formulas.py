@@ -5,16 +5,22 @@ Probabilities are (N, C, H, W), or (N, C, X, Y, Z) of volumes, for segmentation 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medflare.core.states import StateDict, blend, moved
+from medflare.core.states import StateDict, blend, difference, misfit, moved
+from medflare.methods.parts.tensors import refuse_shapes
 
 
-def local_adapted(previous: Mapping[str, Tensor], local: Mapping[str, Tensor], tau: float) -> StateDict:
+@overload
+def local_adapted(previous: Mapping[str, Tensor], local: Mapping[str, Tensor], tau: float) -> StateDict: ...
+@overload
+def local_adapted(previous: Tensor, local: Tensor, tau: float) -> Tensor: ...
+def local_adapted(previous: Mapping[str, Tensor] | Tensor, local: Mapping[str, Tensor] | Tensor, tau: float) -> StateDict | Tensor:
     """P <- (1 - tau) P + tau w_k: Eq. 4 as an average of weights (reading `ema_local`).
 
     Printed Eq. 4 subtracts a gradient step from a shrunk weight, P <- (1 - tau) P - tau (eta_l grad_L + eta_g grad_G), which at
@@ -23,30 +29,75 @@ def local_adapted(previous: Mapping[str, Tensor], local: Mapping[str, Tensor], t
     also what the published code computes.
 
     Args:
-        previous: P_k^t, a state dict.
+        previous: P_k^t, a state dict, or one tensor.
         local: w_k, the site's model after this round's local training.
         tau: accumulation rate in [0, 1]; 1 gives the local model, 0 leaves P alone.
 
     Returns:
-        P_k^{t+1}; integer entries (batch counters) are those of `local`.
+        P_k^{t+1} in the form of `previous`; integer entries (batch counters) are those of `local`.
+
+    Raises:
+        ValueError: tau outside [0, 1], or two models whose names or shapes differ.
 
     Examples:
         >>> local_adapted({"w": torch.tensor(0.0)}, {"w": torch.tensor(2.0)}, tau=0.75)
         {'w': tensor(1.5000)}
     """
+    if isinstance(previous, Tensor) or isinstance(local, Tensor):
+        return local_adapted({"the tensor": _tensor(previous)}, {"the tensor": _tensor(local)}, tau)["the tensor"]
+    if not 0 <= tau <= 1:
+        raise ValueError(f"tau = {tau} is outside [0, 1], where P_k lies between its last value and the local model")
+    if odd := misfit(local, previous):
+        raise ValueError(f"the local model does not fit P_k: {odd}")
     return blend(previous, local, tau)
 
 
+def _tensor(given: Mapping[str, Tensor] | Tensor) -> Tensor:
+    if not isinstance(given, Tensor):
+        raise ValueError("P_k and the local model are a tensor and a state dict; give both as one or as the other")
+    return given
+
+
+def site_step(local: Mapping[str, Tensor], global_: Mapping[str, Tensor], learnt: Collection[str]) -> StateDict:
+    """-eta_l grad_L = w_k - w_g of what is learnt by gradients, and w_k itself of everything else.
+
+    Running statistics have no gradient. The way of a variance that fell from 1 to 0.1 would make another one of 0.5 negative, and BatchNorm
+    answers NaN.
+
+    Args:
+        local: w_k.
+        global_: w_g that the site started from.
+        learnt: names of the parameters.
+
+    Examples:
+        >>> w_k, w_g = ({"w": torch.tensor(a), "running_var": torch.tensor(b)} for a, b in ((1.0, 0.25), (3.0, 1.0)))
+        >>> site_step(w_k, w_g, learnt=["w"])
+        {'w': tensor(-2.), 'running_var': tensor(0.2500)}
+    """
+    way = difference(local, global_)
+    return {name: way[name] if name in learnt else tensor.clone() for name, tensor in local.items()}
+
+
+def _statistics(step: Mapping[str, Tensor], learnt: Collection[str] | None) -> StateDict:
+    """The entries of a `site_step` that are no step but w_k's own; none where everything is learnt."""
+    return {} if learnt is None else {name: tensor for name, tensor in step.items() if name not in learnt}
+
+
 def local_adapted_explicit(
-    previous: Mapping[str, Tensor], global_: Mapping[str, Tensor], step: Mapping[str, Tensor], tau: float
+    previous: Mapping[str, Tensor],
+    global_: Mapping[str, Tensor],
+    step: Mapping[str, Tensor],
+    tau: float,
+    learnt: Collection[str] | None = None,
 ) -> StateDict:
     """P <- (1 - tau) P + tau (w_g^{t+1} - eta_l grad_L): Eq. 4 with this round's global step taken before the local one.
 
     Args:
         previous: P_k^t, a state dict.
         global_: w_g^{t+1}, which carries -eta_g grad_G of the same round.
-        step: -eta_l grad_L = w_k - w_g^t, the site's own way of that round (see `states.difference`).
+        step: -eta_l grad_L = w_k - w_g^t, the site's own way of that round, see `site_step`.
         tau: accumulation rate in [0, 1].
+        learnt: names of the parameters; None: all entries. The others have no gradient and move to w_k, as in `local_adapted`.
 
     Returns:
         P_k^{t+1}.
@@ -56,19 +107,24 @@ def local_adapted_explicit(
         >>> local_adapted_explicit(P, w_g, step, tau=1.0), local_adapted_explicit(P, w_g, step, tau=0.5)
         ({'w': tensor(1.)}, {'w': tensor(0.5000)})
     """
-    return blend(previous, moved(global_, step), tau)
+    return blend(previous, {**moved(global_, step), **_statistics(step, learnt)}, tau)
 
 
 def local_adapted_incremental(
-    previous: Mapping[str, Tensor], local_step: Mapping[str, Tensor], global_step: Mapping[str, Tensor], tau: float
+    previous: Mapping[str, Tensor],
+    local_step: Mapping[str, Tensor],
+    global_step: Mapping[str, Tensor],
+    tau: float,
+    learnt: Collection[str] | None = None,
 ) -> StateDict:
     """P <- P - tau (eta_l grad_L + eta_g grad_G): Eq. 4 as a pure gradient step without averaging.
 
     Args:
         previous: P_k^t, a state dict.
-        local_step: -eta_l grad_L = w_k - w_g.
+        local_step: -eta_l grad_L = w_k - w_g, see `site_step`.
         global_step: -eta_g grad_G, the way between two global models.
         tau: accumulation rate in [0, 1]; 0 leaves P alone.
+        learnt: as for `local_adapted_explicit`.
 
     Returns:
         P_k^{t+1}.
@@ -78,7 +134,9 @@ def local_adapted_incremental(
         >>> local_adapted_incremental(P, local_step, global_step, tau=0.5)
         {'w': tensor(2.)}
     """
-    return moved(moved(previous, global_step, tau), local_step, tau)
+    statistics = _statistics(local_step, learnt)
+    stepped = moved(moved(previous, global_step, tau), local_step, tau)
+    return {**stepped, **blend({name: previous[name] for name in statistics}, statistics, tau)}
 
 
 def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
@@ -91,11 +149,15 @@ def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
     Returns:
         A scalar: 0 for equal predictions, 2 for opposite certain ones.
 
+    Raises:
+        ValueError: predictions of two shapes.
+
     Examples:
         >>> certain = torch.tensor([[1.0, 0.0]])
         >>> consistency_loss(certain, certain), consistency_loss(certain, 1 - certain)
         (tensor(0.), tensor(2.))
     """
+    refuse_shapes(p=p, p_noisy=p_noisy)
     return (p - p_noisy).square().sum(dim=1).mean()
 
 

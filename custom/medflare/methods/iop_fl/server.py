@@ -1,17 +1,19 @@
 """IOP-FL's server half: FedAvg's; where outside sites take part, it collects every P_k at the end and hands them on with w_g."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict
-from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods.fedavg.site import SELECTED_ROUND, trained_model
 from medflare.methods.iop_fl.gate import ranges_of
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, SHARES
 from medflare.methods.iop_fl.site import ADAPTED
+
+BEHIND: Final = "expert_rounds"  # in the half's memory: site -> rounds of training behind its P_k
 
 
 class IOPServer(FedAvgServer[FedAvgServerHyper]):
@@ -37,6 +39,8 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
         """Keep the submitted P_k as they are, else as FedAvg."""
         if step.phase == "submit":
             self.memory.states |= {EXPERT.of(site): reply.states[ADAPTED] for site, reply in replies.items()}
+            behind = {site: reply.facts[SELECTED_ROUND] for site, reply in replies.items()}
+            self.memory.facts[BEHIND] = self.memory.facts.get(BEHIND, {}) | behind
             for site in replies:
                 if self.context.site_counts.get(site, {}).get("class_counts") == []:
                     text = "keeps its counts by class (minimum_patients): routing is held to the other sites' range of a class's share"
@@ -55,4 +59,5 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
 
     def models(self) -> dict[str, Message]:
         """The selected global model and every P_k that was submitted."""
-        return {**super().models(), **{f"personal/{site}": plain_message(state) for site, state in self.experts.items()}}
+        behind = self.memory.facts.get(BEHIND, {})
+        return {**super().models(), **{f"personal/{site}": trained_model(state, behind.get(site)) for site, state in self.experts.items()}}

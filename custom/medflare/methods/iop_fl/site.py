@@ -13,7 +13,7 @@ from medflare.inference.deployed import Repeated, plain_message
 from medflare.inference.routing import Statistics, routed_layers
 from medflare.methods.base import N_SAMPLES, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite, received, trained_model
-from medflare.methods.iop_fl.formulas import local_adapted, local_adapted_explicit, local_adapted_incremental
+from medflare.methods.iop_fl.formulas import local_adapted, local_adapted_explicit, local_adapted_incremental, site_step
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
 from medflare.methods.parts.selection import Best
@@ -33,12 +33,13 @@ class IOPSite(FedAvgSite[IOPHyper]):
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND.maybe(), SHARES.maybe()))
     adapted = Kept("adapted")  # P_k
-    local_step = Kept("local_step")  # reading "explicit": a step that waits for its round's global model
+    local_step = Kept("local_step")  # reading "explicit": a `site_step` that waits for its round's global model
     last_global = Kept("last_global")  # reading "incremental": the global model of the last round that was seen
 
     def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
         super().__init__(site, plan)
         self.best = Best(self.memory, "adapted")
+        self.learnt = frozenset(name for name, _ in plan.network().named_parameters())
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: IOPHyper, server_hyper: Any) -> None:
@@ -77,7 +78,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
         if self.adapted is None:
             return None
         if self.local_step is not None:
-            self.adapted = local_adapted_explicit(self.adapted, global_, self.local_step, self.hyper.tau)
+            self.adapted = local_adapted_explicit(self.adapted, global_, self.local_step, self.hyper.tau, self.learnt)
             self.local_step = None
         value = finite_or_none(self.validation(self.network("model", self.adapted)))
         self.best.offer(value, round, self.adapted)
@@ -91,17 +92,12 @@ class IOPSite(FedAvgSite[IOPHyper]):
         elif self.hyper.reading == "ema_local":
             self.adapted = local_adapted(self.adapted, local, tau)
         elif self.hyper.reading == "explicit":
-            self.local_step = difference(local, global_)
+            self.local_step = site_step(local, global_, self.learnt)
         else:
             global_step = difference(global_, global_ if last is None else last)
-            self.adapted = local_adapted_incremental(self.adapted, difference(local, global_), global_step, tau)
+            self.adapted = local_adapted_incremental(self.adapted, site_step(local, global_, self.learnt), global_step, tau, self.learnt)
         if self.hyper.reading == "incremental":
             self.last_global = copy_state(global_)
-
-    @property
-    def selected(self) -> StateDict | None:
-        """P_k of the best round, or of the last one; None before the first."""
-        return self.best.state if self.plan.server_hyper.selection != "last" and self.best.state is not None else self.adapted
 
     def submit(self, round: int, incoming: Message) -> Message:
         """P_k leaves the site once, at the end, and only where an outside site takes part.
@@ -109,18 +105,19 @@ class IOPSite(FedAvgSite[IOPHyper]):
         Raises:
             StateError: the site has trained in no round.
         """
-        if self.selected is None:
+        if self.adapted is None:
             raise StateError(f"site {self.site.name} took part in no round and has no local adapted model to submit")
-        return Message({ADAPTED: self.selected}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: self.best.round})
+        selected, behind = self.best.chosen(self.plan.server_hyper.selection, self.adapted)
+        return Message({ADAPTED: selected}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: behind})
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to this site's test images."""
         models = {"global": received(incoming)}
         if self.inside:
-            if self.selected is not None:
-                last = self.plan.server_hyper.selection == "last"
-                round = incoming.facts.get(SELECTED_ROUND) if last else self.best.round
-                models["personal"] = trained_model(self.selected, round)
+            if self.adapted is not None:
+                rule = self.plan.server_hyper.selection
+                behind = incoming.facts.get(SELECTED_ROUND) if rule == "last" else None  # of an elected model it says nothing of P_k
+                models["personal"] = trained_model(*self.best.chosen(rule, self.adapted, behind))
             models["deployed"] = models.get("personal", models["global"])
         elif EXPERT.family(incoming.states):
             models["deployed"] = self._routed(incoming)

@@ -59,6 +59,16 @@ class Best:
     def _found(self) -> dict[str, Any]:
         return self._memory.facts.get(self._name, {})
 
+    def chosen(self, selection: Selection, last: StateDict, behind: int | None = None) -> tuple[StateDict, int | None]:
+        """The state that a site delivers and the rounds of training behind it: the best one, or the last.
+
+        Args:
+            selection: of the server half; by "last" it is the last one.
+            last: stands in, too, where none was ever offered.
+            behind: the rounds behind `last`; None where nobody can say.
+        """
+        return (last, behind) if selection == "last" or self.state is None else (self.state, self.round)
+
     def offer(self, value: float | None, round: int, state: StateDict) -> None:
         """Take a candidate, where it is better than what is kept.
 

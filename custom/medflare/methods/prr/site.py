@@ -11,7 +11,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
-from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf, meta_network
+from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf
 from medflare.methods.fedavg.site import trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
@@ -20,6 +20,7 @@ from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_names, prototype_width
 from medflare.methods.prr.transfer import Transfer
+from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 
@@ -168,7 +169,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
 
     def share_personal(self, round: int, incoming: Message) -> Message:
         """A candidate for outside sites: asked for once, after the last round, where `outside_model` says so."""
-        return Message({PERSONAL: self._delivered(incoming)["personal"]}, self.facts(validation={}))
+        return Message({PERSONAL: self._delivered(incoming)["personal"][0]}, self.facts(validation={}))
 
     def _deputy_state(self, incoming: Message) -> StateDict:
         """S_k with the site's own batch normalisation; that of the common initial model before the first training."""
@@ -195,18 +196,15 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
 
     # delivery, state
 
-    def _delivered(self, incoming: Message) -> dict[str, StateDict]:
-        """The site's final deputy and personal model: of its best round or of the last one."""
+    def _delivered(self, incoming: Message) -> dict[str, tuple[StateDict, int | None]]:
+        """The site's final deputy and personal model with their rounds: of its best round or of the last one."""
         deputy = self._deputy_state(incoming)
         last = {"global": deputy, "personal": self.personal if self.hyper.det and self.personal else deputy}
-        chosen = {role: self.best[role].state if self.plan.server_hyper.selection != "last" else None for role in last}
-        return {role: chosen[role] or state for role, state in last.items()}
+        return {role: self.best[role].chosen(self.plan.server_hyper.selection, state) for role, state in last.items()}
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
         """Inside, a site uses its personal model; "global" is its deputy. A site that never trained uses what it is sent."""
         if self.personal is None:
             return dict.fromkeys(("global", "deployed"), plain_message(self._deputy_state(incoming)))
-        best = self.plan.server_hyper.selection != "last"
-        rounds = {role: self.best[role].round if best else None for role in self.best}
-        models = {role: trained_model(state, rounds[role]) for role, state in self._delivered(incoming).items()}
+        models = {role: trained_model(*delivered) for role, delivered in self._delivered(incoming).items()}
         return {**models, "deployed": models["personal"]}

@@ -3,6 +3,10 @@
 Over seeds one asks whether training again would give the same difference, over patients whether other patients would. Patients are
 drawn anew within their sites (a stratified bootstrap); the trained models stay as they are. A patient whom several seeds tested is one
 patient: it is drawn with all its cases.
+
+Where a patient has a value of its own (Dice), estimate, interval and test are of the patients that have one under both models in the same
+run: an empty mask has no Dice for a model that finds nothing and 0 for one that does, and the means of the two are then of other patients.
+What that hides stands in the tables of each model by itself.
 """
 
 import warnings
@@ -14,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medflare.core.rng import numpy_generator
-from medflare.studies.statistics.weighted import CaseDict, has_metric, patients_of, weighted_metric
+from medflare.studies.statistics.weighted import CaseDict, chosen_cases, has_metric, patients_of, weighted_metric
 from medflare.tasks.delong import delong
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -23,6 +27,7 @@ Interval: TypeAlias = tuple[float, float]
 
 RESAMPLES: Final = 1999
 _AT_ONCE: Final = 200  # resamples in memory together
+_UNDEFINED: Final = 0.1  # the most resamples without a value that an interval can do without; of three patients of a class 5 % have none
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,11 @@ class PatientComparison:
 
     Attributes:
         difference: second - first, the mean over sites of the mean over a site's runs; None where no patient was measured by both.
-        interval: 95 % over patients; None below two patients at a site.
+        interval: 95 % over patients; None below two patients at a site, or where more than a tenth of the resamples leave the metric
+            undefined at every site, as with a class of one or two patients: an interval of the others would be too narrow.
         p: two-sided; None where the test is undefined.
         test: what `p` comes from: "Wilcoxon", "DeLong", or "" where there is no test.
-        patients: how many there are, all sites together.
+        patients: how many both models measured, all sites together.
     """
 
     difference: float | None = None
@@ -73,7 +79,9 @@ def compare_patients(
 ) -> PatientComparison:
     """Compare two models patient by patient.
 
-    The interval is BCa's (Efron, JASA 82, 1987) over patients drawn within their sites; the percentile's where BCa is undefined.
+    The interval is BCa's (Efron, JASA 82, 1987) over patients drawn within their sites; the percentile's where BCa is undefined, then of
+    the resamples that have a value. Runs pair their patients by name; of a patient with several cases these have to come in the same order
+    in both, or the pair is left out.
 
     Args:
         first: results dicts with the scores of single patients, and the model's name in them.
@@ -106,21 +114,29 @@ def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Inter
         return _nanmean(np.stack(np.broadcast_arrays(*found)), axis=0)
 
     places = tuple(np.arange(site.patients) for site in sites)
-    for method in ("BCa", "percentile"):
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DegenerateDataWarning)  # where nothing varies: the percentile's interval has no width then
-            found = bootstrap(
-                places,
-                statistic,
-                n_resamples=resamples,
-                batch=_AT_ONCE,
-                vectorized=True,
-                method=method,
-                rng=numpy_generator(0, "bootstrap over patients"),
-            ).confidence_interval
-        if np.isfinite(found).all():
-            return float(found.low), float(found.high)
-    return None
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # where nothing varies: the percentile's interval has no width then
+        found = bootstrap(
+            places,
+            statistic,
+            n_resamples=resamples,
+            batch=_AT_ONCE,
+            vectorized=True,
+            method="BCa",
+            rng=numpy_generator(0, "bootstrap over patients"),
+        )
+    if np.isfinite(found.confidence_interval).all():
+        return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    return _percentiles(found.bootstrap_distribution)
+
+
+def _percentiles(resampled: Floats) -> Interval | None:
+    """The percentile interval of the resamples that have a value; None where too few have one."""
+    defined = resampled[np.isfinite(resampled)]
+    if len(defined) < (1 - _UNDEFINED) * len(resampled):
+        return None
+    low, high = np.percentile(defined, (2.5, 97.5))
+    return float(low), float(high)
 
 
 def _counts(drawn: NDArray[np.int64], patients: int) -> NDArray[np.int64]:
@@ -188,10 +204,25 @@ def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str],
             partner = partners.get(_split(run), {"sites": {}})
             if about["role"] != role or partner["sites"].get(site, {}).get("role") != role:
                 continue
-            pair = _cases(run, site, model), _cases(partner, site, other_model)
-            if all(cases and has_metric(cases, metric) for cases in pair) and patients_of(pair[0]) == patients_of(pair[1]):
+            one, other = _cases(run, site, model), _cases(partner, site, other_model)
+            if all(cases and has_metric(cases, metric) for cases in (one, other)) and (pair := _aligned(one, other, metric)):
                 found.setdefault(site, []).append(pair)
     return [_site_pairs(pairs) for _, pairs in sorted(found.items())]
+
+
+def _aligned(one: CaseDict, other: CaseDict, metric: str) -> tuple[CaseDict, CaseDict] | None:
+    """The cases that both measured, patient by patient in the order of the first; None where nobody can say which belong together."""
+    names, others = patients_of(one), patients_of(other)
+    if names != others:
+        if sorted(names) != sorted(others) or len(set(names)) < len(names):
+            return None
+        places = {name: place for place, name in enumerate(others)}
+        other = chosen_cases(other, [places[name] for name in names])
+    if "values" not in one:
+        return one, other
+    values = zip(one["values"][metric], other["values"][metric], strict=True)
+    both = [place for place, pair in enumerate(values) if None not in pair]
+    return (chosen_cases(one, both), chosen_cases(other, both)) if both else None
 
 
 def _split(run: Run) -> tuple[int, tuple[str, ...]]:

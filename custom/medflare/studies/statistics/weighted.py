@@ -24,6 +24,22 @@ def has_metric(cases: CaseDict, metric: str) -> bool:
     return metric in cases["values"] if "values" in cases else bool(cases["patients"])
 
 
+def chosen_cases(cases: CaseDict, places: Sequence[int]) -> CaseDict:
+    """Some of the cases, in the order of `places`.
+
+    Examples:
+        >>> chosen_cases({"patients": ["a", "b"], "values": {"dice": [0.5, None]}}, [1])
+        {'patients': ['b'], 'values': {'dice': [None]}}
+    """
+
+    def chosen(column: Sequence[Any]) -> list[Any]:
+        return [column[place] for place in places]
+
+    parts = {name: column for name, column in cases.items() if name != "values"}
+    found: dict[str, Any] = {name: chosen(column) for name, column in parts.items()}
+    return found | ({"values": {metric: chosen(column) for metric, column in cases["values"].items()}} if "values" in cases else {})
+
+
 def joined_cases(parts: Sequence[CaseDict], metric: str) -> CaseDict:
     """The cases of several sites as those of one.
 

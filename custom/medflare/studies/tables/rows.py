@@ -108,7 +108,7 @@ def task_of(groups: Groups) -> Mapping[str, Any]:
 
 
 def selection(row: Row) -> str:
-    """By what the round was chosen whose models were delivered: "best dice" (of the validation images) or "last"."""
+    """By what the round was chosen whose models were delivered: "last", or "best dice" (of the validation images) and how sites agreed."""
     found = dict.fromkeys(filter(None, map(_selection, row.runs)))
     return ", ".join(found) or UNDEFINED
 
@@ -117,7 +117,8 @@ def _selection(run: Run) -> str:
     settings = run["configuration"]
     chosen = settings["hyper"]["server"].get("selection", "")
     best = f"best {settings['task'].get('metric', '')}".strip()
-    return {"best": best, "median": f"{best}, median of sites", "mean": f"{best}, mean of sites"}.get(chosen, str(chosen))
+    agreed = {"median": "median of sites", "paired": "paired over sites", "mean": "mean of sites"}
+    return best if chosen == "best" else f"{best}, {agreed[chosen]}" if chosen in agreed else str(chosen)
 
 
 def with_oracle(groups: Groups, metric: str) -> dict[str, list[Run]]:

@@ -1,0 +1,55 @@
+"""Whatever a site has written to its log because it could not answer, the explanation of the job says."""
+
+from types import SimpleNamespace
+
+import pytest
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+
+from medflare.core.errors import ConfigError
+from medflare.flare.executors import FedAvgExecutor
+from medflare.flare.jobs.explaining import explanations
+
+LINES = (
+    "site A stops: the step takes longer than the 5 minutes of its bounds.minutes",
+    "site A trains with differential privacy only (privacy in its local/medflare.json), this job without: set dp_noise",
+    "site A does not take what the server sent for 'train' of round 0: missing entry 'model'",
+    "site A was asked to work before it enrolled, or its state is gone",
+    "the process that worked on 'train' of round 3 died",
+    "/data/scan.png: file not found",
+)
+
+
+def logged(error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the executor writes to the site's log when a step ends with this error."""
+
+    def broken(*arguments: object) -> Shareable:
+        raise error
+
+    monkeypatch.setattr(FedAvgExecutor, "_reply", broken)
+    monkeypatch.setattr(FedAvgExecutor, "_spec", lambda *arguments: SimpleNamespace(redaction=lambda: None))
+    FedAvgExecutor(seed=0).execute("train", Shareable(), FLContext(), Signal())
+    return caplog.text
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_kind_of_line_is_explained(line: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = logged(ConfigError(line), caplog, monkeypatch)
+    assert list(explanations([("A", text)])) == [f"A could not do its part: {line}"]
+
+
+def test_the_party_is_not_named_twice(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = logged(ConfigError("site A: data root /data does not exist"), caplog, monkeypatch)
+    assert list(explanations([("A", text)])) == ["A could not do its part: data root /data does not exist"]
+
+
+def test_an_unexpected_error_is_explained_by_its_line_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = logged(ZeroDivisionError("division by zero"), caplog, monkeypatch)
+    assert "Traceback" in text
+    (said,) = explanations([("A", text)])
+    assert said == "A could not do its part: ZeroDivisionError in 'train' of round 0: division by zero; the site's log has the traceback"
+
+
+def test_what_nobody_failed_for_is_no_explanation() -> None:
+    assert list(explanations([("A", "medflare: noted: warning: two sites only\nINFO - medflare: site A: 12 images")])) == []

@@ -1,0 +1,28 @@
+"""Jobs of a study that train nothing, as other processes can import them."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Cannot be run."""
+
+    title: str = "the broken run"
+
+    def __call__(self) -> str:
+        raise RuntimeError("no images are mounted")
+
+
+@dataclass(frozen=True)
+class Touching:
+    """Leaves a file after a while."""
+
+    file: Path
+    title: str = "a run"
+
+    def __call__(self) -> str:
+        time.sleep(0.3)
+        self.file.touch()
+        return self.title
