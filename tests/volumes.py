@@ -10,6 +10,7 @@ import numpy as np
 import pydicom
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import (
+    UID,
     BasicTextSRStorage,
     CTImageStorage,
     ExplicitVRLittleEndian,
@@ -114,8 +115,9 @@ def dicom_series(folder: Path, slices: int = 4) -> Path:
 
 
 def beside_a_series(folder: Path) -> Path:
-    """What an archive exports with a series: a directory, a presentation state and a report without a suffix, and a leaflet."""
+    """What an archive exports with a series: a directory, a presentation state, a report, a vendor's own, and a leaflet."""
     kinds = {"DICOMDIR": MediaStorageDirectoryStorage, "PR1.dcm": GrayscaleSoftcopyPresentationStateStorage, "SR": BasicTextSRStorage}
+    kinds["CSA"] = UID("1.3.12.2.1107.5.9.1")  # "Non-Image" of Siemens
     for number, (name, kind) in enumerate(kinds.items()):
         meta = FileMetaDataset()
         meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, kind

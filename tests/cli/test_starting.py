@@ -37,14 +37,16 @@ def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_wrong_answer_is_asked_for_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The others stand as what is proposed now."""
+    """The others stand as what Return takes, until that is refused, too."""
     classes(tmp_path / "pets", patients=6)
     assert main(["data", "init", str(tmp_path / "pets")]) == 0
     asked = []
+    answers = {"labels [cat,dog]: ": ["a,b,c", ""], "size [16,16]: ": ["", "", "32,32"], "network [small_cnn]: ": ["", "", "DensNet"]}
+    answers |= {"network [DensNet]: ": ["DenseNet121"]}
 
     def answer(question: str) -> str:
         asked.append(question)
-        return {"size [16,16]: ": "32,32", "network [small_cnn]: ": "DensNet", "network [DensNet]: ": "DenseNet121"}.get(question, "")
+        return answers[question].pop(0) if answers.get(question) else ""
 
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", answer)
@@ -52,8 +54,11 @@ def test_a_wrong_answer_is_asked_for_once_more(tmp_path: Path, monkeypatch: pyte
     assert main(["task", "init", str(tmp_path / "pets"), "--name", "pets", "--out", str(task)]) == 0
     settings = json.loads(task.read_text())
     assert (settings["size"], settings["network"]["name"]) == ([32, 32], "DenseNet121")
-    assert asked[3:] == ["labels [cat,dog]: ", "size [32,32]: ", "network [DensNet]: "]
-    assert "'DensNet'" in capsys.readouterr().err
+    first = ["labels [cat,dog]: ", "size [16,16]: ", "network [small_cnn]: "]
+    assert asked[:3] == asked[6:9] == first and asked[3:6] == ["labels [a,b,c]: ", *first[1:]]
+    assert asked[9:] == ["labels [cat,dog]: ", "size [32,32]: ", "network [DensNet]: "]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 2 and "0 a, 1 b, 2 c" in said and "'DensNet'" in said
 
 
 def test_a_place_that_cannot_be_written_is_said_before_images_are_read(

@@ -171,7 +171,7 @@ def test_without_room_anywhere_a_run_says_so(full_at: str, monkeypatch: pytest.M
     )
     results = run(workers=2, rounds=1)
     said = results["reason"] if full_at == "the server" else results["events"][0]["message"]
-    assert results["status"] == "FAILED" and "no room for a message of" in said and "--shm-size" in said
+    assert results["status"] == "FAILED" and "takes no message of" in said and "--shm-size" in said
     assert full_at == "the server" or said.startswith("site A: ")
 
 

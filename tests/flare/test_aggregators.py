@@ -9,6 +9,7 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_constant import FLMetaKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from medflare.core.errors import UpdateError
 from medflare.flare.aggregators import (
@@ -101,6 +102,14 @@ def test_bad_models_are_refused_by_name() -> None:
     for bad in (torch.tensor([1.0, torch.nan]), np.array([np.inf])):
         with pytest.raises(UpdateError, match="CS sent w with NaN or infinite values; its model is not used"):
             WeightedAggregator().accept_model(sent("CS", {"a": torch.zeros(1), "w": bad}))
+
+
+def test_in_scatter_and_gather_a_bad_model_costs_nobody_elses() -> None:
+    """FLARE ends a task for all sites where the aggregator raises."""
+    aggregator = WeightedAggregator()
+    shareables = [FLModelUtils.to_shareable(sent(site, {"w": np.array([value])})) for site, value in (("CS", np.nan), ("DU", 1.0))]
+    assert [aggregator.accept(shareable, FLContext()) for shareable in shareables] == [False, True]
+    assert np.asarray(aggregator.aggregate_model().params["w"]).tolist() == [1.0]
 
 
 def test_metrics_without_samples_are_averaged_plainly() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -191,29 +190,39 @@ def test_a_kept_run_of_an_earlier_version_is_what_its_settings_mean_now(tmp_path
     assert trained == ["fedavg"]
 
 
+def datalists(root: Path, patient: str) -> Path:
+    """A folder for each of the study's sites."""
+    for site in SETTING.sites:
+        (root / site).mkdir(parents=True)
+        (root / site / "datalist.json").write_text(json.dumps({"training": [{"image": "a.png", "label": 0, "patient": patient}]}))
+    return root
+
+
 def test_runs_on_other_images_are_not_its_answer(tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the data root is named; None is the images that the task has embedded."""
+    """However the data root is named, and wherever it has moved; no root means the images that the task has embedded."""
     rows, out = [Candidate.parse("fedavg")], tmp_path / "out"
-    monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(tmp_path / "first"))
+    root = datalists(tmp_path / "first", "p")
+    monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(root))
     run_study(rows, SETTING, [0], out)
     monkeypatch.delenv("MEDFLARE_DATA_ROOT")
-    run_study(rows, dataclasses.replace(SETTING, data_root=tmp_path / "first"), [0], out)
-    assert trained == ["fedavg"]
-    for other in (None, tmp_path / "second"):
-        named = f"data_root = {str(tmp_path / 'first')!r}, this study has data_root = {str(other) if other else None!r};"
-        with pytest.raises(StateError, match=re.escape(named)):
+    run_study(rows, dataclasses.replace(SETTING, data_root=root.rename(tmp_path / "moved")), [0], out)
+    assert trained == ["fedavg"] and str(tmp_path) not in (run_folder(out, "fedavg", 0) / "results.json").read_text()
+    for other in (None, datalists(tmp_path / "second", "q")):
+        with pytest.raises(
+            StateError, match=r"holds a run with datalist of site-1 = '\w+', .*, this study has datalist of .*; give another"
+        ):
             run_study(rows, dataclasses.replace(SETTING, data_root=other), [0], out)
 
 
-def test_of_an_earlier_run_nobody_can_tell_where_its_images_lay(tmp_path: Path, trained: list[str]) -> None:
+def test_of_an_earlier_run_nobody_can_tell_what_its_images_were(tmp_path: Path, trained: list[str]) -> None:
     rows, said = [Candidate.parse("fedavg")], list[str]()
     run_study(rows, SETTING, [0], tmp_path)
     file = run_folder(tmp_path, "fedavg", 0) / "results.json"
     results = json.loads(file.read_text())
-    del results["configuration"]["settings"]["data_root"]
+    del results["configuration"]["settings"]["datalists"]
     file.write_text(json.dumps(results))
-    run_study(rows, dataclasses.replace(SETTING, data_root=tmp_path), [0], tmp_path, say=said.append)
-    assert said == ["1 kept runs are of an earlier version and do not say their data root: they are taken for runs on this study's images"]
+    run_study(rows, dataclasses.replace(SETTING, data_root=datalists(tmp_path / "data", "p")), [0], tmp_path, say=said.append)
+    assert said == ["1 kept runs are of an earlier version and do not say what images they had: they are taken for runs on this study's"]
     assert trained == ["fedavg"]
 
 

@@ -152,7 +152,7 @@ def test_partial_label_values() -> None:
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
 def test_a_stored_value_means_one_label_where_there_is_one(kind: str) -> None:
-    """Masks took the last label that lists a value, classes the first; a binary structure of 0 was background as well."""
+    """Masks took the last label that lists a value, classes the first; a binary structure of 0 was predicted as background."""
     settings = {**SEGMENTATION, "kind": kind, "metric": "dice" if kind == "segmentation" else "accuracy"}
     several = {**settings, "target": "multiclass", "labels": ["bg", "a", "b"]}
     for values, words in (
@@ -163,6 +163,8 @@ def test_a_stored_value_means_one_label_where_there_is_one(kind: str) -> None:
             load_task({**several, "label_values": values})
     with pytest.raises(ConfigError, match=r"0 means 'not square' and 'square', a binary task takes one; take it out of 'square'$"):
         load_task({**settings, "label_values": {"square": [3, 0]}})
+    with pytest.raises(ConfigError, match=r"a binary task takes one; use target 'multiclass'$"):
+        load_task({**settings, "label_values": {"square": [0]}})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medflare.cli.options import Commands, add_command, names_in
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, MedflareError
 
 if TYPE_CHECKING:
     from medflare.data.checking.planning import Plan
@@ -258,16 +258,21 @@ def _agreed(options: argparse.Namespace, proposed: "Plan") -> "Plan":
         "network": settings["network"]["name"],
     }
     first = shown = {name: value for name, value in shown.items() if getattr(options, name) is None}
+    refused: dict[str, str] = {}
     while True:
         shown = {name: input(f"{name} [{value}]: ").strip() or value for name, value in shown.items()}
         if shown == first:
             return proposed
+        if shown == refused:  # Return on every question: back to what was proposed
+            shown = first
+            continue
         for name, answer in shown.items():
             setattr(options, name, None if answer == first[name] else answer)
         try:
             return propose(options.root, _answers(options))
-        except ConfigError as error:
+        except MedflareError as error:
             print(f"medflare: {error}", file=sys.stderr)
+            refused = shown
 
 
 def _sites(root: Path) -> str:

@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvflare.apis.fl_constant import FLMetaKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
@@ -61,6 +63,14 @@ class MethodAggregator(ModelAggregator):
         return formula
 
     # -- FLARE's own workflows -------------------------------------------------------------------------------------------------
+
+    def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
+        """As scatter and gather calls it: whether the model is used. An error here would end the round for all others."""
+        try:
+            return bool(super().accept(shareable, fl_ctx))
+        except UpdateError as error:
+            self.log_error(fl_ctx, f"medflare: {error}")
+            return False
 
     def accept_model(self, model: FLModel) -> None:
         """Take a client's full model.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.rng import seeded
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
@@ -107,7 +107,7 @@ def _last_layer(spec: str, in_channels: int, out_channels: int, spatial_dims: in
     try:
         return last_layer(_without_memory(build), example(in_channels, size, "meta"))
     except (*PROBLEMS, ConfigError) as error:
-        raise ConfigError(f"network {name}: images of size {list(size)} do not pass ({' '.join(str(error).split())[:200]})") from error
+        raise ConfigError(f"network {name}: images of size {list(size)} do not pass ({one_line(error)})") from error
 
 
 def _without_memory(build: Callable[[], nn.Module]) -> Any:

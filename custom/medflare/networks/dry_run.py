@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.packages import installed
 from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
@@ -195,8 +195,7 @@ def _tried(task: TaskConfig) -> FeatureNetwork:
     try:
         found = tuple(_logits(network, task).shape)
     except PROBLEMS as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{place}: images of size {list(task.size)} do not pass ({reason}); change size or network") from error
+        raise ConfigError(f"{place}: images of size {list(task.size)} do not pass ({one_line(error)}); change size or network") from error
     if found != wanted:
         raise ConfigError(f"{place}: two images give logits of shape {list(found)}, a {task.kind} task needs {list(wanted)}")
     return network

@@ -18,7 +18,7 @@ from opacus.accountants import RDPAccountant
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.rng import seeded
 from medflare.data.sites.site import Site
 from medflare.networks.features import FeatureNetwork
@@ -78,7 +78,7 @@ def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
             hooks(images).sum().backward()
     except (NotImplementedError, RuntimeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"dp_noise: network {network.settings['spec']['name']} gives no gradient of each image ({' '.join(str(error).split())[:150]}); "
+            f"dp_noise: network {network.settings['spec']['name']} gives no gradient of each image ({one_line(error)}); "
             "choose an activation that changes nothing in place, or take unet, small_cnn or vgg11"
         ) from error
 

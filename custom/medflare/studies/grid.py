@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Any, Final
 import torch
 
 from medflare.core.errors import ConfigError, StateError
-from medflare.core.store import write_atomically
-from medflare.data.loading import ENVIRONMENT
+from medflare.core.store import file_digest, write_atomically
+from medflare.data.datalist import FILE
+from medflare.data.loading import site_folder
 from medflare.evaluation.record import json_ready
 from medflare.evaluation.results import COMPLETED
 from medflare.studies.archive import Groups, is_finished, read_run, run_folder, write_rows, write_run
@@ -27,7 +29,7 @@ from medflare.studies.setting import Setting
 from medflare.studies.tables.report import TABLE_FILE, study_report
 from medflare.tasks.config import load_task
 
-DATA_ROOT: Final = "data_root"  # setting in a run's results
+IMAGES: Final = "datalists"  # setting in a run's results: what its images were, see `_images`
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class _Job:
     def __call__(self) -> str:
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
-        own = {"label": self.candidate.label, "resplit": self.seed, DATA_ROOT: _data_root(self.setting)}
+        own = {"label": self.candidate.label, "resplit": self.seed, IMAGES: _images(self.setting)}
         results["configuration"]["settings"] |= own
         write_run(self.folder, results)
         return f"{self.title}: {results['status']}, {results['seconds']['total']:.0f} s"
@@ -127,8 +129,8 @@ def _kept(jobs: Sequence[_Job], say: Callable[[str], None]) -> dict[Path, dict[s
     completed = [(job, run) for job, run in found if run["status"] == COMPLETED]
     for job, run in completed:
         _refuse_another(job, run)
-    if untold := sum(DATA_ROOT not in run["configuration"]["settings"] for _, run in completed):
-        say(f"{untold} kept runs are of an earlier version and do not say their data root: they are taken for runs on this study's images")
+    if untold := sum(IMAGES not in run["configuration"]["settings"] for _, run in completed):
+        say(f"{untold} kept runs are of an earlier version and do not say what images they had: they are taken for runs on this study's")
     for job, run in found:
         if run["status"] != COMPLETED:
             say(f"{job.title} had failed and is run again: {run['reason']}")
@@ -136,7 +138,7 @@ def _kept(jobs: Sequence[_Job], say: Callable[[str], None]) -> dict[Path, dict[s
 
 
 def _refuse_another(job: _Job, run: Mapping[str, Any]) -> None:
-    """StateError where a kept run had another task, data root, sites, rounds or hyper-parameters; what it does not name cannot be told."""
+    """StateError where a kept run had another task, images, sites, rounds or hyper-parameters; what it does not name cannot be told."""
     then, now = _had(run), _asked(job)
     if other := [name for name, value in then.items() if now.get(name) != value]:
         was, is_now = (", ".join(f"{name} = {of.get(name)!r}" for name in other) for of in (then, now))
@@ -148,7 +150,7 @@ def _asked(job: _Job) -> dict[str, Any]:
     """What decides a run's numbers, by name, as this study has it."""
     task = load_task(replace(job.setting.task, resplit=job.seed))
     inside = [site for site in job.setting.sites if site not in job.outside]
-    return _named(inside, job.setting.rounds, task.to_dict(), job.candidate.effective) | {DATA_ROOT: _data_root(job.setting)}
+    return _named(inside, job.setting.rounds, task.to_dict(), job.candidate.effective) | _by_site(_images(job.setting))
 
 
 def _had(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,14 +161,17 @@ def _had(run: Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError:  # an earlier version had other settings
         task = configuration["task"]
     inside = [name for name, site in run["sites"].items() if site["role"] == "inside"]
-    told = {name: value for name, value in configuration["settings"].items() if name == DATA_ROOT}
-    return _named(inside, run["rounds"], task, configuration["hyper"]) | told
+    return _named(inside, run["rounds"], task, configuration["hyper"]) | _by_site(configuration["settings"].get(IMAGES, {}))
 
 
-def _data_root(setting: Setting) -> str | None:
-    """Where the study's images lie; None: they are embedded in the task. A link stays one, so that data that move can be found again."""
-    root = setting.data_root or os.environ.get(ENVIRONMENT)
-    return str(Path(root).expanduser().absolute()) if root else None
+def _images(setting: Setting) -> dict[str, str]:
+    """Site -> the checksum of its datalist, which stays the same where data move; "" where its images are embedded in the task."""
+    folders = {site: site_folder(site, given=setting.data_root) for site in setting.sites}
+    return {site: "" if folder is None else file_digest(folder / FILE)[:16] for site, folder in folders.items()}
+
+
+def _by_site(images: Mapping[str, str]) -> dict[str, str]:
+    return {f"datalist of {site}": digest for site, digest in images.items()}
 
 
 def _named(inside: Sequence[str], rounds: int, task: Mapping[str, Any], hyper: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -188,8 +193,9 @@ def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[str]:
     try:
         titles = {pool.submit(job): job.title for job in jobs}
         for future in as_completed(titles):
-            if future.exception():
-                yield f"{titles[future]}: cannot be run; the study stops after the runs at work"
+            if error := future.exception():
+                what = "a process died, this run's or another's" if isinstance(error, BrokenProcessPool) else "cannot be run"
+                yield f"{titles[future]}: {what}; the study stops after the runs at work"
             yield future.result()
     finally:  # also on Ctrl-C: what has not begun must not hold up the reason
         pool.shutdown(cancel_futures=True)

@@ -375,7 +375,8 @@ def _check_one_meaning(task: TaskConfig, place: str) -> None:
     for label, values in task.label_values.items():
         if twice := [value for value in values if owners.setdefault(value, label) != label]:
             both = f"{twice[0]} means {owners[twice[0]]!r} and {label!r}"
-            raise ConfigError(f"{place}: label_values: {both}, a {task.target} task takes one; take it out of {label!r}")
+            remedy = "use target 'multiclass'" if task.target == "binary" and {*values} == {*twice} else f"take it out of {label!r}"
+            raise ConfigError(f"{place}: label_values: {both}, a {task.target} task takes one; {remedy}")
 
 
 def _check_images(task: TaskConfig, place: str) -> None:

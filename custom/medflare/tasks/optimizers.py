@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.settings import STRICT, refuse_arguments, unknown
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
     try:
         optimizer.step()
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
-        raise ConfigError(f"{place}: optimizer {settings['name']}: a step fails ({' '.join(str(error).split())[:200]})") from error
+        raise ConfigError(f"{place}: optimizer {settings['name']}: a step fails ({one_line(error)})") from error
 
 
 class _ValuesChecked(Exception):

@@ -58,7 +58,11 @@ def add_commands(commands: Commands) -> None:
         examples=("medflare site clean site-1 --older-than 30d --dry-run", "medflare site clean site-1 --older-than 12h --jobs"),
     )
     clean.add_argument("--older-than", type=_age, required=True, metavar="AGE", help="since the last use: 30d, 12h")
-    clean.add_argument("--jobs", action="store_true", help="also memory and FLARE's files of ended jobs, which then cannot be resumed")
+    clean.add_argument(
+        "--jobs",
+        action="store_true",
+        help="also memory and FLARE's files of ended jobs, at the server checkpoints, without which none can be resumed",
+    )
     clean.add_argument("--dry-run", action="store_true", help="only show what would go")
     for one in (doctor, start, stop, restart, status, clean):
         one.add_argument("kit", type=Path, metavar="KIT", help=_KIT)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder
 from medflare.data.cache.folder import CacheSettings, placed
@@ -18,6 +18,7 @@ from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
 from medflare.data.datalist import Entry, site_folders, site_name
 from medflare.data.files.decoding import target_of
+from medflare.data.files.geometry import by
 from medflare.data.files.sources import FileSource
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
 from medflare.data.progress import counted
@@ -91,7 +92,7 @@ def check_task(task: TaskConfig) -> None:
         with seeded(0, "check task"):
             loss(network(images), targets).backward()
     except (RuntimeError, ValueError, IndexError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise ConfigError(
             f"task {task.name}: a training step on {task.size} images fails ({reason}); change size, network or augment"
         ) from error
@@ -140,7 +141,7 @@ def _read_everything(source: FileSource, entries: Iterable[Entry], task: TaskCon
         except DataError as error:
             report.problems.append(str(error))
             continue
-        sizes[" x ".join(map(str, image.shape[1:]))] += 1
+        sizes[by(image.shape[1:])] += 1
         intensity.add(image)
         copies.add(image, entry)
         moments.append((image.min(), image.mean(dtype=np.float64), np.square(image, dtype=np.float64).mean(), image.max()))

@@ -12,6 +12,7 @@ import numpy as np
 from medflare.core.errors import ConfigError
 from medflare.data.checking import rules
 from medflare.data.checking.fingerprint import Fingerprint, Spread
+from medflare.data.files.geometry import by
 from medflare.networks.dry_run import check_network, least_bytes, training_operations
 from medflare.tasks.config import load_task
 
@@ -216,10 +217,10 @@ def _sized(
     whole = all(side >= full for side, full in zip(size, geometry.median, strict=True))
     levels = len(network["strides"])
     poolings = [int(math.log2(math.prod(column))) for column in zip(*network["strides"], strict=True)]
-    median = f"the median image, {_by(geometry.median)}"
+    median = f"the median image, {by(geometry.median)}"
     cut = "whole" if whole else f"as long in millimetres along all axes, made smaller until two fit into {memory:g} GiB"
     return [
-        Choice("size", size, f"{median}, {cut}; sides divisible by 2 ** poolings ({_by(poolings)})"),
+        Choice("size", size, f"{median}, {cut}; sides divisible by 2 ** poolings ({by(poolings)})"),
         Choice(
             "network",
             network,
@@ -247,7 +248,7 @@ def _fitting(
     while True:
         levels = rules.topology(size, geometry.spacing)
         if len(levels.strides) < _LEAST_LEVELS and size == largest:
-            raise ConfigError(f"the median image is {_by(geometry.median)}, too small for {_LEAST_LEVELS} levels; write the task by hand")
+            raise ConfigError(f"the median image is {by(geometry.median)}, too small for {_LEAST_LEVELS} levels; write the task by hand")
         if len(levels.strides) < _LEAST_LEVELS:
             trusted = "" if set(geometry.spacing) == {1.0} else ", or plan with --voxels where the files' millimetres are not to be trusted"
             raise ConfigError(f"no patch with {_LEAST_LEVELS} levels fits into {memory:g} GiB; give more with --memory{trusted}")
@@ -349,7 +350,3 @@ _TRAINING: Final = (
     Choice("schedule", {"name": "polynomial", "power": 0.9}, "falls as (1 - round / rounds) ** 0.9"),
     Choice("local_epochs", 1, "a round is an epoch of the site's images (medflare's own rule)"),
 )
-
-
-def _by(sides: Sequence[int]) -> str:
-    return " x ".join(map(str, sides))

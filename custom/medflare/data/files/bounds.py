@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import DataError
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
-from medflare.data.files.geometry import Grid
+from medflare.data.files.geometry import Grid, by
 from medflare.data.files.kinds import NIFTI, PICTURES, dicom_files, explained, kind_of
 from medflare.data.files.readers import quiet_nifti
 from medflare.tasks.config import TaskConfig
@@ -55,7 +55,7 @@ def refuse_large(files: Iterable[Path | None], bounds: ImageBounds, setting: str
             shape, volume = _stored(file, kind)
         most, unit = (bounds.voxels, "voxels") if volume else (bounds.pixels, "pixels")
         if math.prod(shape) > most:
-            size, memory = " x ".join(map(str, shape)), math.prod(shape) * _DECODED / 2**30
+            size, memory = by(shape), math.prod(shape) * _DECODED / 2**30
             raise DataError(
                 f"{file}: {size} {unit}, {memory:.3g} GiB once unpacked; this site takes {most} {unit} "
                 f"({setting.format(unit)}): store the image smaller, or raise the bound"

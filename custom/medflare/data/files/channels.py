@@ -1,11 +1,11 @@
 """Images whose channels may lie in files of their own: which files stand for which channel, and the image that they make."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from medflare.core.errors import DataError
+from medflare.data.files.geometry import by
 from medflare.data.files.readers import read_image
 from medflare.data.files.volumes import slices_apart
 from medflare.tasks.config import TaskConfig
@@ -75,11 +75,7 @@ def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
     name, first = next(iter(arrays.items()))
     for file, array in arrays.items():
         if array.shape != first.shape:
-            raise DataError(f"{file}: {_size(array.shape)}, {name.name} is {_size(first.shape)}; store all channels at one size")
+            raise DataError(f"{file}: {by(array.shape[1:])}, {name.name} is {by(first.shape[1:])}; store all channels at one size")
         if file != name and (difference := slices_apart(name, file)):
             raise DataError(f"{file}: lies on another grid than {name.name} ({difference}); resample one to the other first")
     return np.concatenate([np.zeros_like(first) if file is None else arrays[file] for file in files])
-
-
-def _size(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape[1:]))

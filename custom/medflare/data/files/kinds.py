@@ -12,9 +12,11 @@ from medflare.core.packages import installed
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm", ".dicom", ".ima")
-_OBJECTS: Final = "1.2.840.10008.5.1.4.1.1."  # DICOM's classes of stored objects (PS3.4, Sec. B.5)
+_DIRECTORY: Final = "DICOMDIR"  # of a medium; the standard fixes the name (PS3.10, Sec. 8.6)
+_STANDARD: Final = "1.2.840.10008."  # what DICOM's own identifiers begin with
+_OBJECTS: Final = f"{_STANDARD}5.1.4.1.1."  # its classes of stored objects (PS3.4, Sec. B.5)
 _WITHOUT_PIXELS: Final = (  # what archives lay beside a series, and what no volume can be made of
-    *("1.2.840.10008.1.3.10", f"{_OBJECTS}67", f"{_OBJECTS}4.2"),  # directory (DICOMDIR), real-world values, spectroscopy
+    *(f"{_STANDARD}1.3.10", f"{_OBJECTS}67", f"{_OBJECTS}4.2"),  # directory (DICOMDIR), real-world values, spectroscopy
     *(f"{_OBJECTS}66", *(f"{_OBJECTS}66.{number}" for number in (1, 2, 3, 5, 6))),  # raw data, registrations, fiducials, surfaces, tracts
     *(f"{_OBJECTS}481.{number}" for number in range(3, 10)),  # structures, plans and records of radiotherapy
 )
@@ -55,7 +57,7 @@ def dicom_images(files: Iterable[Path]) -> Iterator[Path]:
     Args:
         files: each is opened only when it is asked for.
     """
-    return (file for file in files if file.is_file() and is_dicom(file) and _has_pixels(file))
+    return (file for file in files if file.name != _DIRECTORY and file.is_file() and is_dicom(file) and _has_pixels(file))
 
 
 def _holds_dicom(path: Path) -> bool:
@@ -68,10 +70,13 @@ def _has_pixels(path: Path) -> bool:
     """Not where the file says that it is something else: one that lost its pixels counts, lest a volume without it pass for a whole one."""
     if not installed("pydicom"):
         return True
+    from pydicom import dcmread
     from pydicom.filereader import read_file_meta_info
 
     try:
         kind = str(read_file_meta_info(path).get("MediaStorageSOPClassUID", ""))
+        if kind and not kind.startswith(_STANDARD):  # a vendor's own, of which only the header tells whether it is an image
+            return "Rows" in dcmread(path, stop_before_pixels=True, specific_tags=["Rows"])
     except Exception:  # whatever is wrong with the file, its reader will say it
         return True
     return kind not in _WITHOUT_PIXELS and not kind.startswith(_NOR_THESE)

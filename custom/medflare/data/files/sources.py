@@ -14,7 +14,7 @@ from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_names, listed_splits, read_datalist
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture, refuse_empty
-from medflare.data.files.geometry import Grid
+from medflare.data.files.geometry import Grid, by
 from medflare.data.files.readers import read_mask, whole_numbers
 from medflare.data.files.segmentations import is_segmentation, read_segmentation
 from medflare.data.files.volumes import read_channels, read_volume, series_grid, slices_apart, turned
@@ -204,7 +204,7 @@ def size_of(array: np.ndarray) -> str:
     Args:
         array: with its channels first.
     """
-    return " x ".join(map(str, array.shape[1:]))
+    return by(array.shape[1:])
 
 
 def _refuse_apart(file: Path, entry: Entry, difference: str) -> None:

@@ -14,6 +14,7 @@ from medflare.core.errors import DataError
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.files.cutting import check_picture, write_windows
+from medflare.data.files.geometry import by
 from medflare.data.files.kinds import NIFTI, PICTURES, explained, suffix
 from medflare.data.progress import counted
 from medflare.data.starting.finding import Item, named
@@ -60,8 +61,7 @@ def _check_files(item: Item, root: Path) -> None:
     for file, size in sizes.items():
         first = sizes[item.first]
         if size and first and size != first:
-            of = " x ".join(map(str, first))
-            raise DataError(f"{named(file, root)}: {' x '.join(map(str, size))}, {named(item.first, root)} is {of}")
+            raise DataError(f"{named(file, root)}: {by(size)}, {named(item.first, root)} is {by(first)}")
 
 
 def _size(path: Path) -> tuple[int, ...]:

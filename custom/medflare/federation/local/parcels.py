@@ -93,8 +93,8 @@ def _room(size: int) -> IO[bytes]:
         try:
             return _file(None, size)
         except OSError as error:
-            free = f"free some, or enlarge {_MEMORY} (docker run --shm-size)"
-            raise StateError(f"{tempfile.gettempdir()}: no room for a message of {size} bytes ({error.strerror}); {free}") from error
+            remedy = f"make room there, or enlarge {_MEMORY} (docker run --shm-size)"
+            raise StateError(f"{tempfile.gettempdir()}: takes no message of {size} bytes ({error.strerror}); {remedy}") from error
 
 
 def _file(folder: Path | None, size: int) -> IO[bytes]:

@@ -21,7 +21,8 @@ _QUIET = 10.0  # seconds without a sign of life until a site is named; it is nam
 _RESUME = "the server was started again meanwhile; a new job takes it up after the last step that it finished (`medflare resume`)"
 _FINISHED = "FINISHED:"  # what FLARE's words for the end of a job begin with
 _STEP = r"(?:round \d+ \(\d+/\d+\)|after round \d+|without a round) \w+: .+"  # as `evaluation.console.round_line` writes it
-_TOLD = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP})")  # in the server's log
+_SLOW = r"slow: \S+: at work on .+"  # as `exchange.tasks` writes it
+_TOLD = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP}|{_SLOW})")  # in the server's log
 
 
 class Follower:

@@ -11,6 +11,7 @@ from medflare.core.manifest import Entry, Fact, Phase, merged_phases, number, ta
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict, copy_state
+from medflare.data.files.geometry import by
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Kept, Plan
@@ -80,8 +81,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         """
         super().check(task, hyper, server_hyper)
         if hyper.ndag and min(task.size) < 2:
-            sides = " x ".join(map(str, task.size))
-            raise ConfigError(f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {sides}; set ndag=false")
+            raise ConfigError(f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {by(task.size)}; set ndag=false")
 
     def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
         super().__init__(site, plan)

@@ -33,7 +33,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND.maybe(), SHARES.maybe()))
     adapted = Kept("adapted")  # P_k
-    local_step = Kept("local_step")  # reading "explicit": a `site_step` that waits for its round's global model
+    local_step = Kept("site_step")  # reading "explicit": a `site_step` that waits for its round's global model
     last_global = Kept("last_global")  # reading "incremental": the global model of the last round that was seen
 
     def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):

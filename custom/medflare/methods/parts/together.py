@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.errors import Aborted, ConfigError, MedflareError, one_line
 from medflare.core.states import StateDict
 from medflare.data.splits import Batch
 from medflare.methods.parts.steps import Steps
@@ -194,7 +194,7 @@ def _try(what: str, compute: Callable[[], object]) -> None:
     try:
         compute()
     except PROBLEMS as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         if "random operation" in reason:
             remedy = "switch off its dropout, or leave out together"
             raise ConfigError(f"together: {what} draws random numbers in training; {remedy}") from error
