@@ -18,6 +18,14 @@ project=${1:-$here/project.yml}
 workspace=${2:-$PWD/federation}
 shift $(($# < 2 ? $# : 2))
 
+# Without the key of kits that are there nvflare would make another root, whose kits can never join.
+name=$(python3 -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1], encoding="utf-8"))["name"])' "$project" 2>/dev/null) || name=
+state=$workspace/$name/state # of another project in the workspace the key may stay away; what is no project file nvflare refuses
+if [[ -n $name && ! -f $state/cert.json && ! -f $state/cert.json.locked ]] && compgen -G "$workspace/$name/prod_*" >/dev/null; then
+    echo "provision.sh: $workspace/$name has kits and no root key: put cert.json.locked back into $state" >&2
+    exit 1
+fi
+
 if [[ $locked == yes ]]; then
     if [[ -z ${MEDFLARE_ROOT_PASSPHRASE:-} ]]; then
         if [[ ! -t 0 ]]; then
@@ -33,7 +41,7 @@ if [[ $locked == yes ]]; then
     fi
     export MEDFLARE_ROOT_PASSPHRASE
     python3 "$here/root_key.py" unlock "$workspace"
-    trap 'python3 "$here/root_key.py" lock "$workspace"' EXIT # whatever happens in between
+    trap '[[ ! -d $workspace ]] || python3 "$here/root_key.py" lock "$workspace"' EXIT # whatever happens in between
 elif compgen -G "$workspace/*/state/cert.json.locked" >/dev/null; then
     echo "provision.sh: the root key of $workspace is locked, and without it nvflare would make another: leave out --leave-root-key" >&2
     exit 1

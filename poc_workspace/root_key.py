@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 OPEN, LOCKED = "cert.json", "cert.json.locked"
 VARIABLE = "MEDFLARE_ROOT_PASSPHRASE"
 _COST = {"n": 2**16, "r": 8, "p": 1}  # 64 MiB and a fraction of a second for every guess
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)  # what half a JSON file, or another one, comes to
 
 
 def main() -> None:
@@ -30,16 +31,29 @@ def main() -> None:
         sys.exit(f"{VARIABLE} must hold a passphrase of at least 12 characters")
     workspace = Path(sys.argv[2])
     if sys.argv[1] == "lock":
-        for file in sorted(workspace.glob(f"*/state/{OPEN}")):
-            lock(file, passphrase)
+        if not workspace.is_dir():
+            sys.exit(f"{workspace}: no such folder; name the workspace of nvflare provision")
+        if problems := [said for file in sorted(workspace.glob(f"*/state/{OPEN}")) if (said := lock(file, passphrase))]:
+            sys.exit("\n".join(problems))
     else:
         unlock(sorted(workspace.glob(f"*/state/{LOCKED}")), passphrase)
 
 
-def lock(file: Path, passphrase: str) -> None:
-    """The encrypted file beside the open one, then the open one overwritten and removed."""
-    salt = secrets.token_bytes(16)
-    token = _cipher(passphrase, salt).encrypt(file.read_bytes())
+def lock(file: Path, passphrase: str) -> str:
+    """The encrypted file beside the open one, then the open one overwritten and removed; gives what kept it from that, or ""."""
+    try:
+        _lock(file, passphrase)
+    except OSError as error:
+        return f"{file}: the root key still lies open there, it cannot be locked ({error.strerror or error}); mend that and lock it"
+    except _DAMAGE:
+        return f"{file}: damaged, nothing was locked; move it away, and take your backup of {LOCKED}"
+    return ""
+
+
+def _lock(file: Path, passphrase: str) -> None:
+    salt, opened = secrets.token_bytes(16), file.read_bytes()
+    _root_key(opened)  # what an interrupted run left half written must not replace a whole one
+    token = _cipher(passphrase, salt).encrypt(opened)
     content = {"format": "medflare root key 1", "salt": base64.b64encode(salt).decode(), "token": token.decode()}
     _write(file.with_name(LOCKED), json.dumps(content).encode())
     size = file.stat().st_size
@@ -54,19 +68,32 @@ def unlock(files: list[Path], passphrase: str) -> None:
     """The open file beside every encrypted one, which stays; of several all or none."""
     opened = {file.with_name(OPEN): _decrypted(file, passphrase) for file in files}
     for file, found in opened.items():
-        if file.exists() and _root_key(file.read_bytes()) != _root_key(found):
+        try:
+            other = file.exists() and _root_key(file.read_bytes()) != _root_key(found)
+        except _DAMAGE:
+            sys.exit(f"{file}: damaged; move it away, the locked one beside it is whole")
+        if other:
             sys.exit(f"{file}: another root key than the locked one beside it; move away that which the kits in use do not come from")
-    for file, found in opened.items():
-        if not file.exists():  # one that an interrupted run left is the newer one
-            _write(file, found)
+    missing = [file for file in opened if not file.exists()]  # one that an interrupted run left is the newer one
+    try:
+        for file in missing:
+            _write(file, opened[file])
+    except OSError as error:
+        for file in missing:
+            file.unlink(missing_ok=True)
+        sys.exit(f"{file}: cannot be written ({error.strerror or error}); nothing was unlocked")
 
 
 def _decrypted(file: Path, passphrase: str) -> bytes:
-    content = json.loads(file.read_text(encoding="utf-8"))
     try:
+        content = json.loads(file.read_text(encoding="utf-8"))
         return _cipher(passphrase, base64.b64decode(content["salt"])).decrypt(content["token"].encode())
     except InvalidToken:
         sys.exit(f"{file}: wrong passphrase, or a damaged file; nothing was changed")
+    except OSError as error:
+        sys.exit(f"{file}: cannot be read ({error.strerror}); run it as the account that locked it")
+    except _DAMAGE:
+        sys.exit(f"{file}: damaged; take your backup of it; nothing was changed")
 
 
 def _root_key(content: bytes) -> str:
@@ -80,11 +107,15 @@ def _cipher(passphrase: str, salt: bytes) -> Fernet:
 def _write(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}")
     partial.unlink(missing_ok=True)
-    with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 if __name__ == "__main__":

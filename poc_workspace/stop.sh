@@ -3,4 +3,5 @@
 #
 #   ./stop.sh KIT
 set -euo pipefail
+[ $# -ge 1 ] || { echo "usage: stop.sh KIT" >&2; exit 2; }
 nvflare system shutdown all --force --no-wait --startup-kit "$1"

@@ -1,35 +1,69 @@
 """`medflare job fetch`: a job by its name, its results for this account alone."""
 
+import errno
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from cli.kits.fake import Root, make_kit
 from flare.jobs.sessions import Served
 from medflare import run_local
 from medflare.cli import main
+from medflare.core.errors import MedflareError
 from medflare.flare.jobs import sessions
+from medflare.flare.jobs.fetching import fetch_job
 from small import tiny_phantom
 
 
 class Download(Served):
-    """A server whose one job has results."""
+    """A server whose one job has results; they come by way of the kit's transfer/ and are moved, as FLARE does it."""
+
+    def __init__(self, transfer: Path, results: Path):
+        super().__init__()
+        self.download_dir, self._results = str(transfer), results
 
     def download_job_result(self, identity: str, destination: str) -> str:
-        folder = Path(destination) / identity
-        run_local("fedavg", tiny_phantom(), ["site-1", "site-2"], rounds=1, seed=0, out=folder / "medflare")
-        (folder / "beside.txt").write_text("a file as FLARE writes it")
-        return str(folder)
+        places = (Path(self.download_dir) / name for name in (identity, f"{identity}__1"))
+        location = next(place for place in places if not place.exists())
+        shutil.copytree(self._results, location)
+        Path(destination).mkdir(exist_ok=True)
+        shutil.move(location, Path(destination) / location.name)
+        return str(Path(destination) / location.name)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results")
+    run_local("fedavg", tiny_phantom(), ["site-1", "site-2"], rounds=1, seed=0, out=folder / "medflare")
+    before = os.umask(0o077)
+    (folder / "beside.txt").write_text("a file as FLARE writes it")
+    os.umask(before)
+    return folder
 
 
 @pytest.fixture
-def _served(monkeypatch: pytest.MonkeyPatch) -> None:
+def transfer(tmp_path: Path) -> Path:
+    folder = tmp_path / "transfer"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def _served(monkeypatch: pytest.MonkeyPatch, transfer: Path, results: Path) -> None:
     @contextmanager
     def opened(kit: Path) -> Iterator[Served]:
-        yield Download()
+        yield Download(transfer, results)
 
     monkeypatch.setattr(sessions, "session", opened)
+
+
+def fetch(out: Path) -> int:
+    return main(["job", "fetch", "fedsm-brain", "--kit", "lead", "--out", str(out)])
 
 
 @pytest.mark.usefixtures("_served")
@@ -44,3 +78,76 @@ def test_a_job_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, ca
     assert main(["job", "fetch", "fedsm-brian", "--kit", "lead", "--out", str(tmp_path / "results")]) == 1
     assert "unknown job 'fedsm-brian'; did you mean fedsm-brain" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.usefixtures("_served")
+def test_fetched_again_the_results_lie_where_they_lay(tmp_path: Path, transfer: Path) -> None:
+    """Also beside what `nvflare` left in transfer/, which stays."""
+    (transfer / "id").mkdir()
+    out = tmp_path / "results"
+    assert fetch(out) == 0
+    (out / "id" / "beside.txt").write_text("cut short")
+    assert fetch(out) == fetch(out) == 0
+    assert [path.name for path in out.iterdir()] == ["id"] and not (out / "id" / "id").exists()
+    assert (out / "id" / "beside.txt").read_text() == "a file as FLARE writes it"
+    assert [path.name for path in transfer.iterdir()] == ["id"]
+
+
+@pytest.mark.usefixtures("_served")
+def test_files_of_the_users_own_stay(tmp_path: Path, transfer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results"
+    assert fetch(out) == 0
+    note = out / "id" / "medflare" / "notes.txt"
+    note.write_text("the user's own")
+    capsys.readouterr()
+    assert fetch(out) == 1
+    said = capsys.readouterr().err
+    assert f"{note} is not among the job's results and would be lost; choose another --out" in said and said.count("\n") == 1
+    assert note.exists() and not [*transfer.iterdir()]
+    shutil.rmtree(out / "id")
+    (out / "id").write_text("a file")
+    assert fetch(out) == 1
+    assert "is a file; choose another --out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_served")
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, transfer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(source: str, place: str, **_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), source)
+
+    out = tmp_path / "results"
+    for earlier in (False, True):
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "copyfile", full)
+            assert fetch(out) == 1
+        said = capsys.readouterr().err
+        assert said.endswith(": No space left on device; make room on the disk, or use another one\n") and said.count("\n") == 1
+        assert [path.name for path in out.iterdir()] == ["id"] * earlier and not [*transfer.iterdir()]
+        assert fetch(out) == 0
+        capsys.readouterr()
+
+
+def test_what_flare_could_not_unpack_is_one_line(tmp_path: Path, transfer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Download(transfer, tmp_path)
+
+    def broken(identity: str, destination: str) -> str:
+        (transfer / f"{identity}__tx").mkdir()
+        raise RuntimeError("runtime error encountered: failed to unzip: no space left")
+
+    monkeypatch.setattr(opened, "download_job_result", broken)
+    with pytest.raises(MedflareError, match=r"^job id could not be downloaded \(.*no space left\); see that there is room in"):
+        fetch_job(cast(Any, opened), "id", tmp_path / "out")
+    monkeypatch.setattr(opened, "download_job_result", lambda identity, destination: None)
+    with pytest.raises(MedflareError, match=r"^the server sent no results of job id;"):
+        fetch_job(cast(Any, opened), "id", tmp_path / "out")
+    assert not [*transfer.iterdir()] and not [*(tmp_path / "out").iterdir()]
+
+
+def test_an_expired_certificate_of_the_lead_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kit = make_kit(tmp_path / "lead", Root(), days=(-30, -3))
+    for command in (["job", "list"], ["job", "watch", "x"], ["job", "fetch", "x"]):
+        assert main([*command, "--kit", str(kit.folder)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("medflare: lead: client.crt is valid from ") and "have a new kit provisioned" in said

@@ -73,3 +73,15 @@ def test_the_others_in_a_line(kit: Kit, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["site", "clean", str(kit.folder), "--older-than", "soon"])
     assert "'soon' is no age; write 30d or 12h" in capsys.readouterr().err
+    for ages in ("999999999999d", f"{'9' * 5000}h"):
+        with pytest.raises(SystemExit):
+            main(["site", "clean", str(kit.folder), "--older-than", ages])
+        said = capsys.readouterr().err
+        assert "is older than time itself; write 30d or 12h" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--data-root", "--cache", "--storage"])
+def test_an_unset_variable_is_not_the_current_folder(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["site", "setup", str(tmp_path), option, ""])
+    assert f"{option}: it is empty, as an unset variable is; name a folder" in capsys.readouterr().err

@@ -113,6 +113,39 @@ def test_image_and_mask_move_together(make_task: TaskOf, settings: dict[str, obj
     assert disagreement < 0.25  # linear and nearest interpolation differ along the outline alone
 
 
+@pytest.mark.parametrize("target", [{}, {"target": "multilabel", "labels": ["a", "b"]}], ids=["binary", "multilabel"])
+@pytest.mark.parametrize("prob", [1.0, 0.1])
+def test_what_changes_the_size_of_an_image_is_refused_before_training(make_task: TaskOf, prob: float, target: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^augment RandRotate90: it makes 24 x 16 images of 16 x 24 ones; .* or equal sides$"):
+        Augmentation(make_task(size=[16, 24], augment=[{"name": "RandRotate90", "prob": prob}], **target))
+    with pytest.raises(ConfigError, match="augment RandZoom: it makes"):
+        Augmentation(
+            make_task(augment=[{"name": "RandZoom", "prob": prob, "min_zoom": 0.5, "max_zoom": 0.6, "keep_size": False}], **target)
+        )
+    with pytest.raises(ConfigError, match="augment RandAffine: it makes 8 x 8 images of 16 x 16 ones"):
+        Augmentation(make_task(augment=[{"name": "RandAffine", "prob": prob, "spatial_size": [8, 8]}], **target))
+    with pytest.raises(ConfigError, match=r"augment RandRotate90: .*; check its arguments for 16 x 16 images"):
+        Augmentation(make_task(augment=[{"name": "RandRotate90", "prob": prob, "spatial_axes": [0, 2]}], **target))
+
+
+def test_volumes_turn_in_the_plane_of_equal_sides(make_task: TaskOf) -> None:
+    def turned(axes: list[int]) -> Augmentation:
+        turn = {"name": "RandRotate90", "prob": 1.0, "spatial_axes": axes}
+        return Augmentation(make_task(size=[8, 8, 4], spatial_dims=3, network={"name": "unet", "channels": [2, 4]}, augment=[turn]))
+
+    images = torch.rand(2, 1, 8, 8, 4)
+    assert turned([0, 1])(images, images[:, 0].round().long(), np.random.RandomState(0))[1].shape == (2, 8, 8, 4)
+    with pytest.raises(ConfigError, match="augment RandRotate90: it makes 4 x 8 x 8 images of 8 x 8 x 4 ones"):
+        turned([0, 2])
+
+
+def test_no_mask_is_reshaped(make_task: TaskOf) -> None:
+    """Images of another size than the task's, which a check of the task cannot know."""
+    augment = Augmentation(make_task(augment=[{"name": "RandRotate90", "prob": 1.0, "max_k": 1}]))
+    with pytest.raises(ConfigError, match="augment RandRotate90: it makes 24 x 16 images of 16 x 24 ones"):
+        augment(torch.rand(1, 1, 16, 24), torch.ones(1, 16, 24, dtype=torch.long), np.random.RandomState(0))
+
+
 @pytest.mark.parametrize("name", smooth_augmentations())
 @pytest.mark.parametrize("shape", [(16, 16), (8, 10, 6)], ids=["pictures", "volumes"])
 def test_smooth_fields_have_the_tasks_size(make_task: TaskOf, name: str, shape: tuple[int, ...]) -> None:

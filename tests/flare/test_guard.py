@@ -106,6 +106,15 @@ def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update
     assert row["sent"] == "no" and words in row["purpose"]
 
 
+def test_a_report_that_a_full_disk_left_empty_begins_with_its_columns(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
+    path = Path(spec.folder) / "outbound.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    for _ in range(2):
+        OutboundGuard().process(to_shareable(update), context)
+    assert [row["sent"] for row in report(spec)] == ["yes"] * 4
+
+
 def rounded(spec: ParticipantSpec, update: Message) -> tuple[Message, Message]:
     """(what the server sends of weights that are 0.5 smaller than the site's, what the site answers), with weights rounded."""
     plan = get_method("fedavg").plan(load_task(Path(spec.task_file)), (SITE, "other"), {})

@@ -66,3 +66,58 @@ def test_no_kit_is_made_without_a_passphrase(tmp_path: Path, passphrase: str | N
     done = _run("bash", SCRIPTS / "provision.sh", SCRIPTS / "project.yml", tmp_path / "federation", passphrase=passphrase)
     assert done.returncode == 1 and "MEDFLARE_ROOT_PASSPHRASE" in done.stderr
     assert not (tmp_path / "federation").exists()
+
+
+def test_no_second_root_while_the_locked_key_is_offline(tmp_path: Path, state: Path) -> None:
+    """Another project in the workspace has its key, and that one must not be taken for this one's."""
+    (state.parent / "prod_00").mkdir()
+    (state / "cert.json").unlink()
+    other = tmp_path / "another/state"
+    other.mkdir(parents=True)
+    (other / "cert.json").write_text(json.dumps({"root_pri_key": "another"}))
+    for options in ((), ("--leave-root-key",)):
+        refused = _run("bash", SCRIPTS / "provision.sh", *options, SCRIPTS / "project.yml", tmp_path)
+        assert refused.returncode == 1 and refused.stderr.endswith(f"put cert.json.locked back into {state}\n")
+    assert not list(state.iterdir()) and [path.name for path in other.iterdir()] == ["cert.json"]
+
+
+def test_another_project_whose_key_is_offline_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "another/state").mkdir(parents=True)
+    (tmp_path / "another/prod_00").mkdir()
+    done = _run("bash", SCRIPTS / "provision.sh", "--leave-root-key", SCRIPTS / "project.yml", tmp_path)
+    assert done.returncode == 0 and (tmp_path / "medflare/prod_00/site-1/local/resources.json").exists(), done.stderr
+
+
+@pytest.mark.parametrize("content", ['{"format": "medflare ro', "{}", "[]", '{"salt": "AAAA", "token": 3}', "\udcff"])
+def test_a_damaged_file_is_said_to_be_one(tmp_path: Path, state: Path, content: str) -> None:
+    script = (sys.executable, SCRIPTS / "root_key.py")
+    _run(*script, "lock", tmp_path)
+    whole = (state / "cert.json.locked").read_bytes()
+    (state / "cert.json.locked").write_bytes(content.encode(errors="surrogateescape"))
+    done = _run(*script, "unlock", tmp_path)
+    assert done.returncode == 1 and done.stderr == f"{state / 'cert.json.locked'}: damaged; take your backup of it; nothing was changed\n"
+    (state / "cert.json.locked").write_bytes(whole)
+    (state / "cert.json").write_text('{"root_pri')
+    for action in ("unlock", "lock"):
+        done = _run(*script, action, tmp_path)
+        assert done.returncode == 1 and done.stderr.startswith(f"{state / 'cert.json'}: damaged"), done.stderr
+    assert (state / "cert.json.locked").read_bytes() == whole
+
+
+def test_a_key_that_cannot_be_locked_is_said_to_lie_open(tmp_path: Path, state: Path) -> None:
+    """A disk without room for it; the part that was written goes."""
+    script = f"ulimit -f 0; trap '' XFSZ; exec '{sys.executable}' -B '{SCRIPTS / 'root_key.py'}'"
+    done = _run("bash", "-c", f"{script} lock '{tmp_path}'")
+    assert done.returncode == 1 and done.stderr.startswith(f"{state / 'cert.json'}: the root key still lies open there"), done.stderr
+    assert [path.name for path in state.iterdir()] == ["cert.json"] and SECRET in (state / "cert.json").read_text()
+    _run(sys.executable, SCRIPTS / "root_key.py", "lock", tmp_path)
+    done = _run("bash", "-c", f"{script} unlock '{tmp_path}'")
+    assert done.returncode == 1 and done.stderr.startswith(f"{state / 'cert.json'}: cannot be written ("), done.stderr
+    assert [path.name for path in state.iterdir()] == ["cert.json.locked"]
+
+
+def test_a_workspace_that_is_not_there(tmp_path: Path) -> None:
+    script = (sys.executable, SCRIPTS / "root_key.py")
+    done = _run(*script, "lock", tmp_path / "nowhere")
+    assert done.returncode == 1 and f"{tmp_path / 'nowhere'}: no such folder" in done.stderr
+    assert _run(*script, "unlock", tmp_path / "nowhere").returncode == 0, "the first provisioning makes it"

@@ -154,6 +154,26 @@ def test_torchvisions_layers_are_matched_in_their_order(tmp_path: Path) -> None:
         starting_state(saying(path, "torchvision", "body", {"name": "resnet18"}, kind="classification", **_of(task)), 0, path)
 
 
+@pytest.mark.parametrize("part", ["all", "body"])
+@pytest.mark.parametrize("network", [{"name": "efficientnet_b0"}, {"name": "EfficientNetBN", "model_name": "efficientnet-b0"}], ids=str)
+def test_torchvisions_efficientnet_is_another_network_of_the_same_shapes(tmp_path: Path, network: dict[str, Any], part: str) -> None:
+    """It pads on both sides, where MONAI's pads as TensorFlow does."""
+    task = small_task("classification", network=network, size=[32, 32], channels=3)
+    state = [tensor for name, tensor in initial_network(task, 5).state_dict().items() if not name.endswith("num_batches_tracked")]
+    middle = [f"features.1.{number}.weight" for number in range(len(state) - 3)]
+    path = tmp_path / "efficientnet_b0.pth"
+    for names in (["features.0.0.weight", *middle, "classifier.1.weight", "classifier.1.bias"], ["_conv_stem.weight", *middle, "w", "b"]):
+        torch.save(dict(zip(names, state, strict=True)), path)
+        told = saying(path, "torchvision", part, network, kind="classification", **_of(task))
+        if "_conv_stem.weight" in names:
+            assert starting_state(told, 0, path) is not None
+        else:
+            with pytest.raises(
+                ConfigError, match=rf"^weights {path}: torchvision's EfficientNet pads on both sides .* or another network$"
+            ):
+                starting_state(told, 0, path)
+
+
 def _of(task: TaskConfig) -> dict[str, Any]:
     return {name: value for name, value in task.to_dict().items() if name not in ("network", "kind")}
 

@@ -156,15 +156,22 @@ def test_a_stored_value_means_one_label_where_there_is_one(kind: str) -> None:
     settings = {**SEGMENTATION, "kind": kind, "metric": "dice" if kind == "segmentation" else "accuracy"}
     several = {**settings, "target": "multiclass", "labels": ["bg", "a", "b"]}
     for values, words in (
-        ({"bg": [0], "a": [1], "b": [1]}, "1 means 'a' and 'b', a multiclass task takes one; take it out of 'b'"),
-        ({"b": [2], "bg": [0, 2], "a": [1]}, "2 means 'b' and 'bg', a multiclass task takes one; take it out of 'bg'"),
+        (
+            {"bg": [0], "a": [1], "b": [1]},
+            "1 means 'a' and 'b', a multiclass task takes one; take it out of 'b', or use target 'multilabel'",
+        ),
+        (
+            {"b": [2], "bg": [0, 2], "a": [1]},
+            "2 means 'b' and 'bg', a multiclass task takes one; take it out of 'bg', or use target 'multilabel'",
+        ),
     ):
         with pytest.raises(ConfigError, match=f"^task 'squares': label_values: {words}$"):
             load_task({**several, "label_values": values})
-    with pytest.raises(ConfigError, match=r"0 means 'not square' and 'square', a binary task takes one; take it out of 'square'$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"0 means 'not square' and 'square', a binary task takes one; take it out of 'square', or use target 'multiclass'$",
+    ):
         load_task({**settings, "label_values": {"square": [3, 0]}})
-    with pytest.raises(ConfigError, match=r"a binary task takes one; use target 'multiclass'$"):
-        load_task({**settings, "label_values": {"square": [0]}})
 
 
 @pytest.mark.parametrize(

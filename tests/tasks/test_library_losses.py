@@ -12,6 +12,8 @@ from medflare.tasks.losses import build_loss, pools_images
 from small import small_task
 
 THREE: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
+TWO: dict[str, Any] = {"target": "multilabel", "labels": ["a", "b"]}
+TARGETS: dict[str, dict[str, Any]] = {"binary": {"target": "binary", "labels": ["a"]}, "multiclass": THREE, "multilabel": TWO}
 
 
 def test_activation_and_one_hot_follow_from_the_target() -> None:
@@ -32,14 +34,62 @@ def test_activation_and_one_hot_follow_from_the_target() -> None:
     ["DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss", "GeneralizedDiceLoss", "GeneralizedDiceFocalLoss", "TverskyLoss", "MCCLoss"],
 )
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-@pytest.mark.parametrize("target", [{}, THREE, {"target": "multilabel", "labels": ["a", "b"]}], ids=["binary", "multiclass", "multilabel"])
-def test_usual_ones_take_every_target_in_two_and_three_dimensions(name: str, kind: str, target: dict[str, Any]) -> None:
-    if kind == "classification":
-        target = {"target": "binary", "labels": ["a"], **target}
+@pytest.mark.parametrize("target", TARGETS)
+def test_usual_ones_take_every_target_in_two_and_three_dimensions(name: str, kind: str, target: str) -> None:
+    if (name, target) == ("DiceCELoss", "multilabel") or (name, kind) == ("MCCLoss", "classification"):
+        return  # refused, see below
     for changes in ({}, {"spatial_dims": 3, "size": [16, 16, 16]}):
-        task = small_task(kind, **target, **changes)
+        task = small_task(kind, **TARGETS[target], **changes)
         logits, targets = trial(task)
         assert build_loss(task, {"name": name})(logits, targets).ndim == 0
+
+
+@pytest.mark.parametrize("target", ["multiclass", "multilabel"])
+def test_many_classes_are_no_obstacle(target: str) -> None:
+    for kind in ("segmentation", "classification"):
+        task = small_task(kind, target=target, labels=[f"label {number}" for number in range(15)])
+        for name in ("DiceLoss", "FocalLoss", "GeneralizedDiceLoss", "TverskyLoss"):
+            build_loss(task, {"name": name})
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_what_has_no_sigmoid_is_refused_where_several_labels_may_be_true(kind: str) -> None:
+    """DiceCELoss has a softmax in its cross entropy, whatever its activation: a second true label would be a mistake to it."""
+    task = small_task(kind, target="multilabel", labels=["a", "b", "c"])
+    for spec in ({"name": "DiceCELoss"}, {"name": "DiceCELoss", "lambda_ce": 0.05}, {"name": "DiceLoss", "softmax": True}):
+        with pytest.raises(ConfigError, match=rf"^loss {spec['name']}: of task .*, its outputs compete as in a softmax.*or take ce"):
+            build_loss(task, spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("AsymmetricUnifiedFocalLoss", ["segmentation", "classification"]),  # takes logits for probabilities and cuts them off at 0 and 1
+        ("AUCMLoss", ["segmentation", "classification"]),  # wants numbers from 0 to 1 too
+        ("JukeboxLoss", ["segmentation", "classification"]),
+        ("GlobalMutualInformationLoss", ["segmentation", "classification"]),
+        ("LocalNormalizedCrossCorrelationLoss", ["segmentation", "classification"]),
+        ("MCCLoss", ["classification"]),  # the rest finds nothing in one pixel
+        ("HausdorffDTLoss", ["classification"]),
+        ("LogHausdorffDTLoss", ["classification"]),
+        ("BoundaryLoss", ["classification"]),
+    ],
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_does_not_teach_logits_is_refused(name: str, kinds: list[str], target: str) -> None:
+    for kind in kinds:
+        with pytest.raises(ConfigError, match=rf"^loss {name}: .*(no worse|no gradient|finite number|does not take logits)"):
+            build_loss(small_task(kind, **TARGETS[target]), {"name": name})
+
+
+def test_the_first_of_several_labels_is_no_background() -> None:
+    task = small_task(**TWO)
+    loss = build_loss(task, {"name": "HausdorffDTLoss"})  # leaves the first output out by itself
+    logits, targets = trial(task)
+    (gradient,) = torch.autograd.grad(loss(logits.requires_grad_(), targets), logits)
+    assert bool((gradient.abs().sum(dim=(0, 2, 3)) > 0).all())
+    with pytest.raises(ConfigError, match="loss DiceLoss: of task squares, it finds wrong logits of a no worse than right ones"):
+        build_loss(task, {"name": "DiceLoss", "include_background": False})
 
 
 def test_class_weights() -> None:

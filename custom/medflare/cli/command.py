@@ -4,6 +4,8 @@ import argparse
 import errno
 import io
 import os
+import re
+import shutil
 import sys
 from collections.abc import Container, Sequence
 from itertools import takewhile
@@ -47,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at the end
         return 1
+    except shutil.Error as error:
+        print(f"medflare: {_about_copies(error)}", file=sys.stderr)
+        return 1
     except OSError as error:
         if error.filename is None and error.errno not in _FULL:  # no file of the user's: where it comes from says more than one line
             raise
@@ -74,6 +79,16 @@ def _about_a_file(error: OSError) -> str:
     """One line about a file that cannot be used: its path, what the system says, the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "use another place")
     return f"{error.filename or 'what the command prints'}: {error.strerror}; {remedy}"
+
+
+def _about_copies(error: shutil.Error) -> str:
+    """One line about the first of the files that could not be copied, of which Python lists all, each with what the system said."""
+    said = error.args[0] if error.args else ""
+    if not isinstance(said, list) or not said:
+        return f"{' '.join(str(said).split())}; use another place"
+    _, place, reason = said[0]
+    number = re.match(r"\[Errno (\d+)\]", str(reason))
+    return _about_a_file(OSError(int(number[1]), os.strerror(int(number[1])), str(place))) if number else f"{place}: {reason}"
 
 
 def _print_anything() -> None:

@@ -4,16 +4,19 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.settings import refuse_arguments
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.transforms import smooth_augmentations, spatial_augmentations
+
+_SIZING: Final = {"keep_size", "spatial_size"}  # arguments by which a transform may change the size of an image
+_DRAWS: Final = 8  # of such a one, before training
 
 
 class Preprocessing:
@@ -71,7 +74,11 @@ class Augmentation:
 
     def __init__(self, task: TaskConfig):
         self._masks, self._size = task.kind == "segmentation", task.size
+        self._names = [settings["name"] for settings in task.augment]
         self._transforms = [self._build(settings) for settings in task.augment]
+        for settings in task.augment:
+            if settings["name"] == "RandRotate90" or (_SIZING & set(settings) and settings["name"] in spatial_augmentations()):
+                self._try(settings)
 
     def _build(self, settings: Mapping[str, Any]) -> Any:
         name = settings["name"]
@@ -86,6 +93,20 @@ class Augmentation:
             nearest = "nearest-exact" if name == "RandZoom" else "nearest"  # the other transforms sample a grid
             extra["mode"] = _modes(settings, "mode", "bilinear", nearest)
         return _construct("augment", "d", {**settings, **extra})
+
+    def _try(self, settings: Mapping[str, Any]) -> None:
+        """One that may change the size of an image, some draws of it."""
+        name, blank = settings["name"], torch.zeros(1, *self._size)
+        transform = self._build({**settings, "prob": 1.0})
+        for seed in range(_DRAWS):
+            transform.set_random_state(seed)
+            sample = {"image": blank, "target": blank} if self._masks else {"image": blank}
+            try:
+                with plain_tensors():
+                    found = transform(sample)["image"]
+            except (TypeError, ValueError, IndexError, RuntimeError) as error:
+                raise ConfigError(f"augment {name}: {one_line(error)}; check its arguments for {_sides(blank)} images") from error
+            _check_size(name, blank, found)
 
     def __call__(self, images: Tensor, targets: Tensor, random: np.random.RandomState) -> tuple[Tensor, Tensor]:
         """A batch, image by image, with draws from `random`.
@@ -110,9 +131,20 @@ class Augmentation:
         sample = {"image": image.clone()}  # some of MONAI's transforms write into what they are given
         if self._masks:
             sample["target"] = target.reshape(-1, *image.shape[1:]).to(torch.float32)
-        for transform in self._transforms:
+        for name, transform in zip(self._names, self._transforms, strict=True):
             sample = transform(sample)
+            _check_size(name, image, sample["image"])
         return sample
+
+
+def _check_size(name: str, before: Tensor, after: Tensor) -> None:
+    if after.shape != before.shape:
+        remedy = "the images of a task have one size; leave it out, or take other arguments or equal sides"
+        raise ConfigError(f"augment {name}: it makes {_sides(after)} images of {_sides(before)} ones; {remedy}")
+
+
+def _sides(image: Tensor) -> str:
+    return " x ".join(map(str, image.shape[1:]))
 
 
 def _of_field(settings: Mapping[str, Any], size: tuple[int, ...]) -> dict[str, Any]:

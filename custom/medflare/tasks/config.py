@@ -374,9 +374,8 @@ def _check_one_meaning(task: TaskConfig, place: str) -> None:
     owners = {0: f"not {task.labels[0]}"} if task.target == "binary" else {}
     for label, values in task.label_values.items():
         if twice := [value for value in values if owners.setdefault(value, label) != label]:
-            both = f"{twice[0]} means {owners[twice[0]]!r} and {label!r}"
-            remedy = "use target 'multiclass'" if task.target == "binary" and {*values} == {*twice} else f"take it out of {label!r}"
-            raise ConfigError(f"{place}: label_values: {both}, a {task.target} task takes one; {remedy}")
+            both = f"{place}: label_values: {twice[0]} means {owners[twice[0]]!r} and {label!r}, a {task.target} task takes one"
+            raise ConfigError(f"{both}; take it out of {label!r}, or use target 'multi{'class' if task.target == 'binary' else 'label'}'")
 
 
 def _check_images(task: TaskConfig, place: str) -> None:

@@ -18,18 +18,19 @@ from medflare.core.errors import ConfigError
 
 
 @contextmanager
-def listening(kit: Kit) -> Iterator[None]:
-    """A server of mutual TLS at a server kit's port, for one connection."""
+def listening(kit: Kit, curt: bool = False) -> Iterator[None]:
+    """A server of mutual TLS at a server kit's port, for one connection; a curt one takes no certificate and says nothing, as gRPC's."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(kit.root))
     context.load_cert_chain(kit.certificate, kit.key)
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_NONE if curt else ssl.CERT_REQUIRED
     listener = socket.create_server(("127.0.0.1", kit.port))
 
     def serve() -> None:
         with suppress(OSError):
             plain, _ = listener.accept()
             with plain, context.wrap_socket(plain, server_side=True) as tls:
-                tls.recv(1)  # until the other one leaves
+                if not curt:
+                    tls.recv(1)  # until the other one leaves
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -77,6 +78,13 @@ def test_two_federations(tmp_path: Path, root: Root, site_of_it: bool, said: str
     stranger = make_kit(tmp_path / "site-1", Root("other"), port=server.port)
     with listening(server):
         assert said in server_answer(replace(stranger, root=server.root) if site_of_it else stranger)
+
+
+def test_a_server_that_closes_without_an_alert_takes_no_certificate(tmp_path: Path, root: Root) -> None:
+    server = make_kit(tmp_path / "server", root, "server", free_port())
+    with listening(server, curt=True):
+        said = server_answer(make_kit(tmp_path / "site-1", root, port=server.port))
+    assert "does not take this kit's certificate" in said and said.endswith("have a new kit provisioned")
 
 
 def test_nobody_there(site: Kit) -> None:

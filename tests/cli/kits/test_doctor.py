@@ -1,6 +1,7 @@
 """Each check of a kit: fine, and with what is wrong and the remedy."""
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def test_a_server_that_is_fit_to_start(tmp_path: Path, root: Root) -> None:
     kit = make_kit(tmp_path / "server", root, "server", free_port())
     set_up(kit, Wishes())
     found = list(examine(kit))
-    assert [finding.check for finding in found] == ["policies", "keys", "certificate", "server", "disk"]
+    assert [finding.check for finding in found] == ["policies", "owner", "keys", "certificate", "server", "settings", "disk", "storage"]
     assert {finding.verdict for finding in found} == {"ok"}, found
     with socket.create_server(("", kit.port)):
         assert _found(kit, "server").text.startswith(f"port {kit.port} cannot be had")
@@ -136,3 +137,58 @@ def test_data_are_looked_for_where_a_run_does(
     _change(site.local / "medflare.json", data_root=f"~/{own.parent.name}")
     (found,) = [finding for finding in examine(site, make_task()) if finding.check == "data"]
     assert found.verdict == "ok" and found.text.startswith("every image can be read: train ")
+
+
+def test_files_of_another_account(site: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(site, Wishes())
+    assert _found(site, "owner").verdict == "ok"
+    own, whole = site.local / "medflare.json", Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        found = whole(path)
+        return os.stat_result((*found[:4], 54321, *found[5:10])) if path == own else found
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    found = _found(site, "owner")
+    assert found.verdict == "FAILED" and found.text.startswith(f"{own} belongs to 54321, the kit to ") and "; sudo chown " in found.text
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [
+        ("resources.json", {"class_allow_list": None}),
+        ("authorization.json", {"permissions": []}),
+        ("privacy.json", {"scopes": [1]}),
+        ("privacy.json", {"scopes": None}),
+    ],
+)
+def test_json_of_another_shape_fails_and_is_named(site: Kit, name: str, odd: dict[str, object]) -> None:
+    set_up(site, Wishes())
+    _change(site.local / name, **odd)
+    assert _found(site, "policies").verdict == "FAILED" and _found(site, "policies").text.startswith(f"{site.local / name}: ")
+
+
+def test_broken_settings_are_said_once(site: Kit, server: Kit) -> None:
+    for kit in (site, server):
+        set_up(kit, Wishes())
+        (kit.local / "medflare.json").write_text("{")
+        said = [finding.check for finding in examine(kit) if "medflare.json" in finding.text]
+        assert said == ["settings"] and _found(kit, "settings").verdict == "FAILED"
+
+
+def test_a_servers_storage(server: Kit, site: Kit, tmp_path: Path) -> None:
+    assert _found(server, "storage").verdict == "warning", "nobody has set it up"
+    for folder, verdict, said in (
+        (tmp_path / "new" / "storage", "ok", f"jobs are kept in {tmp_path / 'new' / 'storage' / 'jobs'}"),
+        (site.folder / "storage", "warning", f"lies in another kit, {site.folder}; "),
+    ):
+        set_up(server, Wishes(storage=folder))
+        found = _found(server, "storage")
+        assert found.verdict == verdict and said in found.text
+        assert not list(folder.iterdir()), "a look changes nothing"
+    file = server.local / "resources.json"
+    file.write_text(file.read_text().replace(str(site.folder / "storage" / "jobs"), "/proc/nowhere/jobs"))
+    found = _found(server, "storage")
+    assert found.verdict == "FAILED" and found.text.startswith("/proc/nowhere/jobs cannot be written to (")
+    _change(file, components=[])
+    assert _found(server, "storage").verdict == "FAILED" and "names no folders for jobs and snapshots" in _found(server, "storage").text

@@ -1,6 +1,7 @@
 """What is missing is added, what is named is changed, and nothing else."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,50 @@ def test_resources_that_name_no_classes(site: Kit) -> None:
     (site.local / "resources.json").write_text(json.dumps(resources))
     set_up(site, Wishes(bring_code=True))
     assert _read(site, "resources.json") == {**resources, "components": []}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root writes for others")
+def test_what_root_writes_for_another_account_is_that_accounts(server: Kit) -> None:
+    for path in (server.folder, *server.folder.rglob("*")):
+        os.chown(path, 54321, 54321)
+    set_up(server, Wishes(storage=server.folder / "far" / "storage"))
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in server.folder.rglob("*")} == {(54321, 54321)}
+
+
+def test_another_accounts_kit_is_refused(site: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(ConfigError, match=f"{site.folder} belongs to (.+); run it as \\1$"):
+        set_up(site, Wishes())
+    assert _all(site) == {}
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "a file/storage", "a file"])
+def test_a_storage_that_cannot_be_made_is_refused(server: Kit, tmp_path: Path, place: str) -> None:
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(ConfigError, match=rf"--storage {tmp_path / place}: cannot be made"):
+        set_up(server, Wishes(storage=tmp_path / place))
+    assert _all(server) == {}
+    set_up(server, Wishes(storage=tmp_path / "new" / "storage"))
+    assert (tmp_path / "new" / "storage").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [
+        ("resources.json", {"class_allow_list": None, "components": []}),
+        ("resources.json", {"components": {}}),
+        ("resources.json", {"components": [{"path": "no id"}]}),
+        ("resources.json", {"components": [1]}),
+        ("authorization.json", {"permissions": []}),
+        ("authorization.json", {"permissions": {"lead": "any"}}),
+        ("privacy.json", {"scopes": None}),
+        ("privacy.json", {"scopes": [{"task_result_filters": "none"}]}),
+    ],
+)
+def test_json_of_another_shape_is_named(site: Kit, name: str, odd: object) -> None:
+    set_up(site, Wishes())
+    (site.local / name).write_text(json.dumps(odd))
+    before = _all(site)
+    with pytest.raises(ConfigError, match=f"^{site.local / name}: .*; correct it$"):
+        set_up(site, Wishes(bring_code=True))
+    assert _all(site) == before

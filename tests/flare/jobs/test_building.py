@@ -1,7 +1,10 @@
 """Job folders: the committed ones are what the builder writes, and what it writes is what FLARE reads."""
 
+import errno
 import filecmp
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.jobs.building import build_job
+from medflare.flare.jobs.placing import put_in_place
 from medflare.tasks.config import load_task
 
 JOBS = Path(__file__).resolve().parents[3] / "jobs"
@@ -146,3 +150,34 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rounds is 0, which trains nothing, and task phantom starts from random weights; give 1 or more"):
         build_job("fedsm", "phantom", out=tmp_path / "job", rounds=0)
     assert not (tmp_path / "job").exists()
+
+
+def full(source: str, place: str, **_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+
+
+def test_a_full_disk_costs_no_earlier_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither half a job, which the next attempt would refuse, nor the loss of the one that was there."""
+    command = ["job", "fedavg", "--out", str(tmp_path / "job")]
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)
+        assert main(command) == 1
+        assert not [*tmp_path.iterdir()]
+    assert main(command) == 0
+    before = files(tmp_path / "job")
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)
+        assert main([*command, "--embed-code"]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device; make room on the disk" in said and said.count("\n") == 1
+    assert files(tmp_path / "job") == before and [path.name for path in tmp_path.iterdir()] == ["job"]
+    assert main([*command, "--embed-code"]) == 0
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "a").write_text("earlier")
+    with pytest.raises(FileNotFoundError):
+        put_in_place(tmp_path / "nothing", tmp_path / "place")
+    assert (tmp_path / "place" / "a").read_text() == "earlier" and len([*tmp_path.iterdir()]) == 1

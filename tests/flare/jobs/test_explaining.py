@@ -1,15 +1,18 @@
 """Whatever a site has written to its log because it could not answer, the explanation of the job says."""
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
+from flare.jobs.sessions import Served
 from medflare.core.errors import ConfigError
 from medflare.flare.executors import FedAvgExecutor
-from medflare.flare.jobs.explaining import explanations
+from medflare.flare.jobs.explaining import explained, explanations
 
 LINES = (
     "site A stops: the step takes longer than the 5 minutes of its bounds.minutes",
@@ -53,3 +56,19 @@ def test_an_unexpected_error_is_explained_by_its_line_alone(caplog: pytest.LogCa
 
 def test_what_nobody_failed_for_is_no_explanation() -> None:
     assert list(explanations([("A", "medflare: noted: warning: two sites only\nINFO - medflare: site A: 12 images")])) == []
+
+
+def test_the_logs_that_are_read_do_not_stay_in_the_kit(tmp_path: Path) -> None:
+    """Else results that are fetched later would get another name there."""
+
+    class Logged(Served):
+        def list_job_components(self, identity: str) -> list[str]:
+            return ["ERRORLOG_site-1"]
+
+        def download_job_components(self, identity: str) -> str:
+            (tmp_path / identity).mkdir()
+            (tmp_path / identity / "ERRORLOG_site-1").write_text("ERROR - No module named 'medflare'")
+            return str(tmp_path / identity)
+
+    (said,) = explained(cast(Any, Logged("FINISHED:ABORTED")), "id")
+    assert said.startswith("site-1 lacks the Python package medflare") and not [*tmp_path.iterdir()]

@@ -65,3 +65,8 @@ def test_a_kit_of_nobody_is_refused_in_one_line(tmp_path: Path, capsys: pytest.C
     (tmp_path / "startup").mkdir()
     (tmp_path / "startup" / "fed_admin.json").write_text(json.dumps({"admin": {}}))
     assert main(["job", "list", "--kit", str(tmp_path)]) == 1
+    spoilt: tuple[Any, ...] = ({"admin": None}, [], None, {"admin": []})
+    for wrong in spoilt:
+        (tmp_path / "startup" / "fed_admin.json").write_text(json.dumps(wrong))
+        assert main(["job", "list", "--kit", str(tmp_path)]) == 1
+        assert "is no startup kit of a person" in capsys.readouterr().err

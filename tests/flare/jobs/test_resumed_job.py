@@ -1,17 +1,27 @@
 """The job that takes up an interrupted one: both sides name it, the submitted folder stays as it is."""
 
+import errno
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from nvflare.fuel.flare_api.api_spec import JobNotRunning
 
+import medflare
+from flare.jobs.sessions import Served
+from flare.jobs.sessions import job as listed
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.controller import MedflareController
 from medflare.flare.exchange.participants import interrupted
 from medflare.flare.executors import FedSMExecutor
 from medflare.flare.jobs.building import build_job, resumed_job
+from medflare.flare.jobs.resuming import resumable
 
 
 @pytest.fixture
@@ -77,3 +87,61 @@ def test_refusals(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         resumed_job(tmp_path / "nothing", "0-1-2", tmp_path / "again")
     assert main(["resume", str(tmp_path)]) == 1
     assert "no checkpoint in" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_half_of_a_job(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: str, place: str, **_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        resumed_job(job, "0-1-2", tmp_path / "again")
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]
+
+
+class Several(Served):
+    """A server with jobs in several states; of those that are called running one has a process."""
+
+    def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+        states = ("FINISHED:COMPLETED", "SUBMITTED", "RUNNING", "RUNNING", "FINISHED:ABORTED", "FINISHED:ABANDONED")
+        return [listed(f"{number}000aaaa-full", f"job-{number}", state) for number, state in enumerate(states)]
+
+    def show_stats(self, identity: str, target: str) -> dict[str, Any]:
+        if identity != "2000aaaa-full":
+            raise JobNotRunning("job is not running")
+        return {}
+
+
+@pytest.mark.parametrize("wanted", ["3000", "4000aaaa", "5000aaaa-full", "job-4"])
+def test_an_interrupted_job_is_found_by_what_a_list_shows(wanted: str) -> None:
+    """Job 3 is one that a server which was started again calls running for ever."""
+    number = wanted[-1] if wanted.startswith("job") else wanted[0]
+    assert resumable(cast(Any, Several()), wanted) == f"{number}000aaaa-full"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ("nonsense", "^unknown job 'nonsense'"),
+        ("0000aaaa", "^job 0000aaaa-full has completed and needs no resuming"),
+        ("1000aaaa", r"^job 1000aaaa-full has not begun yet \(SUBMITTED\)"),
+        ("2000aaaa", "^job 2000aaaa-full is running; .* abort it before you resume it"),
+    ],
+)
+def test_another_job_is_not_taken_up(wanted: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resumable(cast(Any, Several()), wanted)
+
+
+@pytest.mark.parametrize("script", ["submit.sh", "watch.sh", "fetch.sh", "resume.sh", "start.sh", "stop.sh"])
+def test_a_script_without_arguments_says_what_it_takes(script: str) -> None:
+    place = Path(__file__).resolve().parents[3] / "poc_workspace" / script
+    done = subprocess.run(["bash", str(place)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"usage: {script} KIT") and done.stderr.count("\n") == 1
+
+
+def test_the_script_refuses_a_kit_of_nobody_in_one_line(tmp_path: Path) -> None:
+    place = Path(__file__).resolve().parents[3] / "poc_workspace" / "resume.sh"
+    path = {**os.environ, "PYTHONPATH": str(Path(medflare.__file__).parents[1])}
+    done = subprocess.run(["bash", str(place), str(tmp_path), "job", "id"], capture_output=True, text=True, check=False, env=path)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"resume.sh: {tmp_path} is no startup kit of a person")

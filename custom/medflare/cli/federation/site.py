@@ -85,15 +85,17 @@ def _add_setup(actions: Commands) -> None:
     )
     parser.add_argument("kit", type=Path, nargs="+", metavar="KIT", help=_KIT)
     site = parser.add_argument_group("a site's own settings (local/medflare.json)")
-    site.add_argument("--data-root", type=Path, metavar="FOLDER", help="with datalist.json; without it only tasks with embedded images run")
+    site.add_argument(
+        "--data-root", type=_folder, metavar="FOLDER", help="with datalist.json; without it only tasks with embedded images run"
+    )
     site.add_argument("--device", help="where models run: cpu, cuda, cuda:1 (a new site: cpu)")
     site.add_argument("--batch-size", type=int, metavar="N", help="most images at once, for a small GPU (default: as the task says)")
-    site.add_argument("--cache", metavar="FOLDER", help="for decoded images, or off (default: medflare-cache beside local/)")
+    site.add_argument("--cache", type=_named, metavar="FOLDER", help="for decoded images, or off (default: medflare-cache beside local/)")
     site.add_argument("--minimum-patients", type=int, metavar="N", help="no metric of fewer patients leaves (a new site: 5)")
     about = "names of files and patients leave as codes (a new site: yes)"
     site.add_argument("--redact", action=argparse.BooleanOptionalAction, help=about)
     server = parser.add_argument_group("the server's")
-    server.add_argument("--storage", type=Path, metavar="FOLDER", help="for submitted jobs and results (default: storage in the kit)")
+    server.add_argument("--storage", type=_folder, metavar="FOLDER", help="for submitted jobs and results (default: storage in the kit)")
     both = parser.add_argument_group("both")
     both.add_argument(
         "--bring-code",
@@ -218,8 +220,21 @@ def _kit(folder: Path) -> "Kit":
     return open_kit(folder)
 
 
+def _named(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty, as an unset variable is; name a folder")
+    return text
+
+
+def _folder(text: str) -> Path:
+    return Path(_named(text))
+
+
 def _age(text: str) -> timedelta:
     match = re.fullmatch(r"(\d+)([dh])", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no age; write 30d or 12h")
-    return timedelta(days=int(match[1])) if match[2] == "d" else timedelta(hours=int(match[1]))
+    try:
+        return timedelta(days=int(match[1])) if match[2] == "d" else timedelta(hours=int(match[1]))
+    except (OverflowError, ValueError):  # ValueError: of more digits than Python reads
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is older than time itself; write 30d or 12h") from None

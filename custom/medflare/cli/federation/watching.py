@@ -56,29 +56,46 @@ def _add_kit(parser: argparse.ArgumentParser) -> None:
 def _watch(options: argparse.Namespace) -> int:
     from medflare.flare.jobs.watching import watch_job
 
+    _refuse_expired(options.kit)
     say, waits = partial(print, flush=True), {"timeout": options.timeout, "patience": options.patience}
     return 0 if watch_job(options.kit, options.job, say, **waits) else 1
 
 
 def _fetch(options: argparse.Namespace) -> int:
     from medflare.evaluation.console import show_results
+    from medflare.flare.jobs.fetching import fetch_job
     from medflare.flare.jobs.sessions import found_job, id_of, jobs_of, session
 
+    _refuse_expired(options.kit)
     before = os.umask(0o077)  # what was learnt from patients is for this account
     try:
         with session(options.kit) as opened:
             job = id_of(found_job(jobs_of(opened), options.job))
-            folder: Path = options.out or Path(job)
-            opened.download_job_result(job, str(folder))
+            place = fetch_job(opened, job, options.out or Path(job))
     finally:
         os.umask(before)
-    return 0 if show_results(folder) else 1
+    return 0 if show_results(place) else 1
 
 
 def _list(options: argparse.Namespace) -> int:
     from medflare.flare.jobs.listing import listing
     from medflare.flare.jobs.sessions import jobs_of, session
 
+    _refuse_expired(options.kit)
     with session(options.kit) as opened:
         print(listing(jobs_of(opened)))
     return 0
+
+
+def _refuse_expired(folder: Path) -> None:
+    """Nothing where a person's certificates are valid, or are missing, which the session says: FLARE asks only whether the server is up.
+
+    Raises:
+        ConfigError: one is not valid by this machine's clock.
+    """
+    from medflare.cli.federation.kits.certificates import refuse_invalid
+    from medflare.cli.federation.kits.kit import Kit
+
+    certificate, key, root = (folder / "startup" / name for name in ("client.crt", "client.key", "rootCA.pem"))
+    if certificate.is_file() and root.is_file():
+        refuse_invalid(Kit(folder, "site", folder.resolve().name, "", 0, certificate, key, root))

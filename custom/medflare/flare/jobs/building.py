@@ -30,6 +30,7 @@ from medflare.flare.exchange.participants import TASK_FILE
 from medflare.flare.exchange.tracking import MLflowTracker
 from medflare.flare.executors import EXECUTORS, MedflareExecutor
 from medflare.flare.jobs.embedding import copy_package
+from medflare.flare.jobs.placing import beside, put_in_place
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
@@ -144,10 +145,10 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
     if own := [*in_custom, *(path for path in sorted(folder.glob("*")) if path.name not in ("meta.json", "app"))]:
         raise ConfigError(f"{own[0]} would be lost, as the job there is written anew; choose another folder, or move it away")
     job = FederationJob(load_task(task), checked(JobSettings, {"method": method, **settings}, "job"))
-    with tempfile.TemporaryDirectory() as scratch:
-        job.export_job(scratch)
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(Path(scratch) / job.name, folder)
+    place = folder.resolve()
+    with beside(place) as scratch:
+        job.export_job(str(scratch))
+        put_in_place(scratch / job.name, place)
     return folder
 
 
@@ -176,9 +177,12 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{job} is no job folder of medflare's ({reason}); name the folder that was submitted") from error
-    shutil.copytree(job, out)
-    for path, content in zip(paths, contents, strict=True):
-        write_json(out / path.relative_to(job), content, public=True)
+    with beside(out) as scratch:
+        new = scratch / "job"
+        shutil.copytree(job, new)
+        for path, content in zip(paths, contents, strict=True):
+            write_json(new / path.relative_to(job), content, public=True)
+        put_in_place(new, out)
     return out
 
 

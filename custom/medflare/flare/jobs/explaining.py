@@ -1,6 +1,7 @@
 """Why a job did not end as completed, in plain words: what FLARE keeps of it names the party, and the remedy follows."""
 
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -72,6 +73,10 @@ def _texts(opened: Session, job: str) -> Iterator[tuple[str, str]]:
         party, _, said = detail.partition(": ")
         yield party, said
     if "ERRORLOG" in " ".join(opened.list_job_components(job)):
-        for log in sorted(Path(opened.download_job_components(job)).rglob("ERRORLOG_*")):
-            yield log.name.removeprefix("ERRORLOG_"), log.read_text(errors="replace")
+        downloaded = Path(opened.download_job_components(job))
+        try:
+            for log in sorted(downloaded.rglob("ERRORLOG_*")):
+                yield log.name.removeprefix("ERRORLOG_"), log.read_text(errors="replace")
+        finally:
+            shutil.rmtree(downloaded, ignore_errors=True)  # in the kit's transfer/, where results would then get another name
     yield from opened.get_job_logs(job)["logs"].items()

@@ -54,7 +54,7 @@ def session(kit: Path) -> Iterator[Session]:
     place = kit / "startup" / "fed_admin.json"
     try:
         user = json.loads(place.read_text(encoding="utf-8"))["admin"]["username"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{kit} is no startup kit of a person ({place} cannot be read); give that of the lead") from error
     try:
         with redirect_stdout(StringIO()):  # FLARE says there that it connects

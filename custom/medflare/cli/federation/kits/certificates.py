@@ -2,7 +2,6 @@
 
 import socket
 import ssl
-from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Final
 
@@ -81,8 +80,8 @@ def server_answer(kit: Kit, patience: float = _PATIENCE) -> str:
         context.set_alpn_protocols(["h2", "http/1.1"])  # what FLARE's drivers speak
         with socket.create_connection((kit.host, kit.port), patience) as plain, context.wrap_socket(plain, server_hostname=kit.host) as tls:
             tls.settimeout(_REFUSAL)
-            with suppress(TimeoutError):  # accepted, and waiting for us to speak
-                tls.recv(1)  # a server that refuses the certificate says so only now
+            if _refused(tls):
+                return f"{place} does not take this kit's certificate: it is expired, or another federation's; have a new kit provisioned"
     except ssl.SSLCertVerificationError as error:
         return (
             f"{place} shows a certificate of another root ({error.verify_message}); a proxy that opens TLS, or a kit of another federation"
@@ -98,6 +97,16 @@ def server_answer(kit: Kit, patience: float = _PATIENCE) -> str:
     except OSError as error:
         return f"{place}: {error.strerror or error}; look at this machine's network"
     return ""
+
+
+def _refused(tls: ssl.SSLSocket) -> bool:
+    """Whether the server ends the connection, as it does after the handshake where it refuses the certificate: FLARE's without an alert."""
+    try:
+        return tls.recv(1) == b""
+    except TimeoutError:  # accepted, and waiting for us to speak
+        return False
+    except ConnectionResetError:
+        return True
 
 
 def _read(kit: Kit, root: bool = False) -> x509.Certificate:

@@ -1,18 +1,21 @@
 """Everything that keeps a party from working, looked at without touching a live federation: nothing registers, nothing is started."""
 
+import os
 import shutil
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from medflare.cli.federation.kits.certificates import end_of, ends_soon, refuse_invalid, refuse_strange, server_answer
-from medflare.cli.federation.kits.kit import Kit, read_object
+from medflare.cli.federation.kits.kit import Kit, open_kit
 from medflare.cli.federation.kits.processes import running
-from medflare.cli.federation.kits.setup import ALLOWED, template
+from medflare.cli.federation.kits.setup import ALLOWED, owner, read_policy, template
 from medflare.core.errors import ConfigError, MedflareError, StateError
 from medflare.data.cache.folder import placed
 from medflare.data.sites.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
@@ -40,22 +43,33 @@ def examine(kit: Kit, task: "TaskConfig | None" = None) -> Iterator[Finding]:
         kit: of a site or the server.
         task: site: what its data are checked for; None: they are only looked for.
     """
-    checks: dict[str, Callable[[], Finding]] = {
-        "policies": lambda: _policies(kit),
-        "keys": lambda: _keys(kit),
-        "certificate": lambda: _certificate(kit),
-        "server": lambda: _port(kit) if kit.kind == "server" else _server(kit),
-        "disk": lambda: _disk(kit),
-    }
-    if kit.kind == "site":
-        checks |= {"settings": lambda: _settings(kit), "device": lambda: _device(kit), "data": lambda: _data(kit, task)}
-    for name, check in checks.items():
+    for name, check in _checks(kit, task).items():
         try:
             yield check()._replace(check=name)
         except MedflareError as error:
             yield Finding(name, "FAILED", str(error))
         except OSError as error:
             yield Finding(name, "FAILED", f"{error}; run the command as the account that owns the kit")
+
+
+def _checks(kit: Kit, task: "TaskConfig | None") -> dict[str, Callable[[], Finding]]:
+    checks: dict[str, Callable[[], Finding]] = {
+        "policies": lambda: _policies(kit),
+        "owner": lambda: _owner(kit),
+        "keys": lambda: _keys(kit),
+        "certificate": lambda: _certificate(kit),
+        "server": lambda: _port(kit) if kit.kind == "server" else _server(kit),
+        "settings": lambda: _settings(kit),
+    }
+    own: LocalSettings | None = None
+    with suppress(MedflareError, OSError):  # then "settings" says it, and the checks that need them are left out
+        own = _own(kit)
+    checks["disk"] = lambda: _disk(kit, own)
+    if kit.kind == "server":
+        checks["storage"] = lambda: _storage(kit)
+    elif own is not None:
+        checks |= {"device": lambda: _device(own), "data": lambda: _data(kit, own, task)}
+    return checks
 
 
 def preflight(kit: Kit) -> None:
@@ -97,7 +111,7 @@ def _policies(kit: Kit) -> Finding:
     missing = [name for name in files if not (kit.local / name).exists()]
     if "resources.json" in missing or "authorization.json" in missing:
         return _failed(f"{', '.join(missing)} missing in {kit.local}; run medflare site setup {kit.folder}")
-    contents = {name: read_object(kit.local / name) for name in files if name not in missing}
+    contents = {name: read_policy(kit.local / name) for name in files if name not in missing}
     if _code_allowed(contents["authorization.json"]):
         return _warning("a lead's jobs may bring code, which then runs here; medflare's own policies say byoc none")
     if ALLOWED not in contents["resources.json"].get("class_allow_list", ()):
@@ -114,8 +128,18 @@ def _code_allowed(authorization: dict[str, Any]) -> bool:
 
 def _filters(privacy: dict[str, Any]) -> list[str]:
     """Paths of the result filters of the scope that jobs without one get."""
-    scopes = {scope.get("name"): scope for scope in privacy.get("scopes", ())}
-    return [str(one.get("path")) for one in scopes.get(privacy.get("default_scope"), {}).get("task_result_filters", ())]
+    scopes = {str(scope.get("name")): scope for scope in privacy.get("scopes", ())}
+    return [str(one.get("path")) for one in scopes.get(str(privacy.get("default_scope")), {}).get("task_result_filters", ())]
+
+
+def _owner(kit: Kit) -> Finding:
+    """A file that root left behind in local/ is one that the kit's account cannot read."""
+    whose = kit.folder.stat().st_uid
+    strange = [path for path in sorted(kit.local.rglob("*")) if not path.is_symlink() and path.lstat().st_uid != whose]
+    if strange:
+        remedy = f"chown {owner(kit.folder)} {strange[0]}" if len(strange) == 1 else f"chown -R {owner(kit.folder)} {kit.local}"
+        return _failed(f"{strange[0]} belongs to {owner(strange[0])}, the kit to {owner(kit.folder)}; sudo {remedy}")
+    return _ok(f"all of local/ belongs to {owner(kit.folder)}, as the kit does")
 
 
 def _keys(kit: Kit) -> Finding:
@@ -156,9 +180,9 @@ def _port(kit: Kit) -> Finding:
         return _failed(f"port {kit.port} cannot be had ({error.strerror}); see who listens: ss -ltnp 'sport = :{kit.port}'")
 
 
-def _disk(kit: Kit) -> Finding:
+def _disk(kit: Kit, own: LocalSettings | None) -> Finding:
     places = [kit.folder]
-    if kit.kind == "site" and (cache := placed(_own(kit).cache, kit.folder / CACHE)) is not None:
+    if kit.kind == "site" and own is not None and (cache := placed(own.cache, kit.folder / CACHE)) is not None:
         places.append(_existing(Path(cache.folder)))
     place, free = min(((place, shutil.disk_usage(place).free) for place in places), key=lambda pair: pair[1])
     text = f"{free / _GB:.1f} GB free at {place}"
@@ -168,7 +192,29 @@ def _disk(kit: Kit) -> Finding:
     return _ok(text)
 
 
-# -- the site's own ------------------------------------------------------------------------------------------------------------------
+def _storage(kit: Kit) -> Finding:
+    """Where the server keeps jobs and results: whether there can be files, and nobody else's."""
+    file = kit.local / "resources.json"
+    if not file.exists():
+        return _warning(f"nobody has said where jobs and results are kept; medflare site setup {kit.folder}")
+    resources = read_policy(file)
+    try:
+        manager = next(one for one in resources["components"] if one.get("id") == "job_manager")
+        folders = [Path(manager["args"]["uri_root"]), Path(resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"])]
+    except (KeyError, StopIteration, TypeError) as error:
+        raise ConfigError(f"{file}: names no folders for jobs and snapshots ({error!r}); see {file.name}.default") from error
+    for folder in folders:
+        remedy = f"medflare site setup {kit.folder} --storage FOLDER"
+        if problem := _unwritable(folder):
+            return _failed(f"{folder} cannot be written to ({problem}); {remedy}")
+        for place in folder.parents:
+            with suppress(ConfigError):
+                if (other := open_kit(place).folder) != kit.folder:
+                    return _warning(f"{folder} lies in another kit, {other}; {remedy}")
+    return _ok(f"jobs are kept in {folders[0]}, snapshots in {folders[1]}")
+
+
+# -- its own settings, and a site's device and data ----------------------------------------------------------------------------------
 
 
 def _own(kit: Kit) -> LocalSettings:
@@ -177,23 +223,24 @@ def _own(kit: Kit) -> LocalSettings:
 
 def _settings(kit: Kit) -> Finding:
     own = _own(kit)
+    if kit.kind == "server":
+        return _ok(f"{kit.local / LOCAL_FILE} can be read" if (kit.local / LOCAL_FILE).exists() else "none of its own, which is as well")
     open_ones = [name for name, closed in (("minimum_patients", own.minimum_patients > 0), ("redact", own.redact)) if not closed]
     if open_ones:
         return _warning(f"{' and '.join(open_ones)} not set in {kit.local / LOCAL_FILE}: numbers and names of single patients may leave")
     return _ok(f"metrics of {own.minimum_patients} patients or more leave, names leave as codes")
 
 
-def _device(kit: Kit) -> Finding:
+def _device(own: LocalSettings) -> Finding:
     from medflare.data.sites.opening import usable_devices
 
-    return _ok(f"{', '.join(map(str, usable_devices(_own(kit))))} can be used")
+    return _ok(f"{', '.join(map(str, usable_devices(own)))} can be used")
 
 
-def _data(kit: Kit, task: "TaskConfig | None") -> Finding:
+def _data(kit: Kit, own: LocalSettings, task: "TaskConfig | None") -> Finding:
     """Where a run of this site looks for them; as `medflare data check` finds them where a task says what they are for."""
     from medflare.data.loading import site_folder
 
-    own = _own(kit)
     root = site_folder(kit.name, own.data_root)
     if root is None:
         return _warning(f"no data_root, so only tasks with embedded images run; medflare site setup {kit.folder} --data-root FOLDER")
@@ -207,6 +254,17 @@ def _data(kit: Kit, task: "TaskConfig | None") -> Finding:
         return _failed(f"{len(problems)} problems, the first: {problems[0]}; see medflare data check {root} --task {task.name}")
     splits = ", ".join(f"{name} {images}" for site in report.sites.values() for name, (images, _) in site.splits.items())
     return _ok(f"every image can be read: {splits}")
+
+
+def _unwritable(folder: Path) -> str:
+    """Why there can be no files in a folder, or ""; one that is there is left alone, since FLARE takes whatever lies in it for a job."""
+    if folder.is_dir():
+        return "" if os.access(folder, os.W_OK | os.X_OK) else "not by this account"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".medflare-", dir=_existing(folder)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _existing(folder: Path) -> Path:

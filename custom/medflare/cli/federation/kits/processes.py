@@ -21,7 +21,9 @@ _SHUTDOWN: Final = "shutdown.fl"  # FLARE's shell starts nobody again where it f
 _LEFT_BEHIND: Final = ("pid.fl", "daemon_pid.fl", _SHUTDOWN, "restart.fl")  # by a shell that was killed
 _MODULES: Final = "nvflare.private.fed.app."
 _PARTIES: Final = (f"{_MODULES}client.client_train", f"{_MODULES}server.server_train")
+_SHELLS: Final = ("bash", "sh", "dash")  # that read FLARE's script
 _SHELL_PERIOD: Final = 5.0  # seconds between two looks of FLARE's shell
+_PASSES: Final = 4  # of a stop
 
 
 class Processes(NamedTuple):
@@ -56,7 +58,7 @@ def running(kit: Kit) -> Processes:
             words = process.cmdline()
         except psutil.Error:  # gone meanwhile, or not to be seen by this account
             continue
-        if any(word.endswith("/startup/sub_start.sh") and _is_within(word, kit) for word in words[:3]):
+        if _is_shell(words, kit):
             found.shells.append(process)
         elif _workspace(words) == str(kit.folder):
             if any(word in _PARTIES for word in words):
@@ -79,23 +81,17 @@ def stop(kit: Kit, patience: float = 10.0) -> int:
         How many processes ran.
 
     Raises:
-        StateError: some still do: they belong to another account.
+        StateError: some still do, most likely those of another account.
     """
-    found = running(kit)
-    if not found.all:
-        clear(kit)
-        return 0
-    (kit.folder / _SHUTDOWN).touch(mode=0o600)
-    working = [*found.parties, *(process for processes in found.jobs.values() for process in processes)]
-    for process in working[:]:
-        with contextlib.suppress(psutil.Error):
-            working += process.children(recursive=True)
-    ended = {process.pid: process for process in [*working, *found.shells]}
-    _end(list({process.pid: process for process in working}.values()), patience)
-    _, left = psutil.wait_procs(found.shells, timeout=patience + 2 * _SHELL_PERIOD)  # it clears up behind itself
-    _end(left, patience)
+    ended: set[int] = set()
+    for _ in range(_PASSES):  # FLARE's shell may start the party after a look that found none
+        found = running(kit)
+        if {process.pid for process in found.all} <= ended:  # none, or none that was not tried already
+            break
+        (kit.folder / _SHUTDOWN).touch(mode=0o600)  # once more: a party that starts removes it
+        ended |= _end_all(found, patience)
     if (first := running(kit).first) is not None:
-        raise StateError(f"{kit.name} still runs (process {first.pid}, account {first.username()}): stop it as that account, or as root")
+        raise StateError(f"{kit.name} still runs (process {first.pid}{_remedy(first)}")
     clear(kit)
     return len(ended)
 
@@ -114,6 +110,20 @@ def since(process: psutil.Process) -> float:
         return time.time()
 
 
+def _end_all(found: Processes, patience: float) -> set[int]:
+    """End what was found, with its children; returns their numbers."""
+    working = [*found.parties, *(process for processes in found.jobs.values() for process in processes)]
+    for process in working[:]:
+        with contextlib.suppress(psutil.Error):
+            working += process.children(recursive=True)
+    if not found.parties:  # a shell that is about to start one has nothing to clear up
+        _end(found.shells, patience)
+    _end(list({process.pid: process for process in working}.values()), patience)
+    _, left = psutil.wait_procs(found.shells, timeout=patience + 2 * _SHELL_PERIOD)  # it clears up behind itself
+    _end(left, patience)
+    return {process.pid for process in (*working, *found.shells)}
+
+
 def _end(processes: list[psutil.Process], patience: float) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -123,6 +133,14 @@ def _end(processes: list[psutil.Process], patience: float) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=patience)
+
+
+def _remedy(process: psutil.Process) -> str:
+    """The end of the line about a process that still runs: its account where it is another one, and what to do."""
+    with contextlib.suppress(psutil.Error):
+        if (account := process.username()) != psutil.Process().username():
+            return f", account {account}): stop it as that account, or as root"
+    return "): run the command again"
 
 
 def _workspace(words: list[str]) -> str:
@@ -135,5 +153,7 @@ def _value(words: list[str], flag: str) -> str:
     return next((word for found, word in pairwise(words) if found == flag), "")
 
 
-def _is_within(word: str, kit: Kit) -> bool:
-    return Path(word).resolve().parents[1] == kit.folder
+def _is_shell(words: list[str], kit: Kit) -> bool:
+    """Whether a command line is the kit's start script, run by a shell or by itself; an editor's or a pager's is not."""
+    word = next(iter(words[1:2] if words and Path(words[0]).name in _SHELLS else words[:1]), "")
+    return word.endswith("/startup/sub_start.sh") and Path(word).resolve().parents[1] == kit.folder

@@ -6,6 +6,8 @@ Kubernetes keeps its launcher.
 
 import copy
 import json
+import os
+import pwd
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ ALLOWED: Final = "medflare."  # what class_allow_list must hold for medflare's c
 _PLAIN_LAUNCHER: Final = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
 _SHARED: Final = "/tmp/nvflare/"  # FLARE's default: all federations of a machine share it, and a reboot empties it
 _SHOWN: Final = 60  # characters of a value in a change
+_ODD: Final = (AttributeError, IndexError, KeyError, TypeError)  # what JSON of another shape comes to
+_LISTS: Final = ("class_allow_list", "components", "scopes", "servers", "task_data_filters", "task_result_filters")
 _Object = dict[str, Any]
 
 
@@ -70,15 +74,26 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
         One line for every file.
 
     Raises:
-        ConfigError: a wish that is not this kind of kit's, a value that a setting cannot have, or a file that cannot be understood.
+        ConfigError: a wish that is not this kind of kit's, a value that a setting cannot have, a file that cannot be understood, a storage
+            that cannot be made, or a kit of another account.
     """
     from medflare.core.store import write_json
 
     _refuse_strange(kit, wishes)
+    if os.geteuid() not in (0, kit.folder.stat().st_uid):
+        raise ConfigError(f"{kit.folder} belongs to {owner(kit.folder)}; run it as {owner(kit.folder)}")
     makers = {"authorization.json": _authorization, LOCAL_FILE: _own, "privacy.json": _privacy, "resources.json": _resources}
     names = sorted(path.name for path in (TEMPLATES / kit.kind).glob("*.json"))
-    before = {name: read_object(path) if (path := kit.local / name).exists() else None for name in names}
-    after = {name: makers[name](kit, wishes, copy.deepcopy(content)) for name, content in before.items()}
+    before = {name: read_policy(path) if (path := kit.local / name).exists() else None for name in names}
+    after = {}
+    for name, content in before.items():
+        try:
+            after[name] = makers[name](kit, wishes, copy.deepcopy(content))
+        except _ODD as error:
+            odd = kit.local / (name if content is not None else f"{name}.default")
+            raise ConfigError(f"{odd}: not as FLARE 2.9 has it ({error!r}); correct it") from error
+    if wishes.storage is not None:
+        _make(wishes.storage.expanduser().resolve(), kit)
     done = []
     for name in names:
         path, old, new = kit.local / name, before[name], after[name]
@@ -89,6 +104,7 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
             done.append(Change(path, "removed", ("all that it names is medflare's, which is not installed here",)))
         else:
             write_json(path, new)
+            _hand_over(path, kit)
             done.append(Change(path, "added") if old is None else Change(path, "changed", tuple(differences(old, new))))
     _close(kit.folder)
     return done
@@ -100,6 +116,37 @@ def _close(folder: Path) -> None:
         mode = stat.S_IMODE(path.lstat().st_mode)
         if mode & 0o077 and not path.is_symlink():
             path.chmod(mode & 0o700)
+
+
+def _hand_over(path: Path, kit: Kit) -> None:
+    """What root has written for another account's kit is that account's; a link is not followed."""
+    whose = kit.folder.stat()
+    if os.geteuid() == 0 and path.lstat().st_uid != whose.st_uid:
+        os.chown(path, whose.st_uid, whose.st_gid, follow_symlinks=False)
+
+
+def _make(storage: Path, kit: Kit) -> None:
+    """The server's folder for jobs and results, for its account alone; ConfigError where there can be none."""
+    from medflare.core.store import make_folder
+
+    missing = [place for place in (storage, *storage.parents) if not place.exists()]
+    try:
+        make_folder(storage)
+        for place in missing:
+            _hand_over(place, kit)
+    except OSError as error:
+        raise ConfigError(f"--storage {storage}: cannot be made ({error.strerror}); name a folder for {owner(kit.folder)}") from error
+    if not os.access(storage, os.W_OK | os.X_OK):
+        raise ConfigError(f"--storage {storage}: cannot be written to; name a folder for {owner(kit.folder)}")
+
+
+def owner(path: Path) -> str:
+    """The account that a file or folder belongs to: its name, or its number where it has none here."""
+    number = path.lstat().st_uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
@@ -130,8 +177,8 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
         yield f"{place}: {_shown(old)} -> {_shown(new)}"
 
 
-def _shown(value: Any) -> str:
-    text = "not set" if value is None else json.dumps(value)
+def _shown(value: Any, null: str = "not set") -> str:
+    text = null if value is None else json.dumps(value)
     half = (_SHOWN - 3) // 2  # of paths it is the end that tells them apart
     return text if len(text) <= _SHOWN else f"{text[:half]}...{text[half + 3 - _SHOWN :]}"
 
@@ -144,6 +191,32 @@ def template(kind: Kind, name: str) -> _Object:
         name: of the file in local/.
     """
     return read_object(TEMPLATES / kind / name)
+
+
+def read_policy(path: Path) -> _Object:
+    """The JSON object in a file of local/, with lists and objects where FLARE has them.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is of another kind.
+    """
+    content = read_object(path)
+    scopes = content.get("scopes")
+    for part in (content, *(filter(_is_object, scopes) if isinstance(scopes, list) else ())):
+        for name in (name for name in _LISTS if name in part):
+            if not isinstance(part[name], list):
+                raise ConfigError(f'{path}: "{name}" must be a JSON list, not {_shown(part[name], "null")}; correct it')
+            if name != "class_allow_list" and not all(map(_is_object, part[name])):
+                raise ConfigError(f'{path}: "{name}" must hold JSON objects alone; correct it')
+    if not _is_object(content.get("permissions", {})):
+        raise ConfigError(f'{path}: "permissions" must be a JSON object, not {_shown(content["permissions"], "null")}; correct it')
+    return content
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _refuse_strange(kit: Kit, wishes: Wishes) -> None:

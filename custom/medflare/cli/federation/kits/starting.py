@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,12 +13,13 @@ from typing import Final
 from medflare.cli.federation.kits.certificates import refuse_invalid, server_answer
 from medflare.cli.federation.kits.kit import Kit
 from medflare.cli.federation.kits.processes import clear, running, since
-from medflare.core.errors import StateError
+from medflare.cli.federation.kits.status import NOT_YET, SIGNS, is_registered
+from medflare.core.errors import ConfigError, StateError
 
-SIGNS: Final = {"server": "Server started", "site": "Successfully registered client"}  # in FLARE's log: the party is up
 _OUTCOME_WAIT: Final = ("NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT", "60")  # for the last word of a site that is gone; FLARE's quarter of an hour
 _OWN_ACCOUNT: Final = 0o077  # states, models, predictions and decoded images
 _LOOK: Final = 0.5  # seconds between two looks into the log
+_LAUNCH: Final = 3.0  # seconds after which FLARE's shell, or the party, is there
 _LONGEST: Final = 300  # characters of a reason
 # What FLARE gives up with; the first that matches is the reason. Lines of Python's tracebacks end with the error's own.
 _REASONS: Final = (
@@ -38,22 +40,32 @@ def start(kit: Kit, patience: float = 60.0) -> str:
         One line: that it is up, or that it was already.
 
     Raises:
-        ConfigError: its certificate is not valid by this machine's clock.
+        ConfigError: its certificate is not valid by this machine's clock, or its folder has a blank in its path.
         StateError: it is not up in time, with the reason as far as its logs tell one.
+        KeyboardInterrupt: the wait was interrupted; the party is not.
     """
-    if (first := running(kit).first) is not None:
-        return f"{kit.name} is up already, since {datetime.fromtimestamp(since(first)):%F %T} (process {first.pid})"
-    refuse_invalid(kit)
-    clear(kit)
     log, output = _size(kit.log), _size(kit.output)  # what earlier starts wrote does not count
-    _launch(kit)
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        if SIGNS[kit.kind] in _said(kit.log, log):
+    found = running(kit)
+    if found.first is None:
+        _refuse_blanks(kit)
+        refuse_invalid(kit)
+        clear(kit)
+    elif is_registered(kit, found):
+        return f"{kit.name} is up already, since {datetime.fromtimestamp(since(found.first)):%F %T} (process {found.first.pid})"
+    else:
+        print(f"{kit.name} is starting, not {NOT_YET[kit.kind]}", file=sys.stderr, flush=True)
+    try:
+        if found.first is None:
+            _launch(kit)
+        if _comes_up(kit, log, patience):
             return f"{kit.name} is up"
-        time.sleep(_LOOK)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{kit.name}: {_end_it(kit)}") from None
     reason = _reason(_said(kit.log, log)) or _reason(_said(kit.output, output)) or (server_answer(kit) if kit.kind == "site" else "")
-    raise StateError(f"{kit.name} is not up after {patience:g} s: {reason or 'its logs name no error'}; see {kit.log} and {kit.output}")
+    runs = running(kit).first is not None
+    outcome = f"is not up after {patience:g} s" if runs else "has ended before it was up"
+    about = f"{reason or 'its logs name no error'}; see {kit.log} and {kit.output}{f'; {_end_it(kit)}' if runs else ''}"
+    raise StateError(f"{kit.name} {outcome}: {about}")
 
 
 def environment(path: str) -> dict[str, str]:
@@ -64,6 +76,28 @@ def environment(path: str) -> dict[str, str]:
     """
     name, usual = _OUTCOME_WAIT
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), path]), name: os.environ.get(name, usual)}
+
+
+def _refuse_blanks(kit: Kit) -> None:
+    if any(letter.isspace() for letter in str(kit.folder)):
+        raise ConfigError(f"{kit.folder}: FLARE's scripts take no path with blanks; move the kit")
+
+
+def _comes_up(kit: Kit, log: int, patience: float) -> bool:
+    """Wait until the log says that the party is up; False where it does not in time, or where nothing runs any more."""
+    begun = time.monotonic()
+    while (waited := time.monotonic() - begun) < patience:
+        gone = waited > _LAUNCH and running(kit).first is None  # before the log is read: its last words count
+        if SIGNS[kit.kind] in _said(kit.log, log):
+            return True
+        if gone:
+            break
+        time.sleep(_LOOK)
+    return False
+
+
+def _end_it(kit: Kit) -> str:
+    return f"it keeps trying; end it with medflare site stop {shlex.quote(str(kit.folder))}"
 
 
 def _launch(kit: Kit) -> None:

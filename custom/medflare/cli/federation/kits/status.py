@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from medflare.cli.federation.kits.kit import Kit
-from medflare.cli.federation.kits.processes import running, since
+from medflare.cli.federation.kits.processes import Processes, running, since
 from medflare.data.sites.local import FOLDER, OUTBOUND, PROGRESS
 
 _JOB: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's ids
 _TIME: Final = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", re.MULTILINE)
-_CONTACT: Final = ("Successfully registered client", "getTask:", "SubmitUpdate to", "Client: New ")
-_TROUBLE: Final = ("Failed to send heartbeat", "authentication failed")
+SIGNS: Final = {"server": "Server started", "site": "Successfully registered client"}  # in FLARE's log: the party is up
+NOT_YET: Final = {"server": "started yet", "site": "registered yet"}
+_CONTACT: Final = (SIGNS["site"], "getTask:", "SubmitUpdate to", "Client: New ", "Re-activate the client:")
+_TROUBLE: Final = re.compile(
+    r"Failed to send heartbeat|authentication failed|TP=heart_beat .*cannot send|Failed to re-activate"
+    r"|Connector .*ACTIVE (?!tcp://localhost).*failed"  # a job's connector to its own party is not to the server
+)
 _FRESH: Final = timedelta(seconds=60)  # heartbeats come more often: without a complaint of so long they are answered
 _TAIL: Final = 200_000  # bytes of a log
+_BLUR: Final = timedelta(seconds=2)  # a process's start is known to a second or so
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ class PartyState:
         server: host:port.
         up_since: as text; "" where it does not run.
         contact: when party and server last had to do with each other, as text; "" for never.
-        trouble: the last complaint of the log since then; "" for none.
+        registered: whether the log says so since the party's process started; of the server: whether it says that it has started.
+        trouble: the last complaint of the log since then, and that the party is not registered yet; "" for none.
         jobs: the newest first.
     """
 
@@ -85,6 +92,7 @@ class PartyState:
     server: str
     up_since: str
     contact: str
+    registered: bool
     trouble: str
     jobs: tuple[JobState, ...]
 
@@ -106,8 +114,31 @@ def party_state(kit: Kit, now: datetime | None = None) -> PartyState:
     folders = job_folders(kit)
     jobs = tuple(_job(folder, folder.name in found.jobs) for folder in folders)
     spoke = [folder for place, folder in enumerate(folders) if place == 0 or folder.name in found.jobs]  # the last one also where it ended
-    contact, trouble = _contact([kit.log, *(folder / "log.txt" for folder in spoke)], now, bool(up))
-    return PartyState(kit.name, kit.kind, f"{kit.host}:{kit.port}", up, contact, trouble, jobs)
+    contact, trouble = _contact([kit.log, *(folder / "log.txt" for folder in spoke)], now, _begun(found))
+    registered = is_registered(kit, found)
+    if found.first is not None and not registered:
+        trouble = ": ".join([f"not {NOT_YET[kit.kind]}", *([trouble] if trouble else [])])
+    elif found.first is not None and not trouble and (contact or kit.kind == "site"):  # FLARE logs no heartbeat that is answered
+        contact = f"{now:%F %T}"
+    return PartyState(kit.name, kit.kind, f"{kit.host}:{kit.port}", up, contact, registered, trouble, jobs)
+
+
+def is_registered(kit: Kit, found: Processes) -> bool:
+    """Whether the log says since the start of the party's process that it is up.
+
+    Args:
+        kit: of a site or the server.
+        found: what runs from it.
+    """
+    begun = _begun(found)
+    if begun is None:
+        return False
+    sign = re.compile(rb"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d).*" + re.escape(SIGNS[kit.kind]).encode(), re.MULTILINE)
+    for log in [kit.log, *kit.folder.glob("log.txt.*")]:  # FLARE goes on in a new one when one is large
+        with suppress(OSError):
+            if any(_time(match[1].decode()) >= begun for match in sign.finditer(log.read_bytes())):
+                return True
+    return False
 
 
 def job_folders(kit: Kit) -> list[Path]:
@@ -139,17 +170,19 @@ def _left(report: Path) -> Left:
     return Left(len(sent), sum(int(row["bytes"] or 0) for row in sent), len(rows) - len(sent))
 
 
-def _contact(logs: Iterable[Path], now: datetime, up: bool) -> tuple[str, str]:
-    """(last contact, complaint since then)."""
+def _contact(logs: Iterable[Path], now: datetime, begun: datetime | None) -> tuple[str, str]:
+    """(last contact in the logs, complaint since then and since the party began)."""
     lines = sorted(line for log in logs for line in _lines(log))
     contact = max((time for time, line in lines if any(sign in line for sign in _CONTACT)), default=None)
-    complaints = [(time, line) for time, line in lines if any(sign in line for sign in _TROUBLE)]
-    late = [line for time, line in complaints if contact is None or time > contact]
-    if late and now - complaints[-1][0] < _FRESH:
-        return ("" if contact is None else f"{contact:%F %T}"), late[-1]
-    if contact is not None and up:  # FLARE logs no heartbeat that is answered, only those that are not
-        return f"{now:%F %T}", ""
-    return ("" if contact is None else f"{contact:%F %T}"), ""
+    earliest = max(contact or datetime.min, begun or datetime.min)
+    late = [(time, line) for time, line in lines if time > earliest and _TROUBLE.search(line)]
+    trouble = late[-1][1] if late and now - late[-1][0] < _FRESH else ""
+    return ("" if contact is None else f"{contact:%F %T}"), trouble
+
+
+def _begun(found: Processes) -> datetime | None:
+    """When the party's process was started; None where only a shell runs, or nothing."""
+    return datetime.fromtimestamp(since(found.parties[0])) - _BLUR if found.parties else None
 
 
 def _lines(log: Path) -> Iterator[tuple[datetime, str]]:
@@ -161,7 +194,11 @@ def _lines(log: Path) -> Iterator[tuple[datetime, str]]:
         text = file.read().decode(errors="replace")
     for line in text.splitlines():
         if match := _TIME.match(line):
-            yield datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S"), line.split(" - ", 3)[-1]  # without time, component and level
+            yield _time(match[1]), line.split(" - ", 3)[-1]  # without time, component and level
+
+
+def _time(text: str) -> datetime:
+    return datetime.strptime(text, "%Y-%m-%d %H:%M:%S")
 
 
 def _json(path: Path) -> dict[str, Any]:
