@@ -111,13 +111,19 @@ def test_tables_keep_their_names_and_a_failure_is_told() -> None:
     assert facts == {"validation": {"global": None, "personal": None}, "scores": {"A": 0.5}, "n": 3}
 
 
-def test_it_tells_each_step_when_it_begins_and_when_it_is_answered() -> None:
-    class Listening(Keeper):
-        def tell(self, *step: Any) -> None:
-            told.append(step)
+class Listening(Keeper):
+    """Puts what it is told into a list."""
 
+    def __init__(self, told: list[Any]):
+        self.told = told
+
+    def tell(self, *step: Any) -> None:
+        self.told.append(step)
+
+
+def test_it_tells_each_step_when_it_begins_and_when_it_is_answered() -> None:
     site, told = _site(), list[Any]()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, keeper=Listening())
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, keeper=Listening(told))
     participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
     for number, phase in enumerate(("train", DELIVER)):
         participant.answer(phase, number, Message({"model": site.network().state_dict()}, {"step": number, "run_rounds": 1}))
@@ -125,12 +131,8 @@ def test_it_tells_each_step_when_it_begins_and_when_it_is_answered() -> None:
 
 
 def test_a_step_that_fails_has_ended_too() -> None:
-    class Listening(Keeper):
-        def tell(self, *step: Any) -> None:
-            told.append(step)
-
     site, told = _site(), list[Any]()
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, keeper=Listening())
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, keeper=Listening(told))
     participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
     site.abort = lambda: 1 / 0 > 1
     with pytest.raises(ZeroDivisionError):

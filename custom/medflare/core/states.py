@@ -54,9 +54,8 @@ def refuse_unlike(states: Mapping[str, StateDict]) -> None:
     """
     sites = sorted(states)
     for site in sites[1:]:
-        one, other = states[sites[0]], states[site]
-        if odd := one.keys() ^ other.keys() or {name for name in one if one[name].shape != other[name].shape}:
-            raise ValueError(f"states of {sites[0]} and {site} differ in {sorted(odd)[:3]}")
+        if odd := _unlike(states[sites[0]], states[site]):
+            raise ValueError(f"states of {sites[0]} and {site} differ in {odd[:3]}")
 
 
 def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float]) -> StateDict:
@@ -255,8 +254,13 @@ def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
         >>> misfit({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
         'w missing, unexpected or of another shape'
     """
-    wrong = sorted(state.keys() ^ like.keys()) or sorted(name for name, tensor in state.items() if tensor.shape != like[name].shape)
+    wrong = _unlike(state, like)
     return f"{', '.join(wrong[:3])} missing, unexpected or of another shape" if wrong else ""
+
+
+def _unlike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Names that one of two states has alone, sorted; where there are none, those of other shapes."""
+    return sorted(one.keys() ^ other.keys()) or sorted(name for name in one if one[name].shape != other[name].shape)
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from medflare.methods.parts.tensors import widened
 from medflare.methods.prr.fourier import check_choice
 
 # Deputy-Enhanced Transfer (Sec. III-C)
@@ -219,9 +220,7 @@ class PrototypeMean:
             features: (N, D) or (N, D, ...).
             targets: (N, ...), numbers of classes.
         """
-        rows = features.detach().flatten(2) if features.dim() > 2 else features.detach()[:, :, None]
-        if rows.dtype in (torch.float16, torch.bfloat16):
-            rows = rows.float()  # sums over pixels leave the range of half precision
+        rows = widened(features.detach().flatten(2) if features.dim() > 2 else features.detach()[:, :, None])
         classes = torch.arange(len(self.counts), device=targets.device)
         members = targets.reshape(len(targets), 1, -1) == classes[None, :, None]
         self.sums += torch.einsum("ncp,ndp->cd", members.to(rows.dtype), rows)
