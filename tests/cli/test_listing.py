@@ -21,6 +21,7 @@ def test_two_halves_by_hand() -> None:
     assert method_listing(PAIR).splitlines() == [
         "pair: Two Halves",
         "  Nobody, Nowhere 2000",
+        "  models: global, personal, deployed",
         "  site",
         "    site.beta = 0.5  [β, Eq. 3; ≥ 0]",
         "        weight of the prior",
@@ -44,7 +45,7 @@ def test_a_half_without_settings_says_so_and_a_pair_says_whose_halves_it_has() -
     assert "    beta = 0.5  [β, Eq. 3; ≥ 0]" in lines, "one half alone has it"
     lines = method_listing(paired(BARE, PAIR)).splitlines()
     assert lines[0].startswith("bare+pair: ")
-    assert [line for line in lines if line.startswith("  ") and line[2] != " "][1:] == ["  site half of bare", "  server half of pair"]
+    assert [line for line in lines if line.startswith("  ") and line[2] != " "][2:] == ["  site half of bare", "  server half of pair"]
 
 
 @pytest.mark.parametrize("name", method_names())

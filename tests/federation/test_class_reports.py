@@ -75,7 +75,7 @@ def test_a_site_tells_of_common_classes_alone(minimum: int, told: bool) -> None:
     part = Split(torch.rand(4, 1, 16, 16), torch.tensor([0, 0, 1, 1]), tuple("abcd"), tuple("abcd"))
     site = Site("A", task, SiteData(part, part, part))
     model = plain_message(site.network().state_dict())
-    facts = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum)
+    facts = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
     assert facts["metrics"]["global"]["accuracy"] is not None
     assert ("classes" in facts) == told
     if told:

@@ -24,6 +24,7 @@ def method_listing(method: "Method", width: int | None = None) -> str:
     """
     halves = {half: described(owner) for half, owner in method.hyper_classes.items()}
     lines = [*_filled(f"{method.name}: {method.title}", width, 0), *_filled(method.paper, width, 1)]
+    lines += _filled(f"models: {_models(method)}", width, 1)
     for half, origin in zip(halves, method.halves, strict=True):
         heading = half if origin == method.name else f"{half} half of {origin}"
         lines += _filled(heading if halves[half] else f"{heading}: no hyper-parameters", width, 1)
@@ -31,6 +32,12 @@ def method_listing(method: "Method", width: int | None = None) -> str:
             ambiguous = all(name in fields for fields in halves.values())
             lines += _entry(f"{half}.{name}" if ambiguous else name, about, width)
     return "\n".join(lines)
+
+
+def _models(method: "Method") -> str:
+    if not method.trains:
+        return "none, it trains nothing"
+    return ", ".join(method.roles) + ("" if method.outside else "; none for sites that never train")
 
 
 def _entry(name: str, about: Described, width: int | None) -> list[str]:

@@ -25,13 +25,12 @@ from medflare.federation.screening.withholding import tells_of_few
 from medflare.inference.deployed import save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
-from medflare.methods.method import Method
+from medflare.methods.method import MODEL_ROLES, Method
 from medflare.methods.parts.training import finite_or_none
 from medflare.tasks.cases import Cases
 from medflare.tasks.classes import class_report
 from medflare.tasks.config import TaskConfig
 
-ROLES = ("global", "personal", "deployed")
 SCORES = "scores"  # below a site's folder: what each model scored patient by patient; not beside the models, which may be handed on
 KEPT = "kept"  # fact of a model that is deployed by the site's own choice: how it was chosen, for the card
 Metrics = dict[str, float | None]
@@ -180,13 +179,15 @@ def chosen_here(site: Site, models: Mapping[str, Message], keep: str | None) -> 
 def _best(site: Site, models: Mapping[str, Message]) -> tuple[str, Metrics]:
     """The role of the best model by the site's validation images, and what all have reached."""
     metric, measured = site.task.metric, Metrics()
-    for role in [role for role in reversed(ROLES) if role in models]:
+    for role in [role for role in reversed(MODEL_ROLES) if role in models]:
         module = build_deployed(site.task, models[role]).to(site.device)
         measured[role] = finite_or_none(site.score(module, "validation", [metric]).values[metric])
     return max(measured, key=lambda role: -math.inf if (value := measured[role]) is None else value), measured
 
 
-def evaluated(site: Site, models: Mapping[str, Message], keep: Keep, minimum_patients: int = 0) -> dict[str, Any]:
+def evaluated(
+    site: Site, models: Mapping[str, Message], keep: Keep, minimum_patients: int = 0, *, method: Method, inside: bool = True
+) -> dict[str, Any]:
     """Build the final models, measure them on the site's test images and hand them to `keep`.
 
     Args:
@@ -195,6 +196,8 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep, minimum_pat
             measured once.
         keep: called with (role, model, metrics, cases) for every delivered model. Cases are in no fact: what is in a fact leaves the site.
         minimum_patients: confusion counts and curves stay here where a class, or its contrary, has patients, but fewer.
+        method: says which models a site of its has; one that is missing is null in the metrics, with an event that says why.
+        inside: whether the site trained.
 
     Returns:
         Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), of classification "classes"
@@ -205,10 +208,10 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep, minimum_pat
     seen: dict[int, tuple[Metrics, Cases]] = {}
     reports: dict[str, Any] = {}
     classes: dict[str, Any] = {}
-    for role in dict.fromkeys([*ROLES, *models]) if models else ():  # a method that trains nothing delivers nothing, and misses none
+    for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.trains else ():
         if role not in models:
             metrics[role] = dict.fromkeys(site.task.metrics)
-            log.add("undefined", f"{role}: a site that did not train has no such model")
+            log.add("undefined", f"{role}: {_why_missing(role, method, inside)}")
             continue
         if id(models[role]) not in seen:
             module = build_deployed(site.task, models[role]).to(site.device)
@@ -224,6 +227,14 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep, minimum_pat
             classes[role] = class_report(cases, site.task.target, site.task.labels)
     told = {"classes": found} if (found := {role: report for role, report in classes.items() if report}) else {}
     return {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list(), **told}
+
+
+def _why_missing(role: str, method: Method, inside: bool) -> str:
+    if role not in method.roles:
+        return f"method {method.name} has no {role} model"
+    if not inside and role == "personal":
+        return "a site that did not train has no personal model"
+    return f"method {method.name} delivered no {role} model to this site, though it declares one"
 
 
 def volume_picture(site: Site, models: Mapping[str, Message]) -> dict[str, bytes]:

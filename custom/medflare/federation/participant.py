@@ -221,7 +221,7 @@ class Participant:
     def _deliver(self, half: SiteHalf[Any], incoming: Message) -> Message:
         """Final models and pictures made, measured and handed to the engine to keep."""
         models, said = chosen_here(half.site, half.deliver(incoming), self.chosen)
-        facts = evaluated(half.site, models, self.keeper.keep, self.minimum_patients)
+        facts = evaluated(half.site, models, self.keeper.keep, self.minimum_patients, method=self.method, inside=half.inside)
         facts["events"] += [{"kind": "warning", "message": line} for line in said]
         withhold(facts, DELIVERS, too_few(half.site, self.minimum_patients))
         for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():

@@ -23,8 +23,9 @@ from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.exchange import Exchange
 from medflare.federation.outcome import Outcome, StepReport, Telling
 from medflare.federation.participant import identity_of
+from medflare.federation.preflight import check_run
 from medflare.federation.schedule import Federation
-from medflare.federation.settings import WAITS, RunSettings, check_rounds
+from medflare.federation.settings import WAITS, RunSettings
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import Plan, ServerContext, ServerHalf
@@ -114,8 +115,7 @@ class Run:
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> Plan[Any, Any]:
-        self.method.check(self.hyper, self.task)
-        check_rounds(self.settings.rounds, self.task, self.method)
+        check_run(self.method, self.task, self.hyper, rounds=self.settings.rounds, outside=self.outside)
         return self.method.plan(self.task, self.sites, self.hyper)
 
     def _server(self, plan: Plan[Any, Any]) -> ServerHalf[Any]:

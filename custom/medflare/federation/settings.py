@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked
 
 if TYPE_CHECKING:
-    from medflare.methods.method import Method
-    from medflare.tasks.config import TaskConfig
+    pass
 
 ENROL, DELIVER = "enrol", "deliver"
 PHASES_OF_ALL: Final = (ENROL, DELIVER)  # of every run: answered by the participant, whatever the method
@@ -49,7 +47,7 @@ class RunSettings:
     """The settings of a federation's run.
 
     Attributes:
-        rounds: of the federation; 0 trains nothing, see `check_rounds`.
+        rounds: of the federation; 0 trains nothing, see `preflight.check_run`.
         seed: of everything that is drawn.
         outside: names of sites that never train and only receive the final models.
         min_sites: usable answers that a step needs; None: two, or one in a federation of one.
@@ -105,23 +103,3 @@ def run_settings(values: Mapping[str, Any]) -> RunSettings:
         ConfigError: one that is unknown, missing, of another type or outside its range.
     """
     return checked(RunSettings, values, "run")
-
-
-def check_rounds(rounds: int, task: "TaskConfig", method: "Method") -> None:
-    """Without rounds every site tests the model that the run starts from; there must be one. A method that trains nothing has no rounds.
-
-    Args:
-        rounds: of the run.
-        task: what is to be learnt.
-        method: what runs.
-
-    Raises:
-        ConfigError: no rounds, and random weights; or rounds of what trains nothing.
-    """
-    if not method.trains and rounds > 0:
-        raise ConfigError(f"rounds is {rounds}, and method {method.name!r} trains nothing; give 0")
-    if method.trains and rounds == 0 and "weights" not in task.network:
-        raise ConfigError(
-            f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; give 1 or more, "
-            "or a model to evaluate (network.weights, --model)"
-        )

@@ -60,8 +60,9 @@ def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteMod
     Raises:
         UpdateError: a reply without its number of samples.
     """
+    states = {site: reply.states[entry] for site, reply in replies.items()}
     try:
-        return {site: SiteModel(reply.states[entry], float(reply.facts["n_samples"]), reply.facts) for site, reply in replies.items()}
+        return {site: SiteModel(states[site], float(reply.facts["n_samples"]), reply.facts) for site, reply in replies.items()}
     except KeyError as error:
         raise UpdateError("a reply without the fact 'n_samples' cannot be weighted by samples; use weighting=uniform") from error
 

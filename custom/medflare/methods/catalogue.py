@@ -33,17 +33,19 @@ _NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")  # what th
 SURVEYS = ("fingerprint",)  # they train nothing: found by name, and in no list of methods to train with
 
 
-def get_method(name: str, *, site: str | None = None, server: str | None = None) -> Method:
+def get_method(name: str | Method, *, site: str | None = None, server: str | None = None) -> Method:
     """A method by name; `site` and `server` swap in the half of another method (GRACE's server on a MOON site, say).
 
     Args:
-        name: of the method.
+        name: of the method, or a method that no package declares; its models can then be built in this process alone.
         site: method that the site half comes from; None: `name`.
         server: method that the server half comes from; None: `name`.
 
     Raises:
         ConfigError: no such method, with the nearest name, or one that cannot be loaded.
     """
+    if isinstance(name, Method):
+        name = _registered(name)
     of_site, of_server = (_known(part or name) for part in (site, server))
     return paired(of_site, of_server)
 
@@ -57,7 +59,7 @@ def module_of(name: str) -> str:
     if name in _own():
         return _own()[name]
     if name in _foreign():
-        return _foreign()[name].module
+        return _module(_foreign()[name])
     raise ConfigError(no_such("method", name, (*method_names(), *SURVEYS)))
 
 
@@ -81,13 +83,33 @@ def build_deployed(task: "TaskConfig", message: "Message") -> "nn.Module":
 @cache
 def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
     """What builds models of a kind; None where no method does. Ours are asked first."""
-    for name in (*_own(), *_foreign()):
+    for name in (*_own(), *_foreign(), *_OBJECTS):
         if kind in (models := _known(name).models):
             return loaded(models[kind])
     return None
 
 
+_OBJECTS: dict[str, Method] = {}  # methods that this process was handed as objects
+
+
+def _registered(method: Method) -> str:
+    """The name of a method object, under which this process now knows it; a later object of the same name replaces it.
+
+    Raises:
+        ConfigError: a package declares another method of that name.
+    """
+    declared = method.name in _own() or method.name in _foreign()
+    if declared and _known(method.name) is not method:
+        raise ConfigError(f"method {method.name!r} exists already, from {module_of(method.name)}; give yours another name")
+    if not declared and _OBJECTS.get(method.name) is not method:
+        _OBJECTS[method.name] = method
+        _builder.cache_clear()
+    return method.name
+
+
 def _known(name: str) -> Method:
+    if name in _OBJECTS:
+        return _OBJECTS[name]
     module = module_of(name)
     if name in _own():
         return next(method for method in _methods_in(module) if method.name == name)
@@ -133,6 +155,17 @@ def _foreign() -> dict[str, EntryPoint]:
             raise ConfigError(f"method {point.name!r} is brought by {_owner(point)} and exists already; uninstall one of the two")
         found[point.name] = point
     return found
+
+
+def _module(point: EntryPoint) -> str:
+    """The module that an entry point names.
+
+    Raises:
+        ConfigError: the entry point is malformed.
+    """
+    if EntryPoint.pattern.match(point.value) is None:
+        raise ConfigError(f"entry point {point.name!r} of {_owner(point)} must be 'module:METHOD', it is {point.value!r:.100}")
+    return point.module
 
 
 def _from_elsewhere(point: EntryPoint) -> Method:

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import Halved, build_hyper, halved, plain
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
+MODEL_ROLES: Final = ("global", "personal", "deployed")  # the final models of a site, as results name them
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Method:
         site, server: the two halves, each a class or "module:Class".
         models: kind of a delivered model -> builder of its module, or "module:function"; the kind "plain" needs none.
         trains: whether there are rounds of training, and models in the end; a method without asks sites what they have.
+        roles: which final models an inside site has, of `MODEL_ROLES`.
+        outside: whether a site that never trains gets a model; without, a run with outside sites is refused.
         origin: names of the methods that site half and server half come from, where this is a pair of two methods' halves.
     """
 
@@ -41,6 +44,8 @@ class Method:
     server: "str | type[ServerHalf[Any]]"
     models: "Mapping[str, str | Builder]" = field(default_factory=dict)
     trains: bool = True
+    roles: tuple[str, ...] = MODEL_ROLES
+    outside: bool = True
     origin: tuple[str, str] | None = None
 
     @property
@@ -205,6 +210,8 @@ def paired(of_site: Method, of_server: Method) -> Method:
         site=of_site.site,
         server=of_server.server,
         models={**of_server.models, **of_site.models},
+        roles=of_site.roles,
+        outside=of_site.outside and of_server.outside,
         origin=(of_site.halves[0], of_server.halves[1]),
     )
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import Halved, halved, parsed_value
-from medflare.federation.settings import check_rounds
+from medflare.federation.preflight import check_run
 from medflare.inference.adaptation import check_adaptable
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
@@ -95,12 +95,13 @@ class Candidate:
         """The method whose halves train."""
         return get_method(self.trained_as if self.method in REFERENCES else self.method, site=self.site_half, server=self.server_half)
 
-    def check(self, task: TaskConfig, rounds: int | None = None) -> None:
+    def check(self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()) -> None:
         """Refuse a task or a number of rounds that the row cannot have, before anything runs.
 
         Args:
             task: what is to be learnt.
             rounds: of the study; None: any.
+            outside: sites that never train.
 
         Raises:
             ConfigError: what is wrong, after the row's name.
@@ -109,9 +110,7 @@ class Candidate:
             if self.method == BATCH_STATISTICS:
                 check_adaptable(task)
             if self.method != CONSTANT:
-                self._trained.check(self.hyper, task)
-                if rounds is not None:
-                    check_rounds(rounds, task, self._trained)
+                check_run(self._trained, task, self.hyper, rounds=rounds, outside=outside)
         except ConfigError as error:
             raise ConfigError(f"{self.label}: {error}") from error
 

@@ -90,7 +90,7 @@ def run_study(
     if left_out and len(setting.sites) < 2:
         raise ConfigError(f"leaving out {', '.join(setting.sites)} leaves nobody to train; name at least two sites")
     for candidate in candidates:
-        candidate.check(setting.task, setting.rounds)
+        candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
     jobs = [
         _Job(candidate, setting, seed, outside, run_folder(out, candidate.label, seed, outside))

@@ -9,6 +9,7 @@ from medflare.core.hyper import build_hyper
 from medflare.data.sites.site import Site
 from medflare.federation.delivery import evaluated
 from medflare.methods.catalogue import build_deployed
+from medflare.methods.iop_fl import METHOD
 from medflare.methods.iop_fl.formulas import all_classes
 from medflare.methods.iop_fl.gate import Gate, Gathering, Look, ranges_of
 from medflare.methods.iop_fl.hyper import IOPHyper
@@ -162,11 +163,11 @@ def test_a_collapse_is_kept_out_and_named() -> None:
 
 def test_the_event_names_what_was_kept_and_why() -> None:
     half, models = delivered(counts=(0, 0, 8), **{**COLLAPSING, "gate_information": 1.0, "gate_agreement": 1.0})
-    facts = evaluated(half.site, models, lambda role, model, metrics, cases: None)
+    facts = evaluated(half.site, models, lambda role, model, metrics, cases: None, method=METHOD)
     (event,) = [event for event in facts["events"] if event["kind"] == "reverted"]
     assert event["message"].startswith("deployed: routing kept the start")
     quiet, models = delivered(counts=(0, 0, 8), route_epochs=0)
-    assert not [e for e in evaluated(quiet.site, models, lambda *_: None)["events"] if e["kind"] == "reverted"]
+    assert not [e for e in evaluated(quiet.site, models, lambda *_: None, method=METHOD)["events"] if e["kind"] == "reverted"]
 
 
 def test_a_model_stored_before_coefficients_could_be_chosen_keeps_its_sigmoids() -> None:

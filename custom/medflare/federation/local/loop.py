@@ -19,9 +19,11 @@ from medflare.federation.local.together import TogetherExchange, check_method, c
 from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
+from medflare.federation.preflight import check_run
 from medflare.federation.run import Run
-from medflare.federation.settings import RUN_SETTINGS, check_rounds, run_settings
+from medflare.federation.settings import RUN_SETTINGS, run_settings
 from medflare.methods.catalogue import get_method
+from medflare.methods.method import Method
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -31,7 +33,7 @@ Delivered = Callable[[str, str, Message, Cases], None]  # (site, role, delivered
 
 
 def run_local(
-    method: str,
+    method: str | Method,
     task: TaskConfig | str | Path | Mapping[str, Any],
     sites: int | Iterable[str],
     *,
@@ -64,7 +66,7 @@ def run_local(
     """Run a federation on this machine and return its results dict (the content of results.json).
 
     Args:
-        method: name of the method.
+        method: name of the method, or a `Method`.
         task: preset name, JSON file, mapping or configuration.
         sites: names of the sites, or how many (site-1, site-2, ...); all but those outside train.
         rounds: federation rounds.
@@ -101,7 +103,6 @@ def run_local(
     """
     chosen = get_method(method, site=site_half, server=server_half)
     config = load_task(task)
-    chosen.check(hyper, config)
     config = config if resplit is None else replace(config, resplit=resplit)
     apart = tuple(sorted(_listed(outside, "outside")))
     inside = tuple(name for name in _names(sites) if name not in apart)
@@ -111,11 +112,11 @@ def run_local(
         raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
     if together and workers is not None and workers > 1:
         raise ConfigError(f"together: sites train as one batch in this process, with workers = {workers} each in its own; leave out one")
-    if together:
-        check_method(chosen, config, hyper)
     steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
     settings = run_settings({**steering, "max_share": max_share, "suspects": suspects, "patience": patience, "wire": wire})
-    check_rounds(settings.rounds, config, chosen)
+    check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart)
+    if together:
+        check_method(chosen, config, hyper)
     folder, about = None if out is None else Path(out), {"engine": "local", **({"together": True} if together else {})}
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
     run.weights = None if weights is None else Path(weights)

@@ -23,7 +23,8 @@ from medflare.core.hyper import Halved
 from medflare.core.manifest import Manifest
 from medflare.core.settings import STRICT, checked
 from medflare.core.store import write_json
-from medflare.federation.settings import RUN_SETTINGS, RunSettings, check_rounds
+from medflare.federation.preflight import check_run
+from medflare.federation.settings import RUN_SETTINGS, RunSettings
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.exchange.participants import TASK_FILE
@@ -96,8 +97,7 @@ class FederationJob(FedJob):
 
     def __init__(self, task: TaskConfig, settings: JobSettings):
         method = get_method(settings.method, site=settings.site_half, server=settings.server_half)
-        method.check(settings.hyper, task)
-        check_rounds(settings.rounds, task, method)
+        check_run(method, task, settings.hyper, rounds=settings.rounds, outside=settings.outside)
         hyper = method.effective(settings.hyper)  # all of them, so that a reader of the job sees what there is to set
         about = {JobMetaKey.CUSTOM_PROPS.value: {ABOUT: {"method": method.name, "rounds": settings.rounds}}}
         name = f"{method.name.replace('+', '_')}-{task.name}"
