@@ -82,9 +82,13 @@ def build_deployed(task: "TaskConfig", message: "Message") -> "nn.Module":
 
 @cache
 def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
-    """What builds models of a kind; None where no method does. Ours are asked first."""
+    """What builds models of a kind; None where no method does. Ours are asked first; a method that cannot be loaded builds nothing."""
     for name in (*_own(), *_foreign(), *_OBJECTS):
-        if kind in (models := _known(name).models):
+        try:
+            models = _known(name).models
+        except ConfigError:
+            continue
+        if kind in models:
             return loaded(models[kind])
     return None
 
