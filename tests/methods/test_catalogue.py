@@ -151,6 +151,12 @@ class TestEveryMethod:
             assert tensors.keys() == pieced[path].keys() and all(tensors[name].equal(pieced[path][name]) for name in tensors), path
 
 
+def test_rows_with_defaults_have_one_rule_for_the_optimizers_moments() -> None:
+    """They stay at the site, as in training alone; PRR alone has no choice, and starts every round afresh."""
+    rules = {name: get_method(name).effective({})["site"].get("reset_optimizer") for name in method_names() if name != FOREIGN}
+    assert {name: rule for name, rule in rules.items() if rule is not False} == {"prr": None}
+
+
 @pytest.mark.parametrize("name", method_names())
 def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> None:
     """One that shared its name with an argument of `run_local` would be swallowed by it."""

@@ -27,7 +27,7 @@ def made(**changes: Any) -> Method:
 class TestCheck:
     @pytest.mark.parametrize(
         "values",
-        [{}, {"weighting": "uniform"}, {"server.weighting": "uniform"}, {"server": {"weighting": "uniform"}, "reset_optimizer": "false"}],
+        [{}, {"weighting": "uniform"}, {"server.weighting": "uniform"}, {"server": {"weighting": "uniform"}, "reset_optimizer": "true"}],
     )
     def test_either_halfs_names_in_either_spelling(self, values: dict[str, Any]) -> None:
         made().check(values)
@@ -76,7 +76,7 @@ class TestEffective:
         assert made().effective({}) == made().effective({"weighting": "samples"})
         found = made().effective({"weighting": "uniform"})
         assert found["server"] == {"rule": "mean", "selection": "median", "weighting": "uniform"}
-        assert found["site"] == {"dp_clip": 1.0, "dp_delta": 1e-5, "dp_noise": 0.0, "reset_optimizer": True}
+        assert found["site"] == {"dp_clip": 1.0, "dp_delta": 1e-5, "dp_noise": 0.0, "reset_optimizer": False}
 
     def test_what_came_as_text_is_what_it_stands_for_and_can_be_given_again(self) -> None:
         method = get_method("feddag")
@@ -92,8 +92,8 @@ class TestEffective:
 
 class TestObjects:
     def test_a_plan_has_both_halves_hyper_parameters(self) -> None:
-        plan = made().plan(squares.SEGMENTATION, squares.SITES, {"weighting": "uniform", "reset_optimizer": False})
-        assert plan.site_hyper == FedAvgHyper(reset_optimizer=False) and plan.server_hyper == FedAvgServerHyper(weighting="uniform")
+        plan = made().plan(squares.SEGMENTATION, squares.SITES, {"weighting": "uniform", "reset_optimizer": True})
+        assert plan.site_hyper == FedAvgHyper(reset_optimizer=True) and plan.server_hyper == FedAvgServerHyper(weighting="uniform")
         assert (plan.task, plan.sites) == (squares.SEGMENTATION, squares.SITES)
 
     def test_halves_are_made_of_it(self) -> None:

@@ -32,12 +32,11 @@ def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
 @pytest.mark.parametrize(
     ("given", "used"),
     [
-        (None, {"site": {"reset_optimizer": False}}),
-        ({"site": {}, "server": {"selection": "last"}}, {"site": {"reset_optimizer": False}, "server": {"selection": "last"}}),
-        ({"site": {"reset_optimizer": True}, "server": {}}, {"site": {"reset_optimizer": True}, "server": {}}),
+        (None, {}),
+        ({"site": {"reset_optimizer": True}, "server": {"selection": "last"}},) * 2,
     ],
 )
-def test_the_optimizer_is_kept_unless_somebody_says_otherwise(
+def test_what_a_row_does_not_say_is_fedavgs_default(
     reference: Any, given: dict[str, Any] | None, used: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Started(Exception):

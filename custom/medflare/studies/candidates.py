@@ -20,7 +20,6 @@ from medflare.studies.references import (
     batch_statistics,
     centralised,
     single_site,
-    uninterrupted,
 )
 from medflare.studies.setting import Setting
 from medflare.tasks.config import TaskConfig
@@ -87,8 +86,7 @@ class Candidate:
         """Every hyper-parameter as the row's runs use it, under its half; a constant has none."""
         if self.method == CONSTANT:
             return {"site": {}, "server": {}}
-        alone = self.method in (SINGLE_SITE, CENTRALISED)
-        return self._trained.effective(uninterrupted(self.hyper, self.trained_as) if alone else self.hyper)
+        return self._trained.effective(self.hyper)
 
     @property
     def _trained(self) -> Method:

@@ -1,7 +1,7 @@
 """References that are trained: every site alone, one model of everybody's images, FedAvg's model with the statistics of each batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from medflare.data.sites.opening import open_site
@@ -10,7 +10,7 @@ from medflare.data.splits import SiteData, joined
 from medflare.evaluation.results import FAILED, mean_over_sites
 from medflare.inference.adaptation import check_adaptable
 from medflare.inference.batch_statistics import with_batch_statistics
-from medflare.methods.catalogue import build_deployed, get_method
+from medflare.methods.catalogue import build_deployed
 from medflare.methods.parts.training import finite_or_none
 from medflare.studies.recorded import CURVES, SCORES, Models, recorded_run
 from medflare.studies.setting import Setting
@@ -45,7 +45,7 @@ def single_site(
             seed=seed,
             data_root=setting.data_root,
             resplit=seed,
-            **uninterrupted(hyper or {}, method),
+            **(hyper or {}),
         )
         for site in setting.sites
         if site not in outside
@@ -89,7 +89,7 @@ def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
         seed=seed,
         outside=setting.sites,
         opener=opened,
-        **uninterrupted(hyper or {}),
+        **(hyper or {}),
     )
     del results["sites"][POOLED]
     results[SCORES].pop(POOLED, None)
@@ -148,19 +148,6 @@ def _merged_curves(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
         for model, sites in run[CURVES].items():
             curves.setdefault(model, {}).update(sites)
     return curves
-
-
-def uninterrupted(hyper: Mapping[str, Any], method: str = TRAINED_AS) -> dict[str, Any]:
-    """The hyper-parameters, with an optimizer that keeps its moments as if there were no rounds, unless they say otherwise.
-
-    A method that does not ask keeps them or not as it always does.
-
-    Args:
-        hyper: those that differ from the defaults, under their halves.
-        method: that trains.
-    """
-    asks = "reset_optimizer" in {setting.name for setting in fields(get_method(method).hyper_classes["site"])}
-    return {**hyper, "site": {**({"reset_optimizer": False} if asks else {}), **hyper.get("site", {})}}
 
 
 def _reference(method: str, results: dict[str, Any], traffic: Mapping[str, int] | None = None) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class TestFederation:
         "settings",
         [
             {},
-            {"chain": "teacher_from_global", "ema_ramp": True, "reset_optimizer": False},
+            {"chain": "teacher_from_global", "ema_ramp": True, "reset_optimizer": True},
             {"distribution": "type1"},
             {"distribution": "type2", "warmup": 1},
             {"sha": False},

@@ -42,7 +42,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def federation(**options: Any) -> squares.Played:
-    return squares.federation(FedSMSite, FedSMServer, **{**COMPACT, "reset_optimizer": False, **options})
+    return squares.federation(FedSMSite, FedSMServer, **{**COMPACT, **options})
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -67,7 +67,7 @@ def test_its_relatives_too(combine: str, tmp_path: Path) -> None:
 
 
 def test_the_global_model_is_fedavgs() -> None:
-    ours = federation(reset_optimizer=True)
+    ours = federation()
     assert equal(ours.model, squares.federation(FedAvgSite, FedAvgServer).model)
 
 

@@ -40,7 +40,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"client": "coral", "inner": "sgd", "second_order": True},
     {"client": "coral", "adam_plus_sgd": True},
     {"client": "meta", "inner": "sgd", "inner_rate": 0.5},
-    {"client": "meta", "reset_optimizer": False},
+    {"client": "meta", "reset_optimizer": True},
 ]
 
 

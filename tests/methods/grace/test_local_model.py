@@ -19,7 +19,7 @@ def incoming(state: StateDict) -> Message:
     return Message({"model": copy_state(state)})
 
 
-@pytest.mark.parametrize("moments", [{}, {"reset_optimizer": False}])
+@pytest.mark.parametrize("moments", [{}, {"reset_optimizer": True}])
 def test_trains_as_fedavg_does(moments: Any) -> None:
     ours, theirs = (squares.trained(half, rounds=2, **moments)[0] for half in (LocalModelSite, FedAvgSite))
     assert squares.equal(ours, theirs)

@@ -47,7 +47,7 @@ DELIVERY = Phase("deliver", sends=(GLOBAL,), tells=(SELECTED_ROUND.maybe(),))
 class FedAvgSiteHyper(SiteHyper):
     """What every half that trains with the task's optimizer has."""
 
-    reset_optimizer: bool = param(True, "start every round with a fresh optimizer; false keeps its moments at the site")
+    reset_optimizer: bool = param(False, "start every round with a fresh optimizer; false keeps its moments at the site")
 
 
 @dataclass(frozen=True, config=STRICT)

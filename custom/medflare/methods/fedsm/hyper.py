@@ -32,7 +32,6 @@ class FedSMSiteHyper(FedAvgSiteHyper):
         source="code / Alg. 1",
     )
     sync_moments: bool = param(True, "fullbatch, minibatch: average Adam's moments; a site sees one label only", source="code")
-    reset_optimizer: bool = param(False, "fresh optimizers every round; false keeps the moments of w_g and w_p", source="code")
     apfl_share: float = param(0.5, "APFL's share of the local model", symbol="α", source="Table 6", low=0, high=1)
     apfl_rate: float = param(0.0, "APFL: rate at which that share is learnt, a step a batch; 0 leaves it", source="APFL, Eq. 11", low=0)
     adapt_steps: int = param(1, "Per-FedAvg's adaptation steps", source="Table 6", low=1)

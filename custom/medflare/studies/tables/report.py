@@ -69,12 +69,12 @@ def _cautions(groups: Groups) -> list[str]:
     lines = []
     moments: dict[bool, list[str]] = {True: [], False: []}
     for label, runs in groups.items():
-        for reset in {run["configuration"]["hyper"]["site"].get("reset_optimizer") for run in runs} - {None}:
-            moments[bool(reset)].append(label)
+        for reset in {_starts_afresh(run) for run in runs if run["method"] != CONSTANT}:
+            moments[reset].append(label)
     if all(moments.values()):
         lines.append(
             f"Unequal: the optimizer keeps its moments from round to round in {', '.join(moments[False])}, "
-            f"and starts every round afresh in {', '.join(moments[True])} (reset_optimizer)."
+            f"and starts every round afresh in {', '.join(moments[True])} (reset_optimizer; prr has no choice)."
         )
     rounds = {label: {run["rounds"] for run in runs} for label, runs in groups.items()}
     if len(set().union(*rounds.values())) > 1:
@@ -86,6 +86,11 @@ def _cautions(groups: Groups) -> list[str]:
         lines.append(f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`.")
     failed = [f"{label}, seed {run['seed']}: {run['reason']}" for label, runs in groups.items() for run in runs if run["reason"]]
     return [*lines, *(f"FAILED: {line}" for line in failed)]
+
+
+def _starts_afresh(run: Mapping[str, Any]) -> bool:
+    """Whether every round had a fresh optimizer; a half without `reset_optimizer` (PRR's) has no memory for moments."""
+    return bool(run["configuration"]["hyper"]["site"].get("reset_optimizer", True))
 
 
 def _unequal_settings(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
