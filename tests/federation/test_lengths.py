@@ -45,6 +45,12 @@ def test_who_has_more_images_takes_more_steps(images: list[int], taken: bool) ->
     assert ("C" in judged([1, 1, 14], images).accepted) == taken
 
 
+@pytest.mark.parametrize(("length", "named"), [(4.5, set()), (5.5, {"C"}), (9.5, {"C"})])
+def test_from_half_of_the_limit_on_a_site_is_named(length: float, named: set[str]) -> None:
+    found = judged([1, 1, length])
+    assert found.suspicious.keys() == named and len(found.accepted) == 3
+
+
 def test_no_number_of_images_allows_more_than_a_hundred() -> None:
     assert judged([1, 1, 110], [4, 4, 10**9]).rejected.keys() == {"C"} and not judged([1, 1, 90], [4, 4, 400]).rejected
 

@@ -110,7 +110,7 @@ def screen(
         f"{phase}/{entry}": gathered(accepted, outgoing, entry, weights is None or entry in weights, entry in steps) for entry in entries
     }
     digests = {key: _digests(accepted, key.removeprefix(f"{phase}/"), evidence) for key, evidence in found.items()}
-    too_long, unlike = _too_long(found, enrolled, past)
+    too_long, long = _too_long(found, enrolled, past)
     for judged in (too_long, _unmoved(found), _replayed(digests, past)):
         for site, reason in judged.items():
             rejected.setdefault(site, reason)
@@ -118,7 +118,8 @@ def screen(
     rejected |= _turning(left)
     accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
     left = _of(found, list(accepted))
-    suspicious = {**(unlike if len(accepted) == 2 else {}), **_against_the_others(left)}
+    odd = long | _against_the_others(left)
+    suspicious = {site: odd[site] for site in accepted if site in odd}
     if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
         rejected, suspicious = rejected | suspicious, {}
         accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
@@ -169,13 +170,13 @@ def _limit(site: str, others: Collection[str], enrolled: Mapping[str, Mapping[st
 
 
 def _too_long(found: Mapping[str, Evidence], enrolled: Mapping[str, Mapping[str, int]], past: Past) -> tuple[dict[str, str], dict[str, str]]:
-    """(sites whose update of some entry is too long to be used, both of two sites where one is far longer).
+    """(sites whose update of some entry is too long to be used, sites whose update is long enough to be named).
 
-    A length is held against the median of the others that moved, so that no site has a say in its own limit. Of two, the longer one may as
-    well be right: up to 100 it is used and both are named. One alone is held against what it was sent.
+    A length is held against the median of the others that moved, so that no site has a say in its own limit; from half of the limit on it is
+    named. Of two, the longer one may as well be right: up to 100 it is used and both are named. One alone is held against what it was sent.
     """
     rejected: dict[str, str] = {}
-    unlike: dict[str, str] = {}
+    named: dict[str, str] = {}
     for key, evidence in found.items():
         lengths, largest = evidence.lengths, past.steps.get(key, 0.0) if evidence.step else 0.0
         for site, length in lengths.items():
@@ -190,10 +191,12 @@ def _too_long(found: Mapping[str, Evidence], enrolled: Mapping[str, Mapping[str,
             text = f"{_entry(key)} moved by {length:.3g}, more than {{:.3g}} times {words} {usual:.3g}"
             if usual > 0 and not length <= most * usual:  # NaN, where lengths overflow, is too long as well
                 rejected.setdefault(site, text.format(most))
+            elif most < _LARGEST and length > limit / 2 * usual > 0:
+                named.setdefault(site, text.format(limit / 2))
             elif len(others) == 1 and length > limit * usual > 0:
                 pair = f"{text.format(limit)}; of two sites nobody can say which one is wrong"
-                unlike = dict.fromkeys((site, *others), pair) | unlike
-    return rejected, unlike
+                named = dict.fromkeys((site, *others), pair) | named
+    return rejected, named
 
 
 def _unmoved(found: Mapping[str, Evidence]) -> dict[str, str]:
