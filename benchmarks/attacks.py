@@ -1,13 +1,15 @@
 """What one lying site of three does to the honest ones: attacks on FedAvg, robust means and each paper's method.
 
-    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--suspects used] [--selection median] [--out attacks.json]
+    python benchmarks/attacks.py [--rounds 8] [--seeds 1] [--suspects used] [--selection median] [--out attacks.json] [--colluding]
 
 Every run is one of the plain loop on the phantom at 32 pixels, with 24 training images a site. A cell is the mean test Dice of the two
 honest sites' deployed models, over the seeds, and what the events say of the liar: R rejected, S suspicious, W warned of, - nothing.
+With --colluding two sites of four lie, each the same lie; small letters are what the events say of honest sites.
 """
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 
 import medflare
 from medflare.core.message import Message
+from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, difference, moved
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
@@ -29,7 +32,8 @@ from medflare.federation.settings import ENROL
 from medflare.methods.base import Step
 from medflare.tasks.config import load_task
 
-SITES, LIAR = ("site-1", "site-2", "site-3"), "site-2"
+SITES, LIARS = ("site-1", "site-2", "site-3"), ("site-2",)
+FOUR, COLLUDING = (*SITES, "site-4"), ("site-2", "site-4")
 MANY = 10**9
 ALONE = "without the site"
 COUNTS = (24, 6, 8)  # training, validation and test images of a site
@@ -50,6 +54,28 @@ def scaled(factor: float) -> Lie:
         return Message({**reply.states, **changed}, reply.facts)
 
     return lie
+
+
+def noise(factor: float) -> Lie:
+    """The honest update and Gaussian noise so many times as long, in every entry that is a new version of what was sent."""
+
+    def lie(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
+        states = dict(reply.states)
+        for entry in both(sent, reply):
+            update = difference(reply.states[entry], sent.states[entry])
+            drawn = torch_generator(0, step.round, "noise", entry)
+            names = [name for name, tensor in update.items() if tensor.is_floating_point() and not name.endswith("running_var")]
+            random = {name: torch.randn(update[name].shape, generator=drawn, dtype=update[name].dtype) for name in names}
+            wanted = factor * length(update) / max(length(random), 1e-12)
+            states[entry] = {**reply.states[entry], **{name: reply.states[entry][name] + wanted * random[name] for name in names}}
+        return Message(states, reply.facts)
+
+    return lie
+
+
+def length(state: Mapping[str, torch.Tensor]) -> float:
+    """Euclidean, of all floating-point numbers together."""
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values() if tensor.is_floating_point()))
 
 
 def steps(factor: float, honest: str = "") -> Lie:
@@ -113,6 +139,8 @@ ATTACKS: dict[str, Lie] = {
     "zeros (free rider)": scaled(0.0),
     "false metrics": praised,
     "false count": inflated,
+    "noise x 9": noise(9.0),
+    "noise x 90": noise(90.0),
     "steps flipped": steps(-1.0),
     "steps x 50": steps(50.0),
     "steps flipped x 50": steps(-50.0),
@@ -126,21 +154,22 @@ def both(sent: Message, reply: Message) -> list[str]:
 
 
 class Lying(LocalExchange):
-    """The plain loop with one site that lies."""
+    """The plain loop with sites that lie."""
 
     lie: Lie = staticmethod(honest)
-    memory: dict[str, StateDict]
+    liars: tuple[str, ...] = LIARS
+    memory: dict[str, dict[str, StateDict]]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.memory = {}
+        self.memory = {site: {} for site in self.liars}
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
         sent = Message({entry: {name: tensor.clone() for name, tensor in state.items()} for entry, state in message.states.items()})
         reply = super().answer(site, step, message)
-        if site != LIAR or reply.message is None:
+        if site not in self.liars or reply.message is None:
             return reply
-        return Reply(type(self).lie(step, sent, reply.message, self.memory))
+        return Reply(type(self).lie(step, sent, reply.message, self.memory[site]))
 
 
 @cache
@@ -161,12 +190,12 @@ def inverted(split: Any) -> Split:
     return Split(split.images, 1 - split.targets, split.patients, split.names)
 
 
-def opener(seed: int, flipped: bool) -> Callable[[str, str], Site]:
-    """The sites; the liar's training and validation masks inverted where asked for."""
+def opener(seed: int, flipped: tuple[str, ...]) -> Callable[[str, str], Site]:
+    """The sites; training and validation masks of some inverted."""
 
     def opened(name: str, role: str) -> Site:
         data = images(name)
-        if flipped and name == LIAR:
+        if name in flipped:
             train, validation = (inverted(split) for split in (data.train, data.validation))
             data = SiteData(train, validation, data.test)
         return Site(name, TASK, data, seed)
@@ -174,32 +203,36 @@ def opener(seed: int, flipped: bool) -> Callable[[str, str], Site]:
     return opened
 
 
-def run(method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES, **rules: str) -> tuple[float, str]:
-    """(mean Dice of the honest sites, letters of the events that name the liar)."""
-    Lying.lie = staticmethod(ATTACKS[attack])
+def run(
+    method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES, liars: tuple[str, ...] = LIARS, **rules: str
+) -> tuple[float, str]:
+    """(mean Dice of the honest sites, letters of the events that name a liar, small ones of those that name an honest site)."""
+    Lying.lie, Lying.liars = staticmethod(ATTACKS[attack]), liars
     before, loop.LocalExchange = LocalExchange, Lying  # type: ignore[assignment, misc]
     try:
         options: dict[str, Any] = {**rules, **METHODS.get(method, {})}
-        opened = opener(seed, attack == "labels flipped")
+        opened = opener(seed, liars if attack == "labels flipped" else ())
         results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, **options)
     finally:
         loop.LocalExchange = before  # type: ignore[misc]
     if results["status"] != "COMPLETED":
         return float("nan"), results["reason"]
-    dice = mean(results["sites"][site]["metrics"]["deployed"]["dice"] for site in sites if site != LIAR)
-    kinds = {event["kind"] for event in results["events"] if event["site"] == LIAR}
-    return dice, "".join(letter for kind, letter in LETTERS.items() if kind in kinds) or "-"
+    dice = mean(results["sites"][site]["metrics"]["deployed"]["dice"] for site in sites if site not in liars)
+    kinds = {(event["kind"], event["site"] in liars) for event in results["events"] if event["site"]}
+    named = "".join(letter for kind, letter in LETTERS.items() if (kind, True) in kinds)
+    blamed = "".join(letter.lower() for kind, letter in LETTERS.items() if (kind, False) in kinds)
+    return dice, named + blamed or "-"
 
 
-def table(found: Mapping[str, Mapping[str, list[tuple[float, str]]]]) -> str:
+def table(found: Mapping[str, Mapping[str, list[tuple[float, str]]]], who: str) -> str:
     """Markdown: a row an attack, a column a method."""
     columns = list(found)
-    lines = ["| one site of three sends | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    lines = [f"| {who} | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for row in next(iter(found.values())):
         cells = []
         for column in columns:
             runs = found[column][row]
-            letters = "".join(letter for letter in "RSW" if any(letter in events for _, events in runs)) or "-"
+            letters = "".join(letter for letter in "RSWrsw" if any(letter in events for _, events in runs)) or "-"
             cells.append(f"{mean(dice for dice, _ in runs):.2f} {letters}")
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -213,25 +246,27 @@ def main() -> None:
     parser.add_argument("--attacks", default=",".join((ALONE, *(name for name in ATTACKS if not name.startswith("steps")))))
     parser.add_argument("--suspects", choices=("used", "rejected"), default="used")
     parser.add_argument("--selection", choices=("median", "paired", "mean", "last"), default="median")
+    parser.add_argument("--colluding", action="store_true", help="two sites of four lie")
     parser.add_argument("--out", type=Path, help="file that is written after every run, and gone on from where it is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    everybody, liars = (FOUR, COLLUDING) if options.colluding else (SITES, LIARS)
     rules = {"suspects": options.suspects, "selection": options.selection}
     stored = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     found: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for seed in range(options.seeds):  # outermost: a run that is cut short has a whole table
         for method in options.methods.split(","):
             for attack in options.attacks.split(","):
-                key = f"{method}/{attack}/{seed}/{options.rounds}/{options.suspects}/{options.selection}"
+                key = f"{method}/{attack}/{seed}/{options.rounds}/{options.suspects}/{options.selection}/{len(liars)}"
                 if key not in stored:
                     alone = attack == ALONE
-                    sites = tuple(site for site in SITES if site != LIAR) if alone else SITES
-                    stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites, **rules)
+                    sites = tuple(site for site in everybody if site not in liars) if alone else everybody
+                    stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites, liars, **rules)
                     print(key, *stored[key], flush=True)
                     if options.out:
                         options.out.write_text(json.dumps(stored))
                 found.setdefault(method, {}).setdefault(attack, []).append(tuple(stored[key]))
-    print(table(found))
+    print(table(found, f"{len(liars)} of {len(everybody)} sites send"))
 
 
 if __name__ == "__main__":

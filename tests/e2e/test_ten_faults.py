@@ -22,7 +22,7 @@ COMPONENT = Path(__file__).parent / "components" / "misbehaving.py"
 # fault -> (kind of the event that names the site, words in it)
 LINES = {
     "nan": ("rejected", "holds NaN or infinity"),
-    "huge": ("rejected", "times the round's median"),
+    "huge": ("rejected", "times the others' median"),
     "missing_key": ("rejected", "missing tensor"),
     "extra_key": ("rejected", "unexpected tensor 'patients'"),
     "wrong_shape": ("rejected", "has shape"),

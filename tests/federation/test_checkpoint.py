@@ -14,7 +14,7 @@ from medflare.core.store import StateStore
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, stored_plan, take_up
 from medflare.federation.exchange import Reply
 from medflare.federation.schedule import Federation
-from medflare.federation.screening.past import Taken
+from medflare.federation.screening.updates import Screened
 from medflare.methods.base import Step
 from medflare.methods.fedavg import FedAvgServer
 from methods import squares
@@ -49,7 +49,7 @@ def under_way() -> Any:
     run.server.model = {name: tensor + 1 for name, tensor in run.server.model.items()}
     run.server.best.offer(0.5, 2, run.server.model)
     run.outcome.enrolled |= {"B": {"n": {"train": 4}}, "A": {"n": {"train": 3}}}
-    run.past.remember(Taken({"train/model": 0.5}, {"train/model": 1.5}, {"train/model": {"ab12": "B"}}), 1)
+    run.past.remember(Screened({}, {}, steps={"train/change": 0.5}, digests={"train/model": {"ab12": "B"}}), 1)
     run.outcome.history.append({"step": 0})
     run.outcome.down_bytes, run.outcome.up_bytes = 30, 20
     run.events.add("warning", "before")
@@ -95,12 +95,12 @@ def test_a_step_late_in_a_run_writes_no_more_than_an_early_one(tmp_path: Path, m
     for step in range(10, 40):
         run.outcome.history.append({"step": step, "sites": {"A": {"loss": 0.5}}})
         run.events.add("warning", f"in {step}", round=step)
-        run.past.remember(Taken({"train/model": 0.5}, {"train/model": 1.5}, {"train/model": {f"{step:04x}": "B"}}), step)
+        run.past.remember(Screened({}, {}, steps={"train/change": 0.5}, digests={"train/model": {f"{step:04x}": "B"}}), step)
         checkpoint.save(step, run)
         for kind, size in sizes.items():
             size.append((tmp_path / f"{CHECKPOINT}.{kind}").stat().st_size)
     lines = [later - earlier for earlier, later in pairwise(sizes["jsonl"])]
-    assert len(set(lines)) == 1 and len(set(sizes["safetensors"][10:])) == 1, "the first ten lengths are remembered"
+    assert len(set(lines)) == 1 and len(set(sizes["safetensors"])) == 1
     after = federation()
     Checkpoint(tmp_path, PLAN).restore(after)
     assert after.outcome.history == run.outcome.history and after.past == run.past

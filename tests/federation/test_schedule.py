@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from medflare.core.message import Message
 from medflare.federation.exchange import Reply
 from medflare.federation.participant import Participant, identity_of
 from medflare.federation.schedule import Federation
-from medflare.federation.screening.past import Past
+from medflare.federation.screening.updates import Past
 from medflare.federation.settings import Rules
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.catalogue import get_method
@@ -97,6 +98,10 @@ def flip(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor], factor: 
     )
 
 
+def length_of(state: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values()))
+
+
 def first(state: dict[str, torch.Tensor]) -> str:
     return next(iter(state))
 
@@ -104,7 +109,7 @@ def first(state: dict[str, torch.Tensor]) -> str:
 FAULTS = {
     "NaN": (poison(lambda s: s[first(s)].fill_(math.nan)), "NaN or infinity"),
     "infinity": (poison(lambda s: s[first(s)].fill_(math.inf)), "NaN or infinity"),
-    "huge": (poison(lambda s: s[first(s)].fill_(1e30)), "times the round's median"),
+    "huge": (poison(lambda s: s[first(s)].fill_(1e30)), "times the others' median"),
     "missing tensor": (poison(lambda s: s.pop(first(s))), "missing tensor"),
     "extra tensor": (poison(lambda s: s.update(extra=torch.zeros(1))), "unexpected tensor 'extra'"),
     "shape": (poison(lambda s: s.update({first(s): torch.zeros(1)})), "has shape (1,), expected"),
@@ -255,27 +260,32 @@ class TestOddUpdates:
         assert {event["site"] for event in events.of("suspicious")} == {"A", "B"} and not events.of("rejected")
         assert "of two sites nobody can say" in events.of("suspicious")[0]["message"]
 
-    def test_the_limit_is_learnt_from_the_rounds(self, run: Any) -> None:
-        def far(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
-            moved = {n: t for n, t in state.items() if t.is_floating_point() and not n.endswith("running_var")}  # that would fall below 0
-            state.update({n: sent[n] + 50 * (t - sent[n]) for n, t in moved.items()})
+    @pytest.mark.parametrize(("factor", "rejected_in"), [(90.0, [0, 1, 2]), (20.0, [0, 1, 2]), (9.0, [])])
+    def test_noise_far_longer_than_the_others_updates_is_not_used(self, run: Any, factor: float, rejected_in: list[int]) -> None:
+        """In no direction, so that no cosine tells of it; from the first round on, and no round of noise teaches the limit anything."""
+        noise = np.random.default_rng(0)
 
-        rejected = run(self.spoilt(far, since=3), rounds=4).events.of("rejected")
-        assert [(event["site"], event["round"]) for event in rejected] == [("B", 3)]
-        assert "times the round's median" in rejected[0]["message"] and "100 times" not in rejected[0]["message"]
+        def spoil(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
+            names = [n for n, t in state.items() if t.is_floating_point() and not n.endswith("running_var")]  # that would fall below 0
+            drawn = {n: torch.tensor(noise.standard_normal(tuple(state[n].shape)), dtype=torch.float32) for n in names}
+            length, wanted = length_of(drawn), factor * length_of({n: state[n] - sent[n] for n in names})
+            state.update({n: sent[n] + wanted / length * drawn[n] for n in names})
 
-    @pytest.mark.parametrize(("since", "words"), [(0, "the length of what it was sent"), (1, "the median of the rounds before")])
-    def test_of_two_sites_the_one_that_is_huge_is_named(self, run: Any, since: int, words: str) -> None:
+        events = run(self.spoilt(spoil), rounds=3).events.of("rejected")
+        assert [(event["site"], event["round"]) for event in events] == [("B", round) for round in rejected_in]
+        assert all("more than 10 times the others' median" in event["message"] for event in events)
+
+    @pytest.mark.parametrize(("since", "rounds"), [(0, 2), (1, 2)])
+    def test_of_two_sites_the_one_that_is_huge_is_named(self, run: Any, since: int, rounds: int) -> None:
         exchange = self.spoilt(lambda state, sent: state[first(state)].fill_(1e6), since)
         exchange.absent = {0: {"C"}, 1: {"C"}, 2: {"C"}}
-        rejected = run(exchange, rules=Rules(min_sites=1)).events.of("rejected")
-        assert {event["site"] for event in rejected} == {"B"} and words in rejected[0]["message"]
+        rejected = run(exchange, rounds=rounds, rules=Rules(min_sites=1)).events.of("rejected")
+        assert [(event["site"], event["round"]) for event in rejected] == [("B", round) for round in range(since, rounds)]
 
     def test_what_it_remembers_can_be_written_down(self, run: Any) -> None:
         federation = run(Sites(), rounds=4)
         stored = json.loads(json.dumps(asdict(federation.past)))
         assert Past(**stored) == federation.past and len(stored["seen"]["train/model"]) == 12
-        assert 10.0 <= federation.past.limit("train/model", 100.0) < 100.0
 
 
 class TestVotes:

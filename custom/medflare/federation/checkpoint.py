@@ -18,7 +18,7 @@ from medflare.core.message import Message
 from medflare.core.store import StateStore, make_folder, own_opener, write_atomically
 from medflare.federation.outcome import Cost
 from medflare.federation.schedule import Federation
-from medflare.federation.screening.past import Past
+from medflare.federation.screening.updates import Past
 
 CHECKPOINT: Final = "checkpoint"
 _UNSAID: Final = {"wire": "fp32"}  # settings that 0.2.0 did not have, as it ran
@@ -100,7 +100,7 @@ class Checkpoint:
         run = {
             "finished": finished,
             "enrolled": dict(sorted(members.items())),  # also those that have not come back yet
-            "past": {"lengths": past.lengths, "ratios": past.ratios},
+            "past": {"steps": past.steps},
             "journal": self._journal.mark,
             "bytes": [outcome.down_bytes, outcome.up_bytes],
             "costs": {site: asdict(cost) for site, cost in outcome.costs.items()},
@@ -132,7 +132,7 @@ class Checkpoint:
         lines = self._journal.read(run["journal"]) if "journal" in run else [_of_0_2(run)]
         federation.server.restore(message)
         federation.returning = run["enrolled"]
-        federation.past = Past(**run["past"])
+        federation.past = Past(run["past"].get("steps", {}))  # 0.2.0 kept other lengths
         for line in lines:
             federation.outcome.history.extend(line["history"])
             for key, found in line["seen"].items():

@@ -23,10 +23,9 @@ from medflare.federation.enrolment import Enrolment, listed
 from medflare.federation.exchange import Courier, Exchange, Reply, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.screening.incoming import STEPS
-from medflare.federation.screening.past import Past
 from medflare.federation.screening.rounding import BF16, Rounding
 from medflare.federation.screening.shares import capped
-from medflare.federation.screening.updates import Screened, lost_votes, screen
+from medflare.federation.screening.updates import Past, Screened, lost_votes, screen
 from medflare.federation.screening.votes import close_elections
 from medflare.federation.settings import DELIVER, Rules
 from medflare.methods.base import ServerHalf, Step
@@ -162,7 +161,7 @@ class Federation:
 
     def _take(self, step: Step, screened: Screened) -> None:
         """The usable replies of a step that is done: name what is odd about them, remember them, and cap what they count for."""
-        self.past.remember(screened.taken, step.round)
+        self.past.remember(screened, step.round)
         for site, reason in screened.suspicious.items():
             self.events.add("suspicious", f"update to '{step.phase}' used, though {reason}", site=site, round=step.round)
         if self.rules.max_share is not None:

@@ -6,7 +6,7 @@ An update is the difference between an entry of a reply and the entry of the sam
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -28,14 +28,15 @@ class Evidence:
     Attributes:
         products: (K, K) inner products of the sites' updates, in the order of `sites`.
         sent: site -> length of what it was sent; 0 where it was sent no such entry.
-        whole: whether the entry is a new version of the weights that were sent, or a step: only then has it a direction, and may it have
-            been seen before.
+        update: whether the entry is a new version of what was sent, or a step.
+        whole: whether it is a step, or a new version of a network's weights: only then has it a direction, and may it have been seen before.
         step: whether it is declared as one, see `core.manifest.Entry`.
     """
 
     sites: tuple[str, ...]
     products: Tensor
     sent: Mapping[str, float]
+    update: bool
     whole: bool
     step: bool = False
 
@@ -51,7 +52,7 @@ class Evidence:
             sites: in sorted order.
         """
         chosen = [self.sites.index(site) for site in sites]
-        return Evidence(sites, self.products[chosen][:, chosen], {site: self.sent[site] for site in sites}, self.whole, self.step)
+        return replace(self, sites=sites, products=self.products[chosen][:, chosen], sent={site: self.sent[site] for site in sites})
 
 
 def gathered(
@@ -82,8 +83,8 @@ def gathered(
             updates = room[: len(sites) * parts[0].numel()].view(len(sites), parts[0].numel())
             offsets(parts[len(different) :], [starts[id(tensor)] for tensor in begun], updates)
             products += updates @ updates.T
-    new = weights and all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
-    return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), step or new, step)
+    new = step or all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
+    return Evidence(sites, products, dict(zip(sites, map(math.sqrt, sent), strict=True)), new, step or (new and weights), step)
 
 
 def similarity(updates: Mapping[str, Evidence]) -> dict[str, dict[str, dict[str, float]]]:

@@ -13,13 +13,13 @@ from typing import Any, Final
 from medflare.core.manifest import Fact, Manifest, negative, non_finite, violation
 from medflare.core.message import Message
 from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered, similarity, sum_with_and_without
-from medflare.federation.screening.past import MARGIN, Past, Taken
 from medflare.federation.screening.plain import one_line
 from medflare.federation.screening.replies import METRIC, unfit
 
 _NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
 _COUNTS: Final = {"n_samples": ("train", "training"), "n_validation": ("validation", "validation")}  # fact -> split, in words
-_LONGEST: Final = 100.0  # times its measure: what is longer is rejected; it falls as `past` learns what is usual
+_LIMIT: Final = 10.0  # times the others' median length: a longer update is rejected, from the first round on
+_LARGEST: Final = 100.0  # where nobody can say which length is the usual one: of two sites, one alone, and what is no update
 OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive
 
 
@@ -28,15 +28,43 @@ class Screened:
     """Usable replies in sorted site order, why each of the others is not usable, and what is odd about those that are.
 
     Attributes:
-        taken: what this step adds to the memory of the screening, once it has come to its end.
+        steps: "phase/entry" -> median length of what is declared as a step.
+        digests: "phase/entry" -> hash of an update -> its site.
         similarity: of the accepted updates of entries that are new versions of what was sent, or steps, see `evidence.similarity`.
     """
 
     accepted: dict[str, Message]
     rejected: dict[str, str]
     suspicious: dict[str, str] = field(default_factory=dict)
-    taken: Taken = field(default_factory=Taken)
+    steps: Mapping[str, float] = field(default_factory=dict)
+    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     similarity: Callable[[], dict[str, dict[str, dict[str, float]]]] = dict
+
+
+@dataclass
+class Past:
+    """What is remembered of earlier steps, by "phase/entry": lengths and hashes, never a state. It goes into the checkpoint.
+
+    Attributes:
+        steps: -> the largest median length that a round had of what is declared as a step.
+        seen: -> hash of an update -> [its site, its round].
+    """
+
+    steps: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+
+    def remember(self, screened: Screened, round: int) -> None:
+        """Add a step that has come to its end.
+
+        Args:
+            screened: its replies.
+            round: of the step.
+        """
+        for key, length in screened.steps.items():
+            self.steps[key] = max(length, self.steps.get(key, 0.0))
+        for key, digests in screened.digests.items():
+            for mark, site in digests.items():
+                self.seen.setdefault(key, {}).setdefault(mark, [site, round])
 
 
 def screen(
@@ -82,20 +110,24 @@ def screen(
         f"{phase}/{entry}": gathered(accepted, outgoing, entry, weights is None or entry in weights, entry in steps) for entry in entries
     }
     digests = {key: _digests(accepted, key.removeprefix(f"{phase}/"), evidence) for key, evidence in found.items()}
-    for judged in (_too_long(found, past), _far_apart(found, past), _unmoved(found), _replayed(digests, past)):
+    too_long, long = _too_long(found, enrolled, past)
+    for judged in (too_long, _unmoved(found), _replayed(digests, past)):
         for site, reason in judged.items():
             rejected.setdefault(site, reason)
     left = _of(found, [site for site in accepted if site not in rejected])
     rejected |= _turning(left)
     accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
     left = _of(found, list(accepted))
-    suspicious = _against_the_others(left)
+    odd = long | _against_the_others(left)
+    suspicious = {site: odd[site] for site in accepted if site in odd}
     if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
         rejected, suspicious = rejected | suspicious, {}
         accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
         left = _of(found, list(accepted))
     updates = {_entry(key): evidence for key, evidence in left.items() if evidence.whole}
-    return Screened(accepted, dict(sorted(rejected.items())), suspicious, _taken(left, digests, past), partial(similarity, updates))
+    steps_taken = {key: statistics.median_low(evidence.lengths.values()) for key, evidence in left.items() if evidence.step}
+    known = {key: {mark: site for site, mark in digests[key].items() if site in accepted} for key in left}
+    return Screened(accepted, dict(sorted(rejected.items())), suspicious, steps_taken, known, partial(similarity, updates))
 
 
 def _reason(
@@ -127,45 +159,44 @@ def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | N
     return None
 
 
-def _measure(evidence: Evidence, key: str, past: Past) -> tuple[dict[str, float], str]:
-    """site -> the length that its update is held against, and what that is.
+def _limit(site: str, others: Collection[str], enrolled: Mapping[str, Mapping[str, int]]) -> float:
+    """How many times the others' median an update may be long: 10, and with more training images, which are more steps, as many times more.
 
-    It is the median of the round; of fewer than three replies that of the rounds before, and in the first round what the site was sent.
+    No number of images makes it more than 100.
     """
-    lengths = evidence.lengths
-    if len(lengths) > 2 and evidence.step:  # what changes little once it is known is long at the site that comes late
-        longest = max(statistics.median(lengths.values()), past.length(key) or 0.0)
-        return dict.fromkeys(lengths, longest), "the largest median of the rounds"
-    if len(lengths) > 2:
-        return dict.fromkeys(lengths, statistics.median(lengths.values())), "the round's median"
-    if (usual := past.length(key)) is not None:
-        return dict.fromkeys(lengths, usual), "the median of the rounds before"
-    return dict(evidence.sent), "the length of what it was sent"
+    counts = {name: enrolled.get(name, {}).get("train", 0) for name in (site, *others)}
+    usual = statistics.median(counts[name] for name in others)
+    return _LIMIT * min(max(1.0, counts[site] / usual), _LARGEST / _LIMIT) if usual else _LIMIT
 
 
-def _too_long(found: Mapping[str, Evidence], past: Past) -> dict[str, str]:
-    """Sites whose update of some entry is far longer than is usual."""
-    reasons: dict[str, str] = {}
+def _too_long(found: Mapping[str, Evidence], enrolled: Mapping[str, Mapping[str, int]], past: Past) -> tuple[dict[str, str], dict[str, str]]:
+    """(sites whose update of some entry is too long to be used, sites whose update is long enough to be named).
+
+    A length is held against the median of the others that moved, so that no site has a say in its own limit; from half of the limit on it is
+    named. Of two, the longer one may as well be right: up to 100 it is used and both are named. One alone is held against what it was sent.
+    """
+    rejected: dict[str, str] = {}
+    named: dict[str, str] = {}
     for key, evidence in found.items():
-        limit, (against, words) = past.limit(key, MARGIN if evidence.step else _LONGEST), _measure(evidence, key, past)
-        for site, length in evidence.lengths.items():
-            if not length <= limit * against[site] and against[site] > 0:  # NaN, where lengths overflow, is too long as well
-                text = f"{_entry(key)} moved by {length:.3g}, more than {limit:.3g} times {words} {against[site]:.3g}"
-                reasons.setdefault(site, text)
-    return reasons
-
-
-def _far_apart(found: Mapping[str, Evidence], past: Past) -> dict[str, str]:
-    """Both of two sites, where the first step of one is far longer: no round was before it, and nothing was sent to hold it against."""
-    reasons: dict[str, str] = {}
-    for key, evidence in found.items():
-        if not evidence.step or len(evidence.sites) != 2 or past.length(key) is not None:
-            continue
-        shorter, longer = sorted(evidence.lengths.values())
-        if longer > _LONGEST * shorter > 0:
-            text = f"{_entry(key)} is {longer / shorter:.3g} times as long at one site as at the other"
-            reasons |= dict.fromkeys(evidence.sites, f"{text}; of two nobody can say which one is wrong")
-    return reasons
+        lengths, largest = evidence.lengths, past.steps.get(key, 0.0) if evidence.step else 0.0
+        for site, length in lengths.items():
+            others = [other for other, moved in lengths.items() if other != site and 0 < moved < math.inf]
+            usual, words = evidence.sent[site], "the length of what it was sent"
+            if others:
+                usual, words = statistics.median(lengths[other] for other in others), "the others' median"
+            if largest > usual:  # what changes little once it is known is long at a site that comes late
+                usual, words = largest, "the largest median of the rounds"
+            limit = _limit(site, others, enrolled) if others and evidence.update else _LARGEST
+            most = limit if len(others) > 1 or largest else _LARGEST
+            text = f"{_entry(key)} moved by {length:.3g}, more than {{:.3g}} times {words} {usual:.3g}"
+            if usual > 0 and not length <= most * usual:  # NaN, where lengths overflow, is too long as well
+                rejected.setdefault(site, text.format(most))
+            elif most < _LARGEST and length > limit / 2 * usual > 0:
+                named.setdefault(site, text.format(limit / 2))
+            elif len(others) == 1 and length > limit * usual > 0:
+                pair = f"{text.format(limit)}; of two sites nobody can say which one is wrong"
+                named = dict.fromkeys((site, *others), pair) | named
+    return rejected, named
 
 
 def _unmoved(found: Mapping[str, Evidence]) -> dict[str, str]:
@@ -222,20 +253,6 @@ def _against_the_others(left: Mapping[str, Evidence]) -> dict[str, str]:
             if cosine < OPPOSITE:
                 reasons.setdefault(site, f"{_entry(key)} moved against the others: cosine {cosine:.2f} to their mean direction{unknown}")
     return reasons
-
-
-def _taken(left: Mapping[str, Evidence], digests: Mapping[str, Mapping[str, str]], past: Past) -> Taken:
-    lengths, ratios = {}, {}
-    for key, evidence in left.items():
-        against, _ = _measure(evidence, key, past)
-        moved = {site: length for site, length in evidence.lengths.items() if length > 0}
-        if moved:
-            usual = statistics.median(moved.values())
-            lengths[key] = max(usual, past.length(key) or 0.0) if evidence.step else usual
-            known = [length / against[site] for site, length in moved.items() if against[site] > 0]
-            if known and evidence.whole and (len(evidence.sites) > 2 or past.length(key) is not None):
-                ratios[key] = max(known)
-    return Taken(lengths, ratios, {key: {found: site for site, found in digests[key].items() if site in left[key].sites} for key in left})
 
 
 def _entry(key: str) -> str:
