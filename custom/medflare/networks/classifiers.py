@@ -77,14 +77,6 @@ class ImageStatistics(nn.Module):
         return torch.cat([self.thumbnail(images).flatten(1), ranked[:, :, places].flatten(1), *edges], dim=1)
 
 
-class LogShares(nn.Module):
-    """Predictions that add up to one, some perhaps below zero, as logits: their softmax is the predictions, cut off near zero."""
-
-    def forward(self, predictions: Tensor) -> Tensor:
-        """Predictions (N, K) to logits (N, K)."""
-        return predictions.clamp_min(1e-4).log()
-
-
 def ridge_selector(in_channels: int, out_channels: int, side: int = 0, spatial_dims: int = 2) -> FeatureNetwork:
     """A linear model selector on fixed features (`ImageStatistics`), for weights that are solved and not trained.
 
@@ -96,7 +88,7 @@ def ridge_selector(in_channels: int, out_channels: int, side: int = 0, spatial_d
     """
     side = side or (12 if spatial_dims == 2 else 6)
     width = in_channels * (side**spatial_dims + len(ImageStatistics.SHARES) + spatial_dims)
-    return FeatureNetwork(ImageStatistics(side, spatial_dims), nn.Sequential(nn.Linear(width, out_channels), LogShares()))
+    return FeatureNetwork(ImageStatistics(side, spatial_dims), nn.Linear(width, out_channels))
 
 
 def small_cnn(

@@ -5,18 +5,18 @@ Also the formulas of what its Table 6 and Sec. 3.1 compare: APFL, pFedMe, FedSM-
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from statistics import median
-from typing import Any
+from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from medflare.core.backing import empty
 from medflare.core.states import StateDict, refuse_unlike, stretches
 
-GAMMAS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)  # candidates of the grid
-DECILES = tuple(place / 10 for place in range(1, 10))
+GAMMAS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # candidates
+TEMPERATURES: Final = tuple(2 ** (place / 2) for place in range(-12, 9))  # candidates, 1/64 to 16
+NEGLIGIBLE: Final = 0.01  # of the metric: a loss per site that the sites together may bear for the gain of one of them
+UNLIKELY: Final = 1e-6  # least probability that is told apart from 0
 _ROUNDING = 0.02  # of a gradient's largest number; that of bfloat16, with room
 
 
@@ -91,49 +91,149 @@ def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
     return torch.where(top > gamma, site + 1, torch.zeros_like(site))
 
 
-def tuned_gamma(facts: Mapping[str, Mapping[str, Any]]) -> float:
-    """The γ with the best validation metric over all sites, weighted by validation images; of equals the smallest.
+def limited_total(differences: Sequence[float]) -> float:
+    """Σ_k d_k, what the sites gain together by one candidate over another, where no single site decides against the others.
+
+    Of three sites or more, each d_k is cut off at ± (max_{j ≠ k} |d_j| + (K - 1) · 0.01): a site counts for at most the largest
+    difference of another site and 0.01 of the metric for each of the others. Then, with D the honest sites' sum and m their largest |d|:
+
+    - One site gains more than the others lose together, and these differ by at most 0.01 each: it wins, since m + (K - 1) 0.01 > (K - 1) m
+      for m <= 0.01.
+    - One site lies, all others have d_j >= 0.02: it loses from K = 4 on, since D >= m + (K - 2) 0.02 > m + (K - 1) 0.01. For K = 3 the
+      others need more than 0.02.
+    - A liar turns a comparison only where D <= m + (K - 1) 0.01: the others lose together no more than the stake of one of them and 0.01
+      a site.
+
+    Of two sites no one can say which is wrong, so nothing is cut off.
 
     Args:
-        facts: site -> {"gammas": {"0.5": metric or None, ...}, "n_validation": count}.
+        differences: d_k of every site, gain by the one candidate less gain by the other.
 
     Examples:
-        >>> tuned_gamma({"A": {"gammas": {f"{gamma:g}": 0.8 if gamma == 0.9 else 0.7 for gamma in GAMMAS}, "n_validation": 5}})
-        0.9
+        >>> round(limited_total([0.3, 0.0, 0.0, 0.0]), 6), round(limited_total([0.3, -0.005, -0.005, -0.005]), 6)
+        (0.03, 0.02)
+        >>> round(limited_total([-1.0, 0.02, 0.02, 0.02]), 6), limited_total([0.25, -0.125]), limited_total([])
+        (0.01, 0.125, 0)
     """
-    totals: dict[float, float] = {}
-    for gamma in GAMMAS:
-        pairs = [(f["gammas"][f"{gamma:g}"], f["n_validation"]) for _, f in sorted(facts.items())]
-        known = [(metric, count) for metric, count in pairs if metric is not None and count > 0]
-        if known:
-            totals[gamma] = sum(metric * count for metric, count in known) / sum(count for _, count in known)
-    return max(totals, key=lambda gamma: (totals[gamma], -gamma)) if totals else GAMMAS[0]
+    count = len(differences)
+    if count < 3:
+        return sum(differences)
+    *_, second, largest = sorted(map(abs, differences))
+    limits = [(second if abs(value) == largest else largest) + (count - 1) * NEGLIGIBLE for value in differences]
+    return sum(math.copysign(min(abs(value), limit), value) for value, limit in zip(differences, limits, strict=True))
 
 
-def median_by_gamma(facts: Mapping[str, Mapping[str, Any]], candidates: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What the sites agree on: for every γ the median over sites of its validation metric, so that no site chooses γ for the others.
+def tuned_gamma(gains: Mapping[str, Mapping[str, float | None]]) -> float:
+    """The γ that the sites' validation images prefer; ties go to the smallest.
 
-    Its standard error is taken for that of a mean of as many sites, each with the median of the sites' errors; one that is missing is 0.
+    Two candidates are compared by `limited_total` of the sites' gains, every site at equal weight. Taken is the candidate whose worst
+    comparison is best: it beats all others where one does (without a limit that is binding, the largest mean gain).
 
     Args:
-        facts: site -> {"gammas": {"0.5": metric or None, ...}, "errors": {"0.5": standard error, ...}}.
-        candidates: every γ as text.
+        gains: site -> γ as text -> mean paired gain over γ = 1 on the same patients; None where it is undefined.
 
     Returns:
-        {"gammas", "errors"} as of one site.
+        One of `GAMMAS`; 1, the global model, where no site has measured anything.
 
     Examples:
-        >>> sites = {"A": (0.5, 0.25), "B": (0.75, 0.25), "C": (0.0, 1.0), "D": (None, 0.0), "E": (0.75, 0.25)}
-        >>> median_by_gamma({name: {"gammas": {"0": metric}, "errors": {"0": error}} for name, (metric, error) in sites.items()}, ["0"])
-        {'gammas': {'0': 0.625}, 'errors': {'0': 0.125}}
+        >>> gains = lambda personal: {f"{gamma:g}": 0.0 if gamma == 1 else personal for gamma in GAMMAS}
+        >>> tuned_gamma({"A": gains(0.3), "B": gains(0.0), "C": gains(0.0), "D": gains(0.0)}), tuned_gamma({"A": gains(-0.1)})
+        (0.0, 1.0)
+        >>> tuned_gamma({"A": gains(0.0)}), tuned_gamma({})
+        (0.0, 1.0)
     """
-    metrics: dict[str, float | None] = {}
-    errors: dict[str, float] = {}
-    for text in candidates:
-        known = [(found["gammas"][text], found["errors"][text]) for found in facts.values() if found["gammas"][text] is not None]
-        metrics[text] = median(metric for metric, _ in known) if known else None
-        errors[text] = median(error or 0.0 for _, error in known) / math.sqrt(len(known)) if known else 0.0
-    return {"gammas": metrics, "errors": errors}
+    names = {gamma: f"{gamma:g}" for gamma in GAMMAS}
+    votes = [known for _, known in sorted(gains.items())]
+
+    def total(gamma: float, other: float) -> float:
+        pairs = ((known.get(names[gamma]), known.get(names[other])) for known in votes)
+        return limited_total([one - two for one, two in pairs if one is not None and two is not None])
+
+    voted = [gamma for gamma in GAMMAS if any(known.get(names[gamma]) is not None for known in votes)]
+    worst = {gamma: min(total(gamma, other) for other in voted) for gamma in voted}
+    return max(voted, key=lambda gamma: (round(worst[gamma], 9), -gamma), default=1.0)
+
+
+def paired_gain(values: Tensor, reference: Tensor) -> float | None:
+    """The mean of values - reference over the patients who have both; None without any.
+
+    Args:
+        values: metric of every patient (P,), NaN where it is undefined.
+        reference: the same patients' under what it is compared with (P,).
+
+    Examples:
+        >>> paired_gain(torch.tensor([0.75, torch.nan, 1.0]), torch.tensor([0.5, 0.5, torch.nan]))
+        0.25
+        >>> paired_gain(torch.tensor([torch.nan]), torch.tensor([0.5]))
+    """
+    difference = (values - reference).nanmean().item()
+    return None if math.isnan(difference) else difference
+
+
+def calibration_losses(logits: Tensor, own: int, patients: Sequence[str] | None) -> list[float]:
+    """Mean negative log-likelihood of a site's own label at each of `TEMPERATURES` (Guo et al. 2017, "On Calibration of Modern Neural
+    Networks", Sec. 4.2).
+
+    The target is (n + 1) / (n + K) for the own site and 1 / (n + K) for each other, Laplace's rule (as Platt 1999, Sec. 2.2, for two
+    classes): from n cases without an error nobody can say that there is none, so that no temperature goes to 0.
+
+    Args:
+        logits: of the selector (N, K).
+        own: the site's label.
+        patients: of every image, where a patient's mean scores choose: one case each; None: every image is a case.
+
+    Returns:
+        A loss for each temperature; nothing without images.
+
+    Examples:
+        >>> losses = calibration_losses(torch.tensor([[2.0, 0.0]] * 8), 0, None)  # always right: 9 to 1
+        >>> round(TEMPERATURES[losses.index(min(losses))], 3)  # the nearest to 2 / log 9
+        1.0
+        >>> calibration_losses(torch.zeros(0, 2), 0, None)
+        []
+    """
+    if not len(logits):
+        return []
+    losses = []
+    for temperature in TEMPERATURES:
+        scores = (logits.double() / temperature).softmax(dim=1)
+        if patients is not None:
+            scores = patient_scores(scores, patients)[[patients.index(patient) for patient in dict.fromkeys(patients)]]
+        cases, classes = scores.shape
+        target = torch.full((classes,), 1 / (cases + classes), dtype=torch.float64)
+        target[own] = (cases + 1) / (cases + classes)
+        losses.append(float(-(scores.clamp_min(UNLIKELY).log() @ target).mean()))
+    return losses
+
+
+def fitted_temperature(losses: Mapping[str, Sequence[float]]) -> float:
+    """The temperature of least mean loss, every site at equal weight; 1 where no site has a loss.
+
+    Args:
+        losses: site -> see `calibration_losses`; a site with another number of losses is left out.
+
+    Examples:
+        >>> at = lambda best: [abs(temperature - best) for temperature in TEMPERATURES]
+        >>> fitted_temperature({"A": at(0.5), "B": at(0.5), "C": []}), fitted_temperature({})
+        (0.5, 1.0)
+    """
+    known = [list(values) for _, values in sorted(losses.items()) if len(values) == len(TEMPERATURES)]
+    totals = [sum(column) for column in zip(*known, strict=True)]
+    return TEMPERATURES[totals.index(min(totals))] if totals else 1.0
+
+
+def tempered(selector: StateDict, temperature: float) -> StateDict:
+    """A selector whose logits are divided by the temperature, which its last layer takes up: nobody who uses it needs to know.
+
+    Args:
+        selector: its weights; those of its last layer, which is linear, are named "head...".
+        temperature: T > 0.
+
+    Examples:
+        >>> tempered({"body": torch.tensor(1.0), "head.weight": torch.tensor(1.0)}, 0.5)
+        {'body': tensor(1.), 'head.weight': tensor(2.)}
+    """
+    return {name: tensor / temperature if name.startswith("head.") else tensor for name, tensor in selector.items()}
 
 
 def patient_scores(scores: Tensor, patients: Sequence[str]) -> Tensor:
@@ -156,87 +256,6 @@ def patient_scores(scores: Tensor, patients: Sequence[str]) -> Tensor:
     groups = torch.tensor([places[patient] for patient in patients], dtype=torch.long, device=scores.device)
     totals = scores.new_zeros(len(places), scores.shape[1]).index_add_(0, groups, scores)
     return (totals / torch.bincount(groups, minlength=len(places))[:, None])[groups]
-
-
-def gamma_candidates(quantiles: Mapping[str, Sequence[float]], images: Mapping[str, int]) -> list[float]:
-    """Candidates of γ: 0, the deciles of the largest score max ŷ over all sites' images, and 1.
-
-    Fixed values miss where a selector is never above 0.6, or never below 0.99.
-
-    No one of three sites or more counts for more than all others together: what it has is only known from itself.
-
-    Args:
-        quantiles: site -> deciles of max ŷ over its images; empty without images.
-        images: site -> how many there are.
-
-    Returns:
-        In rising order, each once.
-
-    Examples:
-        >>> gamma_candidates({"A": [0.5] * 9, "B": [0.9] * 9, "C": []}, {"A": 10, "B": 30, "C": 0})
-        [0.0, 0.5, 0.9, 1.0]
-        >>> gamma_candidates({"A": [0.5] * 9, "B": [0.6] * 9, "C": [0.1] * 9}, {"A": 10, "B": 10, "C": 10**9})
-        [0.0, 0.1, 0.5, 0.6, 1.0]
-    """
-    whole = sum(images.values())
-    counted = {site: min(count, whole - count) for site, count in images.items()} if sum(map(bool, images.values())) > 2 else images
-    values = [(value, counted[site]) for site, found in sorted(quantiles.items()) for value in found if counted[site]]
-    if not values:
-        return [0.0, 1.0]
-    pooled, weights = zip(*values, strict=True)
-    deciles = np.quantile(np.array(pooled), DECILES, weights=np.array(weights, dtype=float), method="inverted_cdf")
-    return sorted({0.0, 1.0, *(round(float(value), 6) for value in deciles)})
-
-
-def jackknife_error(left_out: Sequence[float]) -> float:
-    """Standard error of a statistic from its values without each of G groups: sqrt((G - 1) / G Σ (θ_g - mean θ)²) (Efron 1982, Eq. 3.1).
-
-    Args:
-        left_out: θ_g of every group.
-
-    Returns:
-        0 for fewer than two groups.
-
-    Examples:
-        >>> jackknife_error([1.0]), jackknife_error([0.0, 1.0])  # of two values their standard error, |difference| / 2
-        (0.0, 0.5)
-    """
-    count = len(left_out)
-    if count < 2:
-        return 0.0
-    mean = sum(left_out) / count
-    return math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in left_out))
-
-
-def gamma_within_error(facts: Mapping[str, Mapping[str, Any]]) -> float:
-    """The largest γ whose validation metric is within one standard error of the best (the rule of Breiman et al. 1984, Sec. 3.4.3).
-
-    The larger γ, the more often the global model answers: ties favour it, and personal models have to show that they are better.
-
-    Args:
-        facts: site -> {"gammas": {"0.5": metric or None, ...}, "errors": {"0.5": standard error, ...}, "n_validation": images}.
-
-    Returns:
-        1 where the metric is defined nowhere.
-
-    Examples:
-        >>> gammas, errors = {"0": 0.80, "0.6": 0.79, "1": 0.70}, {"0": 0.02, "0.6": 0.02, "1": 0.02}
-        >>> gamma_within_error({"A": {"gammas": gammas, "errors": errors, "n_validation": 10}})
-        0.6
-    """
-    metrics: dict[float, float] = {}
-    errors: dict[float, float] = {}
-    for text in dict.fromkeys(text for found in facts.values() for text in found["gammas"]):
-        pairs = [(f["gammas"].get(text), f["errors"].get(text) or 0.0, f["n_validation"]) for _, f in sorted(facts.items())]
-        known = [(metric, error, count) for metric, error, count in pairs if metric is not None and count > 0]
-        total = sum(count for _, _, count in known)
-        if total:
-            metrics[float(text)] = sum(metric * count for metric, _, count in known) / total
-            errors[float(text)] = math.sqrt(sum((error * count) ** 2 for _, error, count in known)) / total
-    if not metrics:
-        return 1.0
-    best = max(metrics, key=lambda gamma: (metrics[gamma], gamma))
-    return max(gamma for gamma, metric in metrics.items() if metric >= metrics[best] - errors[best])
 
 
 def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:

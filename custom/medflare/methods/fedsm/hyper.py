@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.hyper import param
@@ -13,6 +13,10 @@ from medflare.methods.fedavg.site import FedAvgSiteHyper
 SHARED_META: Final = ("perfedavg", "pfedme")  # personalizations whose sites also share a model of their own beside w_g
 
 
+def _renamed(value: object) -> object:
+    return "tune" if value == "grid" else value  # what jobs of older versions say
+
+
 @dataclass(frozen=True, config=STRICT)
 class FedSMSiteHyper(FedAvgSiteHyper):
     """What a site trains, and how; the server reads from it what the sites send."""
@@ -21,7 +25,9 @@ class FedSMSiteHyper(FedAvgSiteHyper):
         "softpull", "where personal models come from", source="Table 6"
     )
     selector: Literal["auto", "compact_selector", "vgg11", "ridge"] = param(
-        "auto", "selector; auto: VGG-11 unless larger than the task's, else the compact one; ridge: solved in one exchange"
+        "auto",
+        "selector; ridge: solved in one exchange; auto: ridge, but if a setting of trained selectors is changed, VGG-11 unless it is larger "
+        "than the task's network, else the compact one",
     )
     selector_lr: Annotated[float, Field(ge=0)] | Literal["auto"] = param(
         "auto", "Adam rate of the selector; auto: 0.001 for VGG-11, 0.01 for the compact one"
@@ -65,13 +71,14 @@ class SuperServerHyper(FedAvgServerHyper):
 class FedSMServerHyper(SuperServerHyper):
     """FedSM's own server."""
 
-    selector_updates: int = param(1, "selector updates a round; each further one is an exchange of the selector alone", low=1)
+    selector_updates: Annotated[int, Field(ge=1)] | Literal["auto"] = param(
+        "auto", "updates of a trained selector a round, each further one an exchange of the selector alone; auto: at least 100 in the run"
+    )
     ridge_penalty: float = param(0.01, "selector ridge: penalty, as a share of each feature's variance", low=0)
     choose_by: Literal["patient", "image"] = param("patient", "scores that choose: the mean over a patient's images, or each image's own")
-    gamma: Annotated[float, Field(ge=0, le=1)] | Literal["tune", "grid"] = param(
+    gamma: Annotated[Annotated[float, Field(ge=0, le=1)] | Literal["tune"], BeforeValidator(_renamed)] = param(
         "tune",
-        "confidence below which the global model answers, or tune on validation: the largest quantile within one standard error of the "
-        "best; grid: the best of eight fixed values",
+        "confidence below which the global model answers; tune: the best of 13 values by the sites' validation gain over the global model",
         symbol="γ",
         source="Sec. 3.2",
     )

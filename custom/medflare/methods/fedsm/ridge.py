@@ -14,6 +14,7 @@ from medflare.core.manifest import Entry
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.methods.base import Plan
+from medflare.methods.fedsm.hyper import FedSMServerHyper
 from medflare.networks.catalogue import meta_network, task_network
 from medflare.networks.classifiers import ImageStatistics
 from medflare.networks.structure import example
@@ -21,6 +22,21 @@ from medflare.networks.structure import example
 RIDGE = "ridge_selector"
 _BRIGHTEST: Final = 1e9  # of an intensity as a network is fed it
 _ROUNDING: Final = 1e-9  # of sums in float64, with room
+_NEVER: Final = -1e4  # logit of a class that is missing
+
+
+def is_ridge(plan: Plan[Any, Any]) -> bool:
+    """Whether the selector is solved at the server and never trained: as asked for, or with "auto" where its classes are the sites.
+
+    "auto" trains a network where a setting of trained selectors is another than the default.
+    """
+    site, server = plan.site_hyper, plan.server_hyper
+    if site.selector != "auto":
+        return site.selector == "ridge"
+    if not isinstance(server, FedSMServerHyper):
+        return False
+    here = (server.selector_updates, server.selector_weighting, site.selector_lr, site.selector_steps, site.sync_moments)
+    return here == ("auto", "balanced", "auto", "server", True)
 
 
 def _shapes(plan: Plan[Any, Any]) -> StateDict:
@@ -38,7 +54,7 @@ STATISTICS = Entry(
     "mean and mean product of features of the training images (a thumbnail, intensity quantiles, edge strength): together they show an "
     "average image and how images vary around it",
     _shapes,
-    lambda plan: plan.site_hyper.selector == "ridge",
+    is_ridge,
     measured="train",
 )
 
@@ -114,7 +130,7 @@ def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: f
         penalty: λ.
 
     Returns:
-        W (K, F) and b (K,), float32. Predictions of the classes that are there add up to one.
+        W (K, F) and b (K,), float32. Predictions of the classes that are there add up to one; they become scores by a temperature.
 
     Examples:
         >>> at = lambda value: {"mean": torch.tensor([value]).double(), "products": torch.tensor([[value**2]]).double()}
@@ -130,7 +146,7 @@ def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: f
     scale = spread.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 1e-6 * scale.max().clamp_min(1e-12), scale, torch.inf)  # a constant feature tells nothing
     system = spread / torch.outer(scale, scale) + (penalty + 1e-9) * torch.eye(len(centre), dtype=torch.float64)
-    weight, bias = torch.zeros(classes, len(centre), dtype=torch.float64), torch.zeros(classes, dtype=torch.float64)
+    weight, bias = torch.zeros(classes, len(centre), dtype=torch.float64), torch.full((classes,), _NEVER, dtype=torch.float64)
     weight[present] = torch.linalg.solve(system, ((means - centre) / len(present) / scale).T).T / scale
     bias[present] = 1 / len(present) - weight[present] @ centre
     return weight.float(), bias.float()

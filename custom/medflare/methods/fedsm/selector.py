@@ -15,7 +15,7 @@ from medflare.data.splits import Batch
 from medflare.methods.base import Plan, ServerContext, SiteHalf
 from medflare.methods.fedsm.formulas import adam_step
 from medflare.methods.fedsm.hyper import FedSMSiteHyper
-from medflare.methods.fedsm.ridge import RIDGE, ridge_solution
+from medflare.methods.fedsm.ridge import RIDGE, is_ridge, ridge_solution
 from medflare.methods.parts.training import epochs, samples_of_pass, weighted_sum
 
 COMPACT, VGG11 = "compact_selector", "vgg11"
@@ -30,13 +30,8 @@ SelectorPlan = Plan[FedSMSiteHyper, Any]
 # -- what it is --------------------------------------------------------------------------------------------------------------
 
 
-def is_ridge(plan: SelectorPlan) -> bool:
-    """Whether the selector is solved at the server and never trained."""
-    return plan.site_hyper.selector == "ridge"
-
-
 def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
-    """The selector's network: the one asked for, or with "auto" VGG-11 unless it would dwarf the task's own network.
+    """The selector's network: the one asked for, or with "auto" that is trained VGG-11 unless it would dwarf the task's own network.
 
     VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published example. "auto" takes the
     compact selector where VGG-11 is larger than the task's network, and for volumes, which VGG-11 does not take.
@@ -132,15 +127,15 @@ class SiteSelector:
         return self.half.network("selector", state, selector_spec(self.plan), self.outputs)
 
     @torch.no_grad()
-    def scores(self, state: StateDict, split: str) -> Tensor:
-        """Softmax scores (N, outputs) of the split's images, or with `fit` "patch" of their windows, on the CPU.
+    def logits(self, state: StateDict, split: str) -> Tensor:
+        """Logits (N, outputs) of the split's images, or with `fit` "patch" of their windows, on the CPU.
 
         Args:
             state: the selector's weights.
             split: "train", "validation" or "test".
         """
         selector = self.network(state).eval()
-        return torch.cat([selector(batch.images).softmax(dim=1).cpu() for batch in self.half.site.ordered(split)])
+        return torch.cat([selector(batch.images).cpu() for batch in self.half.site.ordered(split)])
 
     def round(self, round: int, incoming: Message, loss: SelectorLoss) -> tuple[dict[str, StateDict], float]:
         """One update of the selector: its gradient for the server, or local steps with the server's (else the site's) moments.

@@ -1,7 +1,7 @@
 """FedSM's server half: averages the global model and the selector, pulls the personal models towards each other (Eq. 11)."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, blend, copy_state
@@ -9,26 +9,15 @@ from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, s
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import trained_model
-from medflare.methods.fedsm.formulas import GAMMAS as GAMMA_GRID
-from medflare.methods.fedsm.formulas import (
-    gamma_candidates,
-    gamma_within_error,
-    impossible_head_gradient,
-    median_by_gamma,
-    soft_pull,
-    tuned_gamma,
-)
+from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, impossible_head_gradient, soft_pull, tempered, tuned_gamma
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
-from medflare.methods.fedsm.ridge import STATISTICS, impossible_statistics
-from medflare.methods.fedsm.selector import GRADIENT, ServerSelector, head_of, is_ridge, selector_spec
+from medflare.methods.fedsm.ridge import STATISTICS, impossible_statistics, is_ridge
+from medflare.methods.fedsm.selector import GRADIENT, ServerSelector, head_of, selector_spec
 from medflare.methods.fedsm.site import (
-    CANDIDATES,
-    CONFIDENCE,
-    ERRORS,
-    GAMMAS,
+    CALIBRATION,
+    GAINS,
     GLOBAL,
     META,
-    N_VALIDATION,
     PERSONAL,
     PERSONAL_OF,
     SELECTOR,
@@ -39,6 +28,7 @@ from medflare.methods.fedsm.site import (
 from medflare.methods.parts.selection import Best, Election
 
 W = TypeVar("W", bound=SuperServerHyper)
+_UPDATES: Final = 100  # of a trained selector in a run, at least, unless said otherwise; as many as the published code takes
 
 
 class SoftPull(WeightedMean):
@@ -146,7 +136,7 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         self.best_selector = Election(self.memory, SELECTOR, self.hyper.selection, rivals=True)
-        self.memory.facts["gamma"] = 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma)
+        self.memory.facts |= {"gamma": 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma), "temperature": 1.0}
 
     @property
     def gamma(self) -> float:
@@ -154,23 +144,22 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return self.memory.facts["gamma"]
 
     def steps(self) -> list[Step]:
-        """FedAvg's schedule with `selector_updates` of the selector per round, and the tuning of γ at the end."""
+        """FedAvg's schedule with the updates of a trained selector; at the end the ridge selector, the temperature, and the tuning of γ."""
         steps = []
+        ridge, asked = is_ridge(self.context.plan), self.hyper.selector_updates
+        updates = 1 if ridge else -(-_UPDATES // max(1, self.context.rounds)) if isinstance(asked, str) else asked
         for step in super().steps():
-            further = self.hyper.selector_updates - 1 if step.phase == "train" else 0
+            further = updates - 1 if step.phase == "train" else 0
             steps += [step, *(Step("train_selector", step.round, part=part + 1) for part in range(further))]
-        solved = ["describe"] if is_ridge(self.context.plan) else []
-        tuned = {"tune": ["confide", "tune"], "grid": ["tune"]}.get(str(self.hyper.gamma), [])
-        return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in [*solved, *tuned])]
+        last = [*(["describe"] if ridge else []), "calibrate", *(["tune"] if self.hyper.gamma == "tune" else [])]
+        return [*steps, *(Step(phase, self.context.rounds, everyone=True) for phase in last)]
 
     def configure(self, step: Step, site: str) -> Message:
-        """As the base says, with the selector; to tune γ, first the selector and then the whole super model with the candidates."""
+        """As the base says, with the selector; at the end the selector alone, and then the whole super model, to tune γ."""
         if step.phase == "tune":
-            message = self.configure_delivery(site)
-            message.facts[CANDIDATES] = self._candidates
-            return message
-        if step.phase in ("describe", "confide"):
-            return Message({SELECTOR: self.delivered_selector} if step.phase == "confide" else {})
+            return self.configure_delivery(site)
+        if step.phase in ("describe", "calibrate"):
+            return Message({SELECTOR: self.delivered_selector} if step.phase == "calibrate" else {})
         if step.phase == "train_selector":
             return Message(dict(self.selector.sent), {UPDATE: step.part})
         message = super().configure(step, site)
@@ -178,14 +167,14 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         return message
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """As the base says, with the selector's next version; at the end the ridge selector, the candidates of γ, and γ."""
+        """As the base says, with the selector's next version; at the end the ridge selector, its temperature, and γ."""
         if step.phase == "tune":
-            votes = self._votes_on_gamma(replies)
-            self.memory.facts["gamma"] = tuned_gamma(votes) if self.hyper.gamma == "grid" else gamma_within_error(votes)
-        elif step.phase == "confide":
-            known = {site: reply.facts for site, reply in replies.items() if {CONFIDENCE, N_VALIDATION} <= reply.facts.keys()}
-            images = {site: facts[N_VALIDATION] for site, facts in known.items()}
-            self.memory.facts["candidates"] = gamma_candidates({site: facts[CONFIDENCE] for site, facts in known.items()}, images)
+            told = {site: reply.facts[GAINS] for site, reply in replies.items() if GAINS in reply.facts}
+            gains = {site: {name: known.get(name) for name in map("{:g}".format, GAMMAS)} for site, known in told.items()}
+            self.memory.facts |= {"gains": gains, "gamma": tuned_gamma(gains)}
+        elif step.phase == "calibrate":
+            losses = {site: reply.facts[CALIBRATION] for site, reply in replies.items() if CALIBRATION in reply.facts}
+            self.memory.facts["temperature"] = fitted_temperature(losses)
         elif step.phase == "describe":
             told = {site: reply.states[STATISTICS] for site, reply in replies.items()}
             self.selector.solve({site: state for site, state in told.items() if state["products"].any()}, self.hyper.ridge_penalty)
@@ -215,23 +204,11 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         if step.phase != "validate" and not ridge:
             self.aggregate_selector(replies)
 
-    def _votes_on_gamma(self, replies: Mapping[str, Message]) -> dict[str, dict[str, Any]]:
-        """What γ is tuned by: the sites' median for every candidate, or with `selection=mean` what each site says; half a vote is none."""
-        names = [f"{gamma:g}" for gamma in self._candidates]
-        known = {site: reply.facts for site, reply in replies.items() if {GAMMAS, ERRORS, N_VALIDATION} <= reply.facts.keys()}
-        whole = {site: facts for site, facts in known.items() if facts[GAMMAS].keys() & facts[ERRORS].keys() >= set(names)}
-        if self.hyper.selection == "mean":
-            return {site: dict(facts) for site, facts in whole.items()}
-        return {"median": {**median_by_gamma(whole, names), N_VALIDATION: 1}}
-
-    @property
-    def _candidates(self) -> list[float]:
-        return list(GAMMA_GRID) if self.hyper.gamma == "grid" else self.memory.facts["candidates"]
-
     @property
     def delivered_selector(self) -> StateDict:
-        """Of the round with the best accuracy, or the last one."""
-        return (self.hyper.selection != "last" and self.best_selector.state) or self.selector.state
+        """Of the round with the best accuracy, or the last one, at its temperature."""
+        chosen = (self.hyper.selection != "last" and self.best_selector.state) or self.selector.state
+        return tempered(chosen, self.memory.facts["temperature"])
 
     def elections(self) -> dict[str, Election]:
         """The global model and the selector."""

@@ -4,6 +4,7 @@ The global model w_g (averaged as in FedAvg), its personal model w_p,k (pulled t
 selector w_s (cross entropy with the site's own label, Eq. 2).
 """
 
+import math
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -18,13 +19,13 @@ from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, received, trained_model
-from medflare.methods.fedsm.formulas import DECILES, patient_scores
+from medflare.methods.fedsm.formulas import TEMPERATURES, UNLIKELY, calibration_losses
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import adapt, train_apfl, train_meta
-from medflare.methods.fedsm.ridge import STATISTICS, site_statistics
-from medflare.methods.fedsm.selector import SiteSelector, is_ridge, selector_entries, selector_spec
+from medflare.methods.fedsm.ridge import STATISTICS, is_ridge, site_statistics
+from medflare.methods.fedsm.selector import SiteSelector, selector_entries, selector_spec
 from medflare.methods.fedsm.super_model import super_model
-from medflare.methods.fedsm.tuning import metric_by_gamma
+from medflare.methods.fedsm.tuning import gain_by_gamma
 from medflare.methods.parts.training import train_epochs
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.schedules import is_scheduled
@@ -41,11 +42,15 @@ PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
 _SHARE = number(0.0, 1.0)
 LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)), "train")
 UPDATE = Fact("update", "number of the selector's update within a round", count())
-CANDIDATES = Fact("candidates", "values of γ", listing(_SHARE))
-CONFIDENCE = Fact("confidence", "deciles of the selector's largest score on validation images", listing(_SHARE, len(DECILES)), "validation")
-GAMMAS = Fact("gammas", "γ -> the super model's validation metric", table(number(0.0, 1.0, optional=True)), "validation")
-ERRORS = Fact("errors", "γ -> its standard error over patients", table(number(0.0, 10.0, optional=True)), "validation")
-N_VALIDATION = Fact("n_validation", "validation images", count())
+CALIBRATION = Fact(
+    "calibration",
+    "mean loss of the selector on validation images at each of a list of temperatures",
+    listing(number(0.0, -math.log(UNLIKELY) + 0.01), len(TEMPERATURES)),
+    "validation",
+)
+GAINS = Fact(
+    "gains", "γ -> the super model's mean gain over the global one on validation images", table(number(-1.0, 1.0, optional=True)), "validation"
+)
 CLASSES = Fact("sites", "the selector's classes", listing(text()))
 SPEC = Fact("selector", "the selector's network", table())
 # what a super model is told with, and FedSM's own
@@ -188,13 +193,8 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
         Phase("train_selector", sends=SENT, answers=TRAINED, tells=(UPDATE,), reports=MEASURED),
         Phase("validate", sends=(GLOBAL, PERSONAL, META, *SENT), answers=(ADAPTED,), reports=MEASURED),
         Phase("describe", answers=(STATISTICS,), reports=MEASURED),
-        Phase("confide", sends=(SELECTOR,), reports=(*MEASURED, CONFIDENCE, N_VALIDATION)),
-        Phase(
-            "tune",
-            sends=(GLOBAL, PERSONAL_OF, SELECTOR),
-            tells=(*SUPER, *CHOOSING, CANDIDATES),
-            reports=(*MEASURED, GAMMAS, ERRORS, N_VALIDATION),
-        ),
+        Phase("calibrate", sends=(SELECTOR,), reports=(*MEASURED, CALIBRATION)),
+        Phase("tune", sends=(GLOBAL, PERSONAL_OF, SELECTOR), tells=(*SUPER, *CHOOSING), reports=(*MEASURED, GAINS)),
     )
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, SELECTOR), tells=(*SUPER, *CHOOSING))
 
@@ -206,7 +206,7 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
             ConfigError: selector_updates beside the ridge selector.
         """
         super().check(task, hyper, server_hyper)
-        if hyper.selector == "ridge" and server_hyper.selector_updates > 1:
+        if hyper.selector == "ridge" and server_hyper.selector_updates not in ("auto", 1):
             raise ConfigError("selector = ridge is solved in one exchange and takes no updates; leave out selector_updates")
 
     def train(self, round: int, incoming: Message) -> Message:
@@ -227,7 +227,7 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
         """As for the other models; the selector's metric is its accuracy for the site's own label."""
         found = super().validations(round, incoming)
         if len(self.site.data.validation) and SELECTOR in incoming.states:
-            choices = self.selector.scores(incoming.states[SELECTOR], "validation").argmax(dim=1)
+            choices = self.selector.logits(incoming.states[SELECTOR], "validation").argmax(dim=1)
             found["selector"] = float((choices == self.plan.sites.index(self.site.name)).float().mean())
         return found
 
@@ -239,23 +239,17 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
         """What the ridge selector is solved from: mean and mean product of the training images' features."""
         return Message({STATISTICS: site_statistics(self.site)}, self.facts(validation={}))
 
-    def confide(self, round: int, incoming: Message) -> Message:
-        """How sure the selector is on validation images: deciles of its largest score."""
-        deciles: list[float] = []
+    def calibrate(self, round: int, incoming: Message) -> Message:
+        """How well the selector's scores fit validation images at each temperature; nothing without images."""
+        losses: list[float] = []
         if len(self.site.data.validation):
-            scores = self.selector.scores(incoming.states[SELECTOR], "validation")
-            if self.plan.server_hyper.choose_by == "patient" and self.site.task.fit != "patch":
-                scores = patient_scores(scores, self.site.data.validation.patients)
-            largest = scores.amax(dim=1).double().clamp(0, 1)
-            deciles = largest.quantile(torch.tensor(DECILES, dtype=torch.float64)).tolist()
-        facts = self.facts(validation={})
-        facts |= {CONFIDENCE: deciles, N_VALIDATION: self.site.n["validation"]}
-        return Message({}, facts)
+            by_patient = self.plan.server_hyper.choose_by == "patient" and self.site.task.fit != "patch"
+            patients = self.site.data.validation.patients if by_patient else None
+            logits = self.selector.logits(incoming.states[SELECTOR], "validation")
+            losses = calibration_losses(logits, self.plan.sites.index(self.site.name), patients)
+        return Message({}, self.facts(validation={}, **{CALIBRATION: losses}))
 
     def tune(self, round: int, incoming: Message) -> Message:
-        """The whole super model's validation metric for every candidate γ, with its standard error."""
+        """What the super model gains over the global one on validation images, for every candidate γ."""
         model = super_model(self.site.task, incoming).to(self.site.device)
-        metrics, errors = metric_by_gamma(model, self.site, incoming.facts[CANDIDATES])
-        facts = self.facts(validation={})
-        facts |= {GAMMAS: metrics, ERRORS: errors, N_VALIDATION: self.site.n["validation"]}
-        return Message({}, facts)
+        return Message({}, self.facts(validation={}, **{GAINS: gain_by_gamma(model, self.site)}))

@@ -1,6 +1,6 @@
-"""What every candidate γ would reach at a site, with its standard error: the selector and the networks run once for all of them."""
+"""What every candidate γ would gain at a site over the global model: on the same patients, with two passes over the images."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -8,47 +8,81 @@ from torch import Tensor
 from medflare.data.sites.fitting import Predictor
 from medflare.data.sites.scoring import Answer, measured
 from medflare.data.sites.site import Site
-from medflare.methods.fedsm.formulas import choose_model, jackknife_error, patient_scores
+from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
 from medflare.methods.fedsm.super_model import SuperModel
-
-_GROUPS = 10  # of patients, each of which is left out once for the standard error
+from medflare.tasks.metrics import Measured, Scores
 
 
 @torch.no_grad()
-def metric_by_gamma(model: SuperModel, site: Site, candidates: Sequence[float]) -> tuple[dict[str, float | None], dict[str, float]]:
-    """γ (as text) -> the task's metric of the super model on a site's validation images, and the metric's standard error.
+def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
+    """γ (as text) -> what the super model gains on a site's validation images over γ = 1, the global model, by the task's metric.
 
-    The selector runs once, and the networks once for each distinct assignment of images to networks; images are read again for each,
-    a batch at a time. With `fit` "patch" both run anew for every γ, since windows overlap and the selector decides for each.
+    The gain is the mean over patients of their own gains, where the metric is one of patients, else the difference of the site's two.
 
     Args:
         model: with any γ of its own.
         site: measures.
-        candidates: values of γ.
 
     Returns:
-        Metrics, None where undefined, and errors.
+        A gain for each of `GAMMAS`, None where undefined.
     """
-    if site.task.fit == "patch":
-        every = {f"{gamma:g}": _measured(site, site.answers(_with_gamma(model, gamma), "validation")) for gamma in candidates}
-        return {text: value for text, (value, _) in every.items()}, {text: error for text, (_, error) in every.items()}
-    scores = [model.scores(batch.images) for batch in site.ordered("validation")]
-    sizes, known = [len(part) for part in scores], torch.cat(scores) if scores else torch.zeros(0, 1)
-    known = patient_scores(known, site.data.validation.patients) if model.choose_by == "patient" else known
-    metrics: dict[str, float | None] = {}
-    errors: dict[str, float] = {}
-    reached: dict[tuple[int, ...], tuple[float | None, float]] = {(): (None, 0.0)}
-    for gamma in candidates:
-        choice = choose_model(known, gamma)
-        assignment = tuple(choice.tolist())
-        if assignment not in reached:
-            reached[assignment] = _measured(site, _assigned(model, site, choice.split(sizes)))
-        metrics[f"{gamma:g}"], errors[f"{gamma:g}"] = reached[assignment]
-    return metrics, errors
+    scores = (_scores_of_patches if site.task.fit == "patch" else _scores_of_images)(model, site)
+    return {f"{gamma:g}": _gain(found, scores[1.0], site.task.metric) for gamma, found in scores.items()}
 
 
-def _with_gamma(model: SuperModel, gamma: float) -> Predictor:
-    return lambda images: model.answer(images, choose_model(model.scores(images), gamma))
+def _gain(found: Scores, reference: Scores, metric: str) -> float | None:
+    values, others = found.cases.values.get(metric), reference.cases.values.get(metric)
+    if values is not None and others is not None:
+        return paired_gain(values, others)
+    one, other = found.values[metric], reference.values[metric]
+    return None if one is None or other is None else one - other
+
+
+def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
+    """Each image has two possible answers, whatever γ: the global network's, and that of the most probable site."""
+    data = site.data.validation
+    parts = [model.scores(batch.images) for batch in site.ordered("validation")]
+    sizes, known = [len(part) for part in parts], torch.cat(parts) if parts else torch.zeros(0, 1)
+    known = patient_scores(known, data.patients) if model.choose_by == "patient" else known
+    sure = choose_model(known, 0.0).cpu()
+    both = [_measured(site, _assigned(model, site, choice.split(sizes))) for choice in (torch.zeros_like(sure), sure)]
+    answers = Measured(
+        site.task,
+        [site.task.metric],
+        {name: torch.cat([part.found[name] for part in both]) for name in both[0].found},
+        torch.cat([part.finite for part in both]),
+    )
+    rows = torch.arange(len(data))
+    found: dict[float, Scores] = {}
+    for gamma in GAMMAS:
+        personal = choose_model(known, gamma).cpu() > 0
+        found[gamma] = answers.of(rows + len(data) * personal).scores(data.patients)
+    return found
+
+
+def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
+    """Windows choose for themselves and overlap, so that all of them run again for every γ that changes the choice of one."""
+    tops: list[Tensor] = []
+    reached: dict[int, Scores] = {}
+    found: dict[float, Scores] = {}
+
+    def answered(gamma: float) -> Predictor:
+        def predict(images: Tensor) -> Tensor:
+            scores = model.scores(images)
+            if gamma == GAMMAS[0]:
+                tops.append(scores.amax(dim=1).cpu())
+            return model.answer(images, choose_model(scores, gamma))
+
+        return predict
+
+    for gamma in GAMMAS:
+        sure = sum(int((top > gamma).sum()) for top in tops) if gamma > GAMMAS[0] else -1
+        if sure not in reached:
+            reached[sure] = _measured(site, site.answers(answered(gamma), "validation")).scores(site.data.validation.patients)
+        found[gamma] = reached[sure]
+        if gamma == GAMMAS[0]:
+            reached[sum(len(top) for top in tops)] = found[gamma]
+    return found
 
 
 def _assigned(model: SuperModel, site: Site, places: Iterable[Tensor]) -> Iterator[Answer]:
@@ -57,15 +91,5 @@ def _assigned(model: SuperModel, site: Site, places: Iterable[Tensor]) -> Iterat
         yield model.answer(batch.images, chosen).cpu(), batch.targets.cpu(), batch.index
 
 
-def _measured(site: Site, answers: Iterable[Answer]) -> tuple[float | None, float]:
-    """The task's metric of these answers, and its standard error by leaving out groups of patients."""
-    data, metric = site.data.validation, site.task.metric
-    found = measured(answers, data, site.task, [metric])
-
-    def value(rows: list[int]) -> float | None:
-        return found.of(rows).scores([data.patients[row] for row in rows]).values[metric]
-
-    names = {patient: place for place, patient in enumerate(dict.fromkeys(data.patients))}
-    groups = [names[patient] % _GROUPS for patient in data.patients]
-    left_out = [value([row for row, own in enumerate(groups) if own != group]) for group in sorted(set(groups))]
-    return value(list(range(len(groups)))), jackknife_error([one for one in left_out if one is not None])
+def _measured(site: Site, answers: Iterable[Answer]) -> Measured:
+    return measured(answers, site.data.validation, site.task, [site.task.metric])
