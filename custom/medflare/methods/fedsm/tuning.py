@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from medflare.data.sites.fitting import Predictor
-from medflare.data.sites.scoring import Answer, measured
+from medflare.data.sites.scoring import Answer
 from medflare.data.sites.site import Site
 from medflare.methods.fedsm.formulas import choose_model, jackknife_error, patient_scores
 from medflare.methods.fedsm.super_model import SuperModel
@@ -60,7 +60,7 @@ def _assigned(model: SuperModel, site: Site, places: Iterable[Tensor]) -> Iterat
 def _measured(site: Site, answers: Iterable[Answer]) -> tuple[float | None, float]:
     """The task's metric of these answers, and its standard error by leaving out groups of patients."""
     data, metric = site.data.validation, site.task.metric
-    found = measured(answers, data, site.task, [metric])
+    found = site.measured(answers, "validation", [metric])
 
     def value(rows: list[int]) -> float | None:
         return found.of(rows).scores([data.patients[row] for row in rows]).values[metric]
