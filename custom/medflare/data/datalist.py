@@ -235,6 +235,22 @@ def listed_names(folder: Path) -> dict[str, list[int]]:
     return names_in(content_of(folder / FILE).get("labels"))
 
 
+def listed_annotated(folder: Path) -> tuple[str, ...] | None:
+    """The structures that the site annotated, by the task's names for them; None where the datalist does not say.
+
+    Raises:
+        DataError: "annotated" is no list of names.
+    """
+    content = content_of(folder / FILE)
+    if "annotated" not in content:
+        return None
+    names = content["annotated"]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        remedy = "list the structures that somebody annotated here, or leave it out"
+        raise DataError(f'{folder / FILE}: "annotated" must be a list of names, got {json.dumps(names)[:80]}; {remedy}')
+    return tuple(names)
+
+
 def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
     if not isinstance(item, Mapping):
         raise DataError(f"{place}: {_REMEDY}, found {json.dumps(item)[:80]}")

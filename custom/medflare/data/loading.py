@@ -1,5 +1,6 @@
 """A site's data: found, read, checked, brought to the network's size once per process, and split by patient."""
 
+import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from medflare.core.errors import DataError
+from medflare.core.errors import ConfigError, DataError
 from medflare.core.settings import no_such
 from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings
@@ -19,6 +20,7 @@ from medflare.data.files.decoding import Decoded
 from medflare.data.files.sources import FileSource, PhantomSource, Source
 from medflare.data.splits import OnDisk, OneByOne, Samples, SiteData, Split
 from medflare.data.targets import class_counts, encode_label, stored_values
+from medflare.tasks.annotation import Annotation, structures_of
 from medflare.tasks.config import TaskConfig
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
@@ -122,15 +124,71 @@ def load_site_data(
     """
     source = source_of(site, task, root, folders, bounds)
     entries, notes = used_entries(site, task, source, role=role)
+    annotation = annotation_of(site, task, source)
     _refuse_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
     refuse_too_many(decoded.failed, len(entries), task, site)
     splits = {name: _split(decoded, entries, name) for name in SPLITS}
     _refuse_empty({name: len(split) for name, split in splits.items()}, site, role)
+    named = None if annotation is None else annotation.names
+    if annotation is not None and annotation.missing:
+        notes.append(f"not annotated, so left out of losses and metrics: {', '.join(annotation.missing)}")
+    absent: list[str] = []
     if role == "inside":
         counts = class_counts(splits["training"].targets, task)
-        notes += [f"class {name} is absent from the training images" for name, n in zip(task.classes, counts, strict=True) if n == 0]
-    return SiteData(splits["training"], splits["validation"], splits["test"], tuple(notes), tuple(decoded.failed.values()))
+        missing = [name for name, n in zip(task.classes, counts, strict=True) if n == 0]
+        if annotation is None and task.kind == "segmentation":
+            absent = unexplained(missing, task)
+        else:
+            missing = [name for name in missing if annotation is None or name not in annotation.missing]
+            notes += [f"class {name} is absent from the training images" for name in missing]
+    told, left_out = (*notes, *absent), tuple(decoded.failed.values())
+    return SiteData(splits["training"], splits["validation"], splits["test"], told, left_out, named, tuple(absent))
+
+
+def annotation_of(site: str, task: TaskConfig, source: Source) -> Annotation | None:
+    """The structures that a site says it annotated; None where it does not say.
+
+    Args:
+        site: its name.
+        task: what is learnt; its names count, case and "_" for a space do not.
+        source: the site's data.
+
+    Raises:
+        DataError: "annotated" of the datalist names none of the task's structures, or something else.
+    """
+    names = source.annotated()
+    if names is None:
+        return None
+    labels = {_plain(label): label for label in task.labels}
+    try:
+        return Annotation(task, [labels.get(_plain(name), name) for name in names])
+    except ConfigError as error:
+        raise DataError(f"site {site}: {FILE}: {error}") from error
+
+
+def unexplained(missing: Collection[str], task: TaskConfig) -> list[str]:
+    """What is to be said of structures that no training mask shows at a site that does not say what it annotated, one line each.
+
+    Args:
+        missing: labels that no training mask shows.
+        task: of segmentation.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> task = SimpleNamespace(kind="segmentation", target="multiclass", labels=("background", "liver", "spleen"))
+        >>> for line in unexplained(["spleen"], task): print(line[:59])
+        spleen is in no training mask and is trained as background;
+    """
+    structures = structures_of(task)
+    shown = [name for name in structures if name not in missing]
+    if_not = f"{_annotated(shown)} if nobody annotated it, " if shown else "take the site out if nobody annotated it, "
+    remedy = f"write to {FILE} {if_not}{_annotated(structures)} if it is not there"
+    return [f"{name} is in no training mask and is trained as background; {remedy}" for name in structures if name in missing]
+
+
+def _annotated(names: Sequence[str]) -> str:
+    return f'"annotated": {json.dumps(list(names), ensure_ascii=False)}'
 
 
 def source_of(site: str, task: TaskConfig, root: Path | None, folders: Sequence[str] = (), bounds: ImageBounds = ImageBounds()) -> Source:

@@ -269,13 +269,22 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class SiteData:
-    """The three splits and what is worth knowing about them (`notes`, one line each; `left_out`, one line for each unusable image)."""
+    """The three splits and what is worth knowing about them.
+
+    Attributes:
+        notes: one line each.
+        left_out: one line for each unusable image.
+        annotated: the structures that the site annotated; None: it does not say, and all are taken for annotated.
+        absent: of a site that does not say so, what is in none of its training masks, one line each with the remedy.
+    """
 
     train: Samples
     validation: Samples
     test: Samples
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    annotated: tuple[str, ...] | None = None
+    absent: tuple[str, ...] = ()
 
     def split(self, name: str) -> Samples:
         """A split by name.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.data.sites.opening import open_site
-from medflare.data.sites.scoring import Answer, measured
+from medflare.data.sites.scoring import Answer
 from medflare.data.sites.site import Site
 from medflare.data.splits import Samples, joined
 from medflare.evaluation.record import mean_of_defined
@@ -79,7 +79,7 @@ def _scores(site: Site, answer: Tensor, split: str) -> Scores:
     if not len(samples):
         return Scores(dict.fromkeys(site.task.metrics), cases=Cases())
     metrics = site.task.metrics if split == "test" else (site.task.metric,)
-    return measured(_repeated(answer, samples, site.task), samples, site.task, metrics).scores(samples.patients)
+    return site.measured(_repeated(answer, samples, site.task), split, metrics).scores(samples.patients)
 
 
 def _repeated(answer: Tensor, samples: Samples, task: TaskConfig) -> Iterator[Answer]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from medflare.core.errors import ConfigError
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, joined
@@ -157,8 +158,14 @@ def _reference(method: str, results: dict[str, Any], traffic: Mapping[str, int] 
 
 
 def pooled(parts: Sequence[SiteData]) -> SiteData:
-    """All sites' images as one site's; a patient's name carries the place of its site, so that equal names stay two patients."""
+    """All sites' images as one site's; a patient's name carries the place of its site, so that equal names stay two patients.
 
+    Raises:
+        ConfigError: the sites annotated different structures.
+    """
+    annotated = {part.annotated for part in parts}
+    if len(annotated) > 1:
+        raise ConfigError("pooled images have one loss, and these sites annotated other structures; leave out the row centralised")
     places = [str(place) for place in range(len(parts))]
     train, validation, test = (joined([part.split(name) for part in parts], places) for name in ("train", "validation", "test"))
-    return SiteData(train, validation, test)
+    return SiteData(train, validation, test, annotated=annotated.pop())

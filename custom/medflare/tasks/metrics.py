@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.core.packages import installed
+from medflare.tasks.annotation import Annotation
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import METRICS
@@ -115,20 +116,22 @@ class Measured:
         return _score_classification(self.found["probabilities"], self.found["targets"], patients, self.task, self.metrics)
 
 
-def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str]) -> Measured:
+def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str], annotation: Annotation | None = None) -> Measured:
     """What the named metrics are made of, of probabilities and targets that come portion by portion, each of which is then forgotten.
 
     Args:
         portions: (probabilities (B, ...), targets (B, ...), spacing) in the order of the images; one image each where there is a spacing.
         task: what they are for.
         metrics: names, of `TaskConfig.metrics`.
+        annotation: the structures that count; None: all of the task.
     """
+    counted = annotation or Annotation(task)
     measured: list[dict[str, Tensor]] = []
     finite = [torch.ones(0, dtype=torch.bool)]
     for probabilities, targets, spacing in portions:
         finite.append(torch.isfinite(probabilities).flatten(1).all(dim=1).cpu())
         if task.kind == "segmentation":
-            measured.append(_overlaps_and_distances(probabilities.cpu(), targets, spacing, task, metrics))
+            measured.append(_overlaps_and_distances(probabilities.cpu(), targets, spacing, counted, metrics))
         else:
             measured.append({"probabilities": probabilities.double().cpu(), "targets": targets.cpu()})
     found = {name: torch.cat([part[name] for part in measured]) for name in (measured[0] if measured else ())}
@@ -306,10 +309,11 @@ def _portions(probabilities: Images, targets: Images, spacings: Sequence[Spacing
 
 
 def _overlaps_and_distances(
-    probabilities: Tensor, targets: Tensor, spacing: Spacing | None, task: TaskConfig, metrics: Sequence[str]
+    probabilities: Tensor, targets: Tensor, spacing: Spacing | None, annotation: Annotation, metrics: Sequence[str]
 ) -> dict[str, Tensor]:
-    """What the metrics of masks are made of, for every image and class."""
-    predicted, truth = foreground(probabilities, task), structures(targets, task)
+    """What the metrics of masks are made of, for every image and class that was annotated."""
+    task = annotation.task
+    predicted, truth = (annotation.masks(masks) for masks in (foreground(probabilities, task), structures(targets, task)))
     surfaces = [metric for metric in metrics if METRICS[metric].costly] if installed("scipy") else []
     distances = {metric: _surface(metric, predicted, truth, spacing, task) for metric in surfaces}
     return {_OVERLAP: overlap_counts(predicted, truth), **distances}

@@ -119,7 +119,8 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings)
         report.splits[split] = len(data.split(split)), len(set(data.split(split).patients))
     counts = class_counts(data.train.targets, task).tolist()
     report.classes = dict(zip(task.classes, counts, strict=True))
-    report.notes += data.notes
+    report.notes += [note for note in data.notes if note not in data.absent]
+    report.problems += data.absent
     return report, data
 
 

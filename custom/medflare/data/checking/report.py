@@ -19,7 +19,7 @@ class SiteReport:
         intensity: minimum, mean, deviation and maximum of the stored intensities.
         notes: unusual but allowed.
         left_out: images that cannot be used and that the task allows to skip, one line each.
-        problems: what keeps the site from joining, one line each.
+        problems: what keeps the site from joining, and structures that the training masks lack for no reason given, one line each.
     """
 
     splits: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.data import phantom
-from medflare.data.datalist import SPLITS, Entry, listed_names, listed_splits, read_datalist
+from medflare.data.datalist import SPLITS, Entry, listed_annotated, listed_names, listed_splits, read_datalist
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
 from medflare.data.files.channels import files_of, read_picture, refuse_empty
 from medflare.data.files.geometry import Grid, by
@@ -35,6 +35,9 @@ class Source(Protocol):
 
     def names(self) -> Mapping[str, Sequence[int]]:
         """What the site calls the numbers of its classes or structures, see `datalist.names_in`."""
+
+    def annotated(self) -> tuple[str, ...] | None:
+        """Structures that the site annotated, see `datalist.listed_annotated`."""
 
     def image(self, entry: Entry) -> np.ndarray:
         """float32 (C, H, W[, slices]), or a volume (C, X, Y, Z) along the task's axes."""
@@ -75,6 +78,10 @@ class FileSource:
     def names(self) -> Mapping[str, Sequence[int]]:
         """What datalist.json calls the numbers of classes or structures."""
         return listed_names(self._root)
+
+    def annotated(self) -> tuple[str, ...] | None:
+        """The structures that datalist.json says were annotated."""
+        return listed_annotated(self._root)
 
     def image(self, entry: Entry) -> np.ndarray:
         """The entry's image, see `channels.read_picture` and `volumes.turned`.
@@ -173,6 +180,10 @@ class PhantomSource:
     def names(self) -> Mapping[str, Sequence[int]]:
         """None: their numbers are the task's."""
         return {}
+
+    def annotated(self) -> tuple[str, ...] | None:
+        """None: all are."""
+        return None
 
     def image(self, entry: Entry) -> np.ndarray:
         """float32 (3, 64, 64), or their mean (1, 64, 64) for a task with one channel."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from medflare.data.sites.fitting import Fitting, Predictor, windowed
 from medflare.data.splits import Batch, Samples
+from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Portion, measure
 
@@ -115,13 +116,13 @@ def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfi
         return [whole(image)[0].float().cpu() for image in images]
 
 
-def measured(found: Iterable[Answer], data: Samples, task: TaskConfig, metrics: Sequence[str]) -> Measured:
+def measured(found: Iterable[Answer], data: Samples, annotation: Annotation, metrics: Sequence[str]) -> Measured:
     """What metrics are made of, image by image in the split's order.
 
     Args:
         found: the answers for all images, in any order.
         data: the split.
-        task: says what its targets mean.
+        annotation: says what its targets mean, and which structures count.
         metrics: names, of `TaskConfig.metrics`.
     """
     places: list[int] = []
@@ -135,7 +136,7 @@ def measured(found: Iterable[Answer], data: Samples, task: TaskConfig, metrics: 
             for one, target, row in zip(probabilities.split(1), targets.split(1), rows.tolist(), strict=True):
                 yield one, target, data.spacings[row]
 
-    return measure(portions(), task, metrics).of(torch.tensor(places, dtype=torch.long).argsort())
+    return measure(portions(), annotation.task, metrics, annotation).of(torch.tensor(places, dtype=torch.long).argsort())
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from medflare.data.targets import class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities
+from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.losses import build_loss
-from medflare.tasks.metrics import Scores
+from medflare.tasks.metrics import Measured, Scores
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
 
@@ -46,6 +46,7 @@ class Site:
         source: task -> the site's images as they are stored, read as that task says; None where the site was made of data in memory.
         computing: how networks and batches come to the device, and what they compute in there.
         batch_limit: most images that go through a network at once here, whatever the task says; None for no limit.
+        annotation: the structures that losses and metrics are about.
         fitting: how images come to the network's size.
         notes: what is worth knowing about the data, one line each (absent classes, images left out).
     """
@@ -62,7 +63,8 @@ class Site:
         self.notes = list(data.notes)
         self._augmentation = Augmentation(task)
         self.fitting = fitting.of_task(task)
-        self._loss = build_loss(task).to(self.device)
+        self.annotation = Annotation(task, data.annotated)
+        self._loss = self.annotation.loss().to(self.device)
         self._drawing = {"train": drawing_weights(task, data.train.targets)}
 
     @property
@@ -103,7 +105,7 @@ class Site:
         return build_optimizer(settings, parameters, f"task {self.task.name}", self.task.clip)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`."""
+        """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.splits.Split`. See `Annotation.loss`."""
         return self._loss(logits, targets)
 
     def batches(
@@ -176,4 +178,14 @@ class Site:
             metrics: which of `task.metrics`; None means all of them on the test split, elsewhere those by which models are selected.
         """
         chosen, data = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind)), self.data.split(split)
-        return scoring.measured(self.answers(predictor, split), data, self.task, chosen).scores(data.patients)
+        return self.measured(self.answers(predictor, split), split, chosen).scores(data.patients)
+
+    def measured(self, answers: Iterable[scoring.Answer], split: str, metrics: Sequence[str]) -> Measured:
+        """What metrics of answers for a whole split are made of; of structures that were annotated here.
+
+        Args:
+            answers: see `answers`.
+            split: "train", "validation" or "test".
+            metrics: names, of `TaskConfig.metrics`.
+        """
+        return scoring.measured(answers, self.data.split(split), self.annotation, metrics)

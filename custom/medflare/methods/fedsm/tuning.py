@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from medflare.data.sites.fitting import Predictor
-from medflare.data.sites.scoring import Answer, measured
+from medflare.data.sites.scoring import Answer
 from medflare.data.sites.site import Site
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
 from medflare.methods.fedsm.super_model import SuperModel
@@ -92,4 +92,4 @@ def _assigned(model: SuperModel, site: Site, places: Iterable[Tensor]) -> Iterat
 
 
 def _measured(site: Site, answers: Iterable[Answer]) -> Measured:
-    return measured(answers, site.data.validation, site.task, [site.task.metric])
+    return site.measured(answers, "validation", [site.task.metric])

@@ -103,11 +103,14 @@ class _Learner:
 
 
 def _alike(learners: Sequence[_Learner]) -> list[list[int]]:
-    """Who has a batch left, by number; those whose batches have one size stand together, since layers may mix the images of a batch."""
+    """Who has a batch left, by number; those whose batches have one size stand together, since layers may mix the images of a batch.
+
+    Their sites have annotated the same structures, too, so that they have one loss.
+    """
     groups: dict[object, list[int]] = {}
     for row, learner in enumerate(learners):
         if (batch := learner.advance()) is not None:
-            groups.setdefault((batch.images.shape, batch.targets.shape), []).append(row)
+            groups.setdefault((batch.images.shape, batch.targets.shape, learner.lesson.site.annotation.names), []).append(row)
     return list(groups.values())
 
 

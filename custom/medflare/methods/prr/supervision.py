@@ -5,7 +5,7 @@ classes (multiclass), one over (negative, positive) with logits (0, z) (binary),
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from medflare.networks.catalogue import meta_network
 from medflare.networks.structure import example
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.losses import build_loss
 
 
 def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
@@ -150,8 +149,8 @@ class Supervision:
         self.gamma = _balanced(site) if kind == "fedeamc" else None
         self._global = global_ if kind in ("both", "local") else None
         self._official = mix == "official" and kind in ("both", "global", "local")
-        self._dice = build_loss(site.task, {"name": "dice"}) if site.task.kind == "segmentation" else None
-        self._focal = build_loss(site.task, {"name": "focal"}) if kind == "focal" else None
+        self._dice = site.annotation.loss({"name": "dice"}) if site.task.kind == "segmentation" else None
+        self._focal = site.annotation.loss({"name": "focal"}) if kind == "focal" else None
 
     def refine(self, local: Tensor | None) -> None:
         """Weigh the classes by how far the site's prototypes (G C, D) are from the global ones (Eq. 11-12).
@@ -170,14 +169,27 @@ class Supervision:
         return value if self._dice is None else value + self._dice(logits, targets)
 
     def _classification(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean over the groups of the CPA loss; without counts and gamma it is the cross entropy."""
-        grouped, labels = class_logits(logits, self.site.task), class_targets(targets, self.site.task)
-        gammas = [None] * len(grouped) if self.gamma is None else self.gamma
-        parts = [cpa_loss(*group, self.beta) for group in zip(grouped, labels, self.counts, gammas, strict=True)]
+        """Mean over the groups of the CPA loss, of what the site annotated; without counts and gamma it is the cross entropy."""
+        annotation = self.site.annotation
+        grouped = class_logits(annotation.logits(logits), annotation.reduced)
+        labels = class_targets(annotation.targets(targets), annotation.reduced)
+        gamma = [None] * len(self.counts) if self.gamma is None else list(self.gamma)
+        counts, gammas = self._annotated(self.counts), self._annotated(gamma)
+        parts = [cpa_loss(*group, self.beta) for group in zip(grouped, labels, counts, gammas, strict=True)]
         value = torch.stack(parts).mean()
         if self._official and self._dice is not None:
             return (value + functional.cross_entropy(grouped.flatten(0, 1), labels.flatten(0, 1))) / 2
         return value
+
+    def _annotated(self, numbers: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Numbers (C,) of every group, of those groups and classes that the site annotated."""
+        annotation = self.site.annotation
+        if annotation.complete:
+            return list(numbers)
+        outputs = list(annotation.outputs)
+        if annotation.task.target == "multilabel":
+            return [numbers[output] for output in outputs]
+        return [None if row is None else row[outputs] for row in numbers]
 
 
 def _balanced(site: Site) -> Tensor:
