@@ -6,6 +6,7 @@ A job that carries medflare's code runs on what torch, MONAI and FLARE bring alo
 import atexit
 import gc
 import platform
+import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,8 @@ from medflare.core.errors import ConfigError, MedflareError
 _RECORDED = ("medflare", "nvflare", "torch", "monai", "numpy")
 # Names to install by, where they are not the names to import by.
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+# What a job, a task or a model's card may never name code of, whoever trusts it: what lies there is no network and no method of a lab's.
+NEVER_TRUSTED = frozenset({"__main__", "medflare", "monai", "nvflare", "torch", *sys.stdlib_module_names})
 
 
 def installed(module: str) -> bool:
@@ -36,6 +39,25 @@ def require(module: str, purpose: str, error: type[MedflareError] = ConfigError)
     if not installed(module):
         name = _DISTRIBUTIONS.get(module, module)
         raise error(f"{purpose} needs the package {name}, which is not installed here: pip install {name}")
+
+
+def untrusted(module: str, packages: Iterable[str]) -> str:
+    """Why code of a module is not imported because a job, a task or a card names it; "" where it may be.
+
+    Args:
+        module: its full name.
+        packages: those that this party trusts, or single modules of them.
+
+    Examples:
+        >>> untrusted("lab_nets.small", ["lab_nets"]), untrusted("os", ["os"])
+        ('', 'code of os is never imported by a name')
+    """
+    package = module.split(".")[0]
+    if package in NEVER_TRUSTED or not all(part.isidentifier() for part in module.split(".")):
+        return f"code of {package} is never imported by a name"
+    if any(module == name or module.startswith(f"{name}.") for name in packages):
+        return ""
+    return f'who trusts it adds "{package}" to packages in local/medflare.json'
 
 
 def end_quickly() -> None:

@@ -21,7 +21,7 @@ from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
-from medflare.data.sites.local import FOLDER, LOCAL_FILE
+from medflare.data.sites.local import LOCAL_FILE, private_folder
 from medflare.flare.exchange.participants import (
     DATA_ROOT,
     SITE_TASK,
@@ -171,7 +171,7 @@ class MedflareExecutor(Executor):
             seed=self.seed,
             task_file=str(Path(workspace.get_app_config_dir(job)) / TASK_FILE),
             local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),
-            folder=str(Path(workspace.get_run_dir(job)) / FOLDER),
+            folder=str(private_folder(Path(workspace.get_run_dir(job)))),
             hyper=self.hyper or {},
             resumed=left_behind(workspace, self.resume),
         )

@@ -1,6 +1,7 @@
 """The names under which a job shows what it runs: for every paper its executor, its aggregator and its recipe, made from one table.
 
-A method without a name of its own runs under the general class, told its name: `MedflareExecutor(method="moon")`.
+A method without a name of its own runs under the general class, told its name: `MedflareExecutor(method="moon")`. What a party's
+`class_allow_list` holds follows from the same table (`COMPONENTS`): every class that a job of ours names, by its full name.
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,20 @@ NAMES: Final[dict[str, Names]] = {
     "iop_fl": Names("IOPExecutor", "", "IOPRecipe"),
     "feddag": Names("FedDAGExecutor", "", "FedDAGRecipe"),
     "sha": Names("", "SharpnessAggregator", ""),
+}
+
+REFUSED, BUILT = "medflare.component.refused", "medflare.component.built"  # actions in a party's audit.log, see `components`
+_HERE: Final = __name__.rpartition(".")[0]
+# kind of the party -> full names of the classes that jobs without code may name there.
+COMPONENTS: Final[dict[str, tuple[str, ...]]] = {
+    "site": tuple(f"{_HERE}.executors.{name}" for name in ("MedflareExecutor", *(of.executor for of in NAMES.values() if of.executor))),
+    "server": (
+        f"{_HERE}.controller.MedflareController",
+        *(f"{_HERE}.aggregators.{name}" for name in ("MethodAggregator", *(of.aggregator for of in NAMES.values() if of.aggregator))),
+        f"{_HERE}.exchange.tracking.MLflowTracker",
+        "nvflare.app_common.widgets.metrics_artifact_writer.MetricsArtifactWriter",
+        "nvflare.app_opt.tracking.tb.tb_receiver.TBAnalyticsReceiver",
+    ),
 }
 
 

@@ -1,19 +1,35 @@
 """Networks of one's own: "package.module:name" imports code, so the process must have been told that it may. Light to import.
 
 A task and a delivered model's card are data that come from others. Who trusts a package says so where the process runs: in the
-environment variable MEDFLARE_NETWORKS, or, under FLARE, in the party's `class_allow_list` (see `flare.exchange.participants`).
+environment variable MEDFLARE_NETWORKS, or, under FLARE, as one of the `packages` in the party's local/medflare.json (see
+`flare.exchange.participants`). What is named there is looked at before it is called: a class derived from `torch.nn.Module`, or a
+function that its package has declared with `register`.
 """
 
 import importlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
+from medflare.core.packages import untrusted
 
 VARIABLE: Final = "MEDFLARE_NETWORKS"  # packages or modules, separated by commas
 _MARK: Final = ":"
 _trusted: set[str] = set()
+_factories: set[Callable[..., Any]] = set()
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def register(factory: F) -> F:
+    """Declare a function of one's own package as one that builds a network; as a decorator.
+
+    Args:
+        factory: takes `in_channels`, `out_channels` and what else the task fixes, and returns a `torch.nn.Module`.
+    """
+    _factories.add(factory)
+    return factory
 
 
 def own_module(spec: Mapping[str, Any]) -> str:
@@ -27,7 +43,7 @@ def own_module(spec: Mapping[str, Any]) -> str:
 
 
 def trust(module: str) -> None:
-    """From now on networks of this module may be imported in this process; somebody who may say so has.
+    """From now on networks of this module may be imported in this process; the party's own settings have said so.
 
     Args:
         module: its full name.
@@ -36,7 +52,7 @@ def trust(module: str) -> None:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The class or function that "package.module:name" names.
+    """The class or registered function that "package.module:name" names; nothing of it is called.
 
     Args:
         name: of the network.
@@ -45,20 +61,25 @@ def imported(name: str) -> Callable[..., Any]:
         ConfigError: nobody here trusts the module, or it has no such thing.
     """
     module, _, attribute = name.partition(_MARK)
-    if not _is_trusted(module):
-        raise ConfigError(
-            f"network {name}: it is code of {module.split('.')[0]}, which this process was not told to trust; who trusts it sets "
-            f'{VARIABLE}={module.split(".")[0]}, or under FLARE adds "{module.split(".")[0]}." to class_allow_list in local/resources.json'
-        )
+    package = module.split(".")[0]
+    named = [word.strip().rstrip(".") for word in os.environ.get(VARIABLE, "").split(",")]
+    if reason := untrusted(module, {*_trusted, *filter(None, named)}):
+        raise ConfigError(f"network {name}: this process does not trust {package}: {reason}, or outside FLARE sets {VARIABLE}={package}")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"network {name}: it cannot be imported ({error}); a network of one's own is 'package.module:name'") from error
-    if not callable(found):
-        raise ConfigError(f"network {name}: it is a {type(found).__name__}; name a class or a function that builds a network")
-    return found
+    except Exception as error:  # whatever the package raises
+        remedy = "a network of one's own is 'package.module:name'"
+        raise ConfigError(f"network {name}: it cannot be imported ({one_line(error)}); {remedy}") from error
+    if not _builds_networks(found, package):
+        reason = f"it is neither a torch.nn.Module class of {package} nor a function that {package} has declared with {__name__}.register"
+        raise ConfigError(f"network {name}: {reason}")
+    builder: Callable[..., Any] = found
+    return builder
 
 
-def _is_trusted(module: str) -> bool:
-    named = [name.strip().rstrip(".") for name in os.environ.get(VARIABLE, "").split(",")]
-    return module in _trusted or any(name and (module == name or module.startswith(f"{name}.")) for name in named)
+def _builds_networks(found: Any, package: str) -> bool:
+    from torch import nn
+
+    if isinstance(found, type):
+        return issubclass(found, nn.Module) and found.__module__.split(".")[0] == package
+    return callable(found) and any(found is factory for factory in _factories)

@@ -94,6 +94,8 @@ def _add_setup(actions: Commands) -> None:
     site.add_argument("--minimum-patients", type=int, metavar="N", help="no metric of fewer patients leaves (a new site: 5)")
     about = "names of files and patients leave as codes (a new site: yes)"
     site.add_argument("--redact", action=argparse.BooleanOptionalAction, help=about)
+    about = "FLARE sends the site's log of errors in a job to the server, file names and all (a new site: no)"
+    site.add_argument("--stream-logs", action=argparse.BooleanOptionalAction, help=about)
     server = parser.add_argument_group("the server's")
     server.add_argument("--storage", type=_folder, metavar="FOLDER", help="for submitted jobs and results (default: storage in the kit)")
     both = parser.add_argument_group("both")
@@ -102,6 +104,8 @@ def _add_setup(actions: Commands) -> None:
         action="store_true",
         help="medflare is not installed here: a lead's jobs may bring it (medflare job ... --embed-code); no OutboundGuard, no restarts",
     )
+    about = "installed packages, separated by commas, whose networks and methods a job may name (local/medflare.json; a new party: none)"
+    both.add_argument("--packages", type=_names, metavar="NAMES", help=about)
     both.add_argument("--replace-policies", action="store_true", help="new policies in place of those that are there")
     both.add_argument("--systemd", type=Path, nargs="?", const=Path(), metavar="FILE", help="write a unit (default: into the kit)")
 
@@ -196,7 +200,9 @@ def _job_lines(job: "JobState") -> list[str]:
     if job.round is not None and job.rounds is not None:
         step = f"{job.step}, round {min(job.round + 1, job.rounds)} of {job.rounds}"
         doing += f"; {'at work on' if job.working else 'last step:'} {step}, {'since' if job.working else 'at'} {job.begun}"
-    lines = [doing]
+    lines = [*(f"refused: {reason}" for reason in job.refused), *([] if job.refused and not job.begun else [doing])]
+    if job.folder:
+        lines.append(f"this site's own files of it: {job.folder}")
     if job.left.entries or job.left.withheld:
         lines.append(f"left: {format_bytes(job.left.bytes)} in {job.left.entries} entries; {job.left.withheld} kept back")
     return [*lines, *([f"models: {', '.join(job.models)}"] if job.models else [])]
@@ -224,6 +230,10 @@ def _named(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is empty, as an unset variable is; name a folder")
     return text
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in _named(text).split(",")]
 
 
 def _folder(text: str) -> Path:

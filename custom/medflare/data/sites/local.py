@@ -9,17 +9,41 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
+from medflare.core.packages import untrusted
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.cache.folder import CacheSettings
 from medflare.data.files.bounds import ImageBounds
 
 LOCAL_FILE: Final = "medflare.json"  # in the site's local/ folder
 PLACE: Final = f"local/{LOCAL_FILE}"
-FOLDER: Final = "medflare"  # below the job's folder: a site's state and models, the server's results
+FOLDER: Final = "medflare"  # see `private_folder`; at the server also below the job's folder: the results
 CACHE: Final = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
 OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
 PROGRESS: Final = "status.json"  # beside it: the step at hand, or the last one
 MODELS_GB: Final = 2.0
+
+
+def private_folder(run_folder: Path) -> Path:
+    """Where a party keeps what is its own of a job: beside the jobs' folders, which FLARE hands to what a job names.
+
+    Args:
+        run_folder: the job's folder, named after its id.
+
+    Examples:
+        >>> private_folder(Path("site-1/4711")).as_posix()
+        'site-1/medflare/4711'
+    """
+    return run_folder.parent / FOLDER / run_folder.name
+
+
+def kept_of(run_folder: Path) -> Path:
+    """Where that is of a job that may be an earlier medflare's, which kept it in the job's folder.
+
+    Args:
+        run_folder: as for `private_folder`.
+    """
+    own, earlier = private_folder(run_folder), run_folder / FOLDER
+    return earlier if earlier.exists() and not own.exists() else own
 
 
 def _trains(size: int) -> int:
@@ -32,6 +56,13 @@ def _devices(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
     if isinstance(value, tuple) and len(set(value)) < max(len(value), 1):
         raise ValueError("text, or a list of different devices")
     return value
+
+
+def _importable(packages: tuple[str, ...]) -> tuple[str, ...]:
+    for name in packages:
+        if reason := untrusted(name, packages):
+            raise ValueError(f"names of packages with networks or methods: {reason}")
+    return packages
 
 
 def _spelt_out(cache: Any) -> Any:
@@ -110,6 +141,7 @@ class LocalSettings:
         models_gb: at the server: gigabytes that a model of every site may take for all models to lie in memory; beyond, their large tensors
             lie in files beside the checkpoints, which the operating system keeps in memory as far as it can.
         outbound: limits of what leaves the site.
+        packages: installed packages whose networks ("package.module:name") and methods a job may name.
         privacy: limit of what training gives away; None for no limit.
         redact: whether names of files and patients become codes in whatever text leaves the site, see `data.sites.redaction`.
         weights: at the server: the file that a task's network starts from, or the folder of such files; "" for the environment's
@@ -128,6 +160,7 @@ class LocalSettings:
     minimum_patients: Annotated[int, Field(ge=0)] = 0
     models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
+    packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
     redact: bool = False
     weights: str = ""

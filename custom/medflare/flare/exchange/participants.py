@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvflare.apis.fl_constant import JobConstants
+from nvflare.apis.app_validation import AppValidationKey
+from nvflare.apis.fl_constant import FLContextKey, JobConstants
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.workspace import Workspace
-from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.data.sites.local import CACHE, FOLDER, local_settings, read_local
+from medflare.core.packages import untrusted
+from medflare.data.sites.local import CACHE, LOCAL_FILE, kept_of, local_settings, read_local
 
 if TYPE_CHECKING:
     from medflare.data.sites.redaction import Redaction
@@ -49,7 +49,7 @@ class ParticipantSpec:
         method: whose site half runs; `server_half` names the other half's method where it is another one.
         task_file: the job's task.json.
         local_file: the site's own settings; may not exist.
-        folder: the site's folder in the job.
+        folder: the site's own folder for the job, see `data.sites.local.private_folder`.
         resumed: the site's folder in the interrupted job that this one takes up; "" where it takes up none.
         trusted: module of the task's network, where that is one of its own and the site allows it; see `authorized`.
     """
@@ -96,9 +96,9 @@ class ParticipantSpec:
         folder = Path(self.folder)
         if self.resumed:
             self._take_up(Path(self.resumed) / _MEMBER)
-        if self.trusted:
-            trust(self.trusted)
         task, local = load_task(Path(self.task_file)), local_settings(read_local(Path(self.local_file)))
+        for module in filter(None, (*local.packages, self.trusted)):
+            trust(module)
         method = get_method(self.method, server=self.server_half or None)
         with rebuild_hint():
             method.check(self.hyper, task)
@@ -179,52 +179,55 @@ def authorized(spec: ParticipantSpec, fl_ctx: FLContext) -> ParticipantSpec:
 
 
 def authorize_network(task: "TaskConfig", fl_ctx: FLContext) -> str:
-    """Ask this party's policy for a network of one's own, and trust it in this process.
+    """Ask this party's settings for a network of one's own, and trust its module in this process.
 
     Args:
         task: names the network.
-        fl_ctx: names this party and finds its policy.
+        fl_ctx: names this party and finds its settings.
 
     Returns:
         The network's module; empty where it is none of one's own.
 
     Raises:
-        ConfigError: this party's class_allow_list does not cover it.
+        ConfigError: this party does not trust its package.
     """
     from medflare.networks.own import own_module, trust
 
     module = own_module(task.network)
     if module:
-        _ask(f"network {task.network['name']!r}", module, str(task.network["name"]).replace(":", "."), fl_ctx)
+        _ask(f"network {task.network['name']!r}", module, fl_ctx)
         trust(module)
     return module
 
 
 def authorize(methods: Iterable[str], fl_ctx: FLContext) -> None:
-    """Before a method of another distribution is imported: the same policy that FLARE has for the components of a job.
+    """Before a method of another distribution is imported: the party's settings must name its package.
 
     Args:
-        methods: names; medflare's own need nothing beyond medflare's components.
-        fl_ctx: names this party and finds its policy.
+        methods: names; medflare's own need nothing.
+        fl_ctx: names this party and finds its settings.
 
     Raises:
-        ConfigError: no such method, or this party's class_allow_list does not cover it.
+        ConfigError: no such method, or this party does not trust its package.
     """
     for name in dict.fromkeys(methods):
         module = foreign_module(name)
         if module:
-            _ask(f"method {name!r}", module, f"{module}.METHOD", fl_ctx)
+            _ask(f"method {name!r}", module, fl_ctx)
 
 
-def _ask(what: str, module: str, path: str, fl_ctx: FLContext) -> None:
-    """ConfigError where this party's policy does not cover the path of a piece of code."""
-    try:
-        ComponentPathAuthorizer().authorize_component_config({"path": path}, fl_ctx=fl_ctx)
-    except UnsafeComponentError as error:
-        raise ConfigError(
-            f"{what} comes from {module}, which {fl_ctx.get_identity_name()} does not allow; "
-            f'who trusts it adds "{module.split(".")[0]}." to class_allow_list in local/resources.json'
-        ) from error
+def _ask(what: str, module: str, fl_ctx: FLContext) -> None:
+    """ConfigError where this party does not trust the package of a piece of code."""
+    workspace: Workspace = fl_ctx.get_engine().get_workspace()
+    trusted = local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE)).packages
+    if reason := untrusted(module, [*trusted, module] if brings_code(fl_ctx) else trusted):
+        raise ConfigError(f"{what} comes from {module}, which {fl_ctx.get_identity_name()} does not allow: {reason}")
+
+
+def brings_code(fl_ctx: FLContext) -> bool:
+    """Whether FLARE has found code in the job (app/custom/); the party's authorization.json has then allowed it."""
+    meta = fl_ctx.get_prop(FLContextKey.JOB_META)
+    return isinstance(meta, Mapping) and bool(meta.get(AppValidationKey.BYOC))
 
 
 def foreign_module(method: str) -> str:
@@ -294,7 +297,7 @@ def left_behind(workspace: Workspace, job: str) -> str:
     """
     folders: list[Path] = []
     while job:
-        folder = Path(workspace.get_run_dir(interrupted(job))) / FOLDER
+        folder = kept_of(Path(workspace.get_run_dir(interrupted(job))))
         if (folder / _MEMBER).exists():
             return str(folder)
         if folder in folders:

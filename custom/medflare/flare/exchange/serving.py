@@ -125,8 +125,8 @@ class ServerSpec:
         if settings.resume:
             take_up(Path(self.kept) / interrupted(settings.resume), self.checkpoints)
             write_json(self.checkpoints / _EARLIER, settings.resume)
-        if self.trusted:
-            trust(self.trusted)
+        for module in filter(None, (*own.packages, self.trusted)):
+            trust(module)
         task, method = load_task(Path(self.task_file)), get_method(self.method, server=self.server_half)
         with rebuild_hint():  # the formula goes by the halves' own values, whichever way the job spells them
             aggregator.hyper = method.effective(aggregator.hyper or {})

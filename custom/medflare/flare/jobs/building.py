@@ -52,7 +52,7 @@ Python files in this folder can be imported in the job: an executor, an aggregat
 `config_fed_server.json` or `config_fed_client.json` names.
 
 To FLARE a job with this folder is "bring your own code". Sites that refuse such jobs run one without it
-(`medflare job ... --no-byoc`): they install medflare and list `"medflare."` in the `class_allow_list` of their `resources.json`.
+(`medflare job ... --no-byoc`): they install medflare, and `medflare site setup` lists its classes in their `resources.json`.
 """
 
 

@@ -4,7 +4,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.fuel.flare_api.flare_api import Session
@@ -18,8 +18,12 @@ MEANINGS: Final[Mapping[str, str]] = {
         'or have {party} allow "byoc" to your role in its local/authorization.json'
     ),
     r"Component '(?P<what>[\w.]+)'.* is not in allow_list": (
-        '{party} does not allow the component {what}; its administrator adds "medflare." to class_allow_list in '
-        "{party}'s local/resources.json (`medflare site setup KIT --replace-policies` does so), then submit the job again"
+        "{party} does not allow the component {what}; where it is one of medflare's, its administrator brings class_allow_list in "
+        "{party}'s local/resources.json up to date (`medflare site setup KIT --replace-policies`), then submit the job again"
+    ),
+    r"^(?P<kind>component|network) (?P<what>.+?) refused: (?P<why>.+)": (
+        "{party} refused the {kind} {what} that the job names: {why}; where it is one of medflare's, the administrator of {party} runs "
+        "`medflare site setup KIT --replace-policies`, then submit the job again"
     ),
     r"No module named '(?P<what>[\w.]+)'": (
         "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in, "
@@ -67,11 +71,20 @@ def server_log(opened: Session, job: str) -> str:
     return "".join(opened.get_job_logs(job)["logs"].values())
 
 
+def deployment(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(party, what it said) when FLARE handed the job out.
+
+    Args:
+        meta: of the job.
+    """
+    for detail in meta.get(JobMetaKey.JOB_DEPLOY_DETAIL.value) or []:
+        party, _, said = str(detail).partition(": ")
+        yield party, said
+
+
 def _texts(opened: Session, job: str) -> Iterator[tuple[str, str]]:
     """(party, what it said): how the job was deployed, the error logs that sites let the server have, and the server's log."""
-    for detail in opened.get_job_meta(job).get(JobMetaKey.JOB_DEPLOY_DETAIL.value) or []:
-        party, _, said = detail.partition(": ")
-        yield party, said
+    yield from deployment(opened.get_job_meta(job))
     if "ERRORLOG" in " ".join(opened.list_job_components(job)):
         downloaded = Path(opened.download_job_components(job))
         try:

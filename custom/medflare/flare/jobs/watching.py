@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
 from nvflare.fuel.flare_api.flare_api import Session
 
 from medflare.flare.exchange.progress import GROUP, NOTED
-from medflare.flare.jobs.explaining import explained, server_log
+from medflare.flare.jobs.explaining import deployment, explained, explanations, server_log
 from medflare.flare.jobs.sessions import LOST, REFUSALS, RUNNING, Job, Unreachable, found_job, id_of, jobs_of, session
 
 _EVERY = 1.0  # seconds between two looks
@@ -134,12 +134,13 @@ def watch(
         every: seconds between two looks.
         follower: of the same job by an earlier session; None: there was none.
     """
-    follower, states = follower or Follower(say), [""]
+    follower, states, refusals = follower or Follower(say), [""], list[str]()
     heard = time.monotonic()
 
     def look(opened: Session, job: str, meta: Job) -> bool:
         nonlocal heard
         state = meta[JobMetaKey.STATUS.value]
+        _tell(explanations(deployment(meta)), refusals, say)  # who refused it, while the others may go on
         shown = state + _waits(meta)
         if shown != states[-1] and not state.startswith(_FINISHED):  # before that come the last steps
             say(f"{job} {shown}")
@@ -170,9 +171,16 @@ def watch(
     if meta[JobMetaKey.STATUS.value] == RunStatus.ABANDONED.value:
         say(_RESUME)
         return False
-    for line in explained(opened, job):
-        say(line)
+    _tell(explained(opened, job), refusals, say)
     return False
+
+
+def _tell(lines: Iterable[str], told: list[str], say: Callable[[str], None]) -> None:
+    """Say what has not been told yet."""
+    for line in lines:
+        if line not in told:
+            say(line)
+            told.append(line)
 
 
 def _waits(meta: Job) -> str:

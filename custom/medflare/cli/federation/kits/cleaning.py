@@ -12,10 +12,10 @@ from medflare.cli.federation.kits.processes import running
 from medflare.cli.federation.kits.status import job_folders
 from medflare.core.errors import ConfigError
 from medflare.data.cache.folder import clean, placed
-from medflare.data.sites.local import CACHE, FOLDER, LOCAL_FILE, local_settings, read_local
+from medflare.data.sites.local import CACHE, FOLDER, LOCAL_FILE, kept_of, local_settings, read_local
 from medflare.evaluation.presentation import format_bytes
 
-_MEMORY: Final = "state"  # in the site's folder of a job: what it remembered between two steps
+_MEMORY: Final = "state"  # in the site's own folder of a job: what it remembered between two steps
 _RECORDS: Final = (FOLDER, "audit.log", "meta.json")  # who asked for what, and what came of it
 
 
@@ -55,8 +55,9 @@ def clean_kit(kit: Kit, older_than: timedelta, *, jobs: bool = False, dry_run: b
 def _ended_jobs(kit: Kit, older_than: timedelta, dry_run: bool) -> list[Removed]:
     active, done = running(kit).jobs, []
     for folder in job_folders(kit):
-        files = _files(folder)
-        surplus = [path for path in (*folder.iterdir(), folder / FOLDER / _MEMORY) if path.name not in _RECORDS and path.exists()]
+        own = kept_of(folder)
+        files = [*_files(folder), *_files(own)]
+        surplus = [path for path in (*folder.iterdir(), own / _MEMORY) if path.name not in _RECORDS and path.exists()]
         if folder.name in active or _is_young((folder, *files), older_than) or not surplus:
             continue
         size = _size(file for file in files if any(place == file or place in file.parents for place in surplus))

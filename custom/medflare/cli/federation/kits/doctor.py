@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from medflare.cli.federation.kits.certificates import end_of, ends_soon, refuse_invalid, refuse_strange, server_answer
 from medflare.cli.federation.kits.kit import Kit, open_kit
 from medflare.cli.federation.kits.processes import running
-from medflare.cli.federation.kits.setup import ALLOWED, owner, read_policy, template
+from medflare.cli.federation.kits.setup import VALIDATOR, owner, read_policy, template
 from medflare.core.errors import ConfigError, MedflareError, StateError
 from medflare.data.cache.folder import placed
 from medflare.data.sites.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
@@ -114,11 +114,28 @@ def _policies(kit: Kit) -> Finding:
     contents = {name: read_policy(kit.local / name) for name in files if name not in missing}
     if _code_allowed(contents["authorization.json"]):
         return _warning("a lead's jobs may bring code, which then runs here; medflare's own policies say byoc none")
-    if ALLOWED not in contents["resources.json"].get("class_allow_list", ()):
-        return _failed(f'class_allow_list in {kit.local / "resources.json"} lacks "{ALLOWED}", so every job of medflare is refused; add it')
+    if problem := _open_list(kit, contents["resources.json"]):
+        return _failed(problem)
     if kit.kind == "site" and not {*_filters(template("site", "privacy.json"))} <= {*_filters(contents.get("privacy.json", {}))}:
         return _warning("no OutboundGuard in privacy.json: nothing compares what leaves with what a method declares")
+    if kit.kind == "site" and contents["resources.json"].get("allow_log_streaming", True):  # FLARE's default
+        return _warning(f"logs of jobs go to the server; medflare site setup {kit.folder} --no-stream-logs keeps them here")
     return _ok("jobs may name medflare's components and bring no code")
+
+
+def _open_list(kit: Kit, resources: dict[str, Any]) -> str:
+    """What is wrong with the classes that a job may name here; "" for nothing."""
+    allowed, usual = resources.get("class_allow_list", []), template(kit.kind, "resources.json")
+    file, remedy = kit.local / "resources.json", f"medflare site setup {kit.folder}"
+    if prefixes := [str(name) for name in allowed if str(name).endswith((".", "*"))]:
+        return f'class_allow_list in {file} holds "{prefixes[0]}", which is no full name of a class; take it out, or run {remedy}'
+    if missing := [name for name in usual["class_allow_list"] if name not in allowed]:
+        return f'class_allow_list in {file} lacks "{missing[0]}", so jobs of medflare are refused; {remedy} --replace-policies'
+    validator = resources.get(VALIDATOR)
+    if not isinstance(validator, dict) or validator.get("path") != usual[VALIDATOR]["path"]:
+        wanted = usual[VALIDATOR]["path"]
+        return f"{VALIDATOR} in {file} is not {wanted}, so FLARE calls whatever a job names below a class; {remedy} --replace-policies"
+    return ""
 
 
 def _code_allowed(authorization: dict[str, Any]) -> bool:

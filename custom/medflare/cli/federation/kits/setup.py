@@ -9,7 +9,7 @@ import json
 import os
 import pwd
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,7 +19,8 @@ from medflare.core.errors import ConfigError
 from medflare.data.sites.local import LOCAL_FILE
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
-ALLOWED: Final = "medflare."  # what class_allow_list must hold for medflare's components to load
+VALIDATOR: Final = "app_validator"  # FLARE's name for what looks at a job when it arrives
+_OURS: Final = "medflare."  # as an entry of class_allow_list, as medflare 0.2 wrote it, it allows every function of medflare's
 _PLAIN_LAUNCHER: Final = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
 _SHARED: Final = "/tmp/nvflare/"  # FLARE's default: all federations of a machine share it, and a reboot empties it
 _SHOWN: Final = 60  # characters of a value in a change
@@ -39,6 +40,8 @@ class Wishes:
         cache: site: folder for decoded images; "off" for none.
         minimum_patients: site: of how many a metric must be for it to leave.
         redact: site: whether names of files and patients leave as codes.
+        stream_logs: site: whether its logs of a job go to the server.
+        packages: whose networks and methods a job may name.
         storage: server: folder for jobs and results.
         bring_code: medflare is not installed here: policies name nothing of it, and a lead's jobs may bring it.
         replace_policies: policies that are there are replaced by new ones.
@@ -50,6 +53,8 @@ class Wishes:
     cache: str | None = None
     minimum_patients: int | None = None
     redact: bool | None = None
+    stream_logs: bool | None = None
+    packages: list[str] | None = None
     storage: Path | None = None
     bring_code: bool = False
     replace_policies: bool = False
@@ -83,7 +88,7 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
     if os.geteuid() not in (0, kit.folder.stat().st_uid):
         raise ConfigError(f"{kit.folder} belongs to {owner(kit.folder)}; run it as {owner(kit.folder)}")
     makers = {"authorization.json": _authorization, LOCAL_FILE: _own, "privacy.json": _privacy, "resources.json": _resources}
-    names = sorted(path.name for path in (TEMPLATES / kit.kind).glob("*.json"))
+    names = sorted({LOCAL_FILE, *(path.name for path in (TEMPLATES / kit.kind).glob("*.json"))})
     before = {name: read_policy(path) if (path := kit.local / name).exists() else None for name in names}
     after = {}
     for name, content in before.items():
@@ -221,7 +226,7 @@ def _is_object(value: Any) -> bool:
 
 def _refuse_strange(kit: Kit, wishes: Wishes) -> None:
     """ConfigError where a wish is for the other kind of kit."""
-    of_sites = ("data_root", "device", "batch_size", "cache", "minimum_patients", "redact")
+    of_sites = ("data_root", "device", "batch_size", "cache", "minimum_patients", "redact", "stream_logs")
     strange, other = (of_sites, "a site") if kit.kind == "server" else (("storage",), "the server")
     for name in strange:
         if getattr(wishes, name) is not None:
@@ -231,17 +236,21 @@ def _refuse_strange(kit: Kit, wishes: Wishes) -> None:
 # -- one function a file: the content that is there, or None -> what it shall be, or None for no file --------------------------------
 
 
-def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
+def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object | None:
     from medflare.data.sites.local import local_settings
 
-    if content is None:
+    if content is None and kit.kind == "server":
+        if wishes.packages is None:
+            return None
+        content = {}
+    elif content is None:
         usual = template(kit.kind, LOCAL_FILE)
         content = {name: usual[name] for name in ("device", "minimum_patients", "redact")}  # the rest is an example of a site's own
     if wishes.data_root is not None:
         content["data_root"] = str(wishes.data_root.expanduser().absolute())  # a link stays one: mounts move
     if wishes.cache is not None:
         content["cache"] = _cache(wishes.cache, content.get("cache"))
-    for name in ("device", "batch_size", "minimum_patients", "redact"):
+    for name in ("device", "batch_size", "minimum_patients", "redact", "packages"):
         if getattr(wishes, name) is not None:
             content[name] = getattr(wishes, name)
     local_settings(content)
@@ -280,24 +289,37 @@ def _policy(kit: Kit, wishes: Wishes, content: _Object | None, name: str) -> _Ob
 def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
     if content is None or wishes.replace_policies:
         before, content = content, read_object(kit.local / "resources.json.default")
+        _close_list(kit, content, [])
         _adapt(content, wishes.storage or _storage(before) or kit.folder / "storage")
-    elif wishes.storage is not None:
-        _store(content, wishes.storage)
+    else:
+        if _OURS in content.get("class_allow_list", ()):  # medflare 0.2 has set it up
+            provisioned = read_object(kit.local / "resources.json.default").get("class_allow_list") or ()
+            _close_list(kit, content, [name for name in content["class_allow_list"] if name != _OURS and name not in provisioned])
+        if wishes.storage is not None:
+            _store(content, wishes.storage)
+    if wishes.stream_logs is not None:
+        content["allow_log_streaming"] = wishes.stream_logs
     if wishes.bring_code:
         _replace_launcher(content, _our_launcher(), _PLAIN_LAUNCHER)
-        if "class_allow_list" in content:  # without one FLARE takes its own list, and an empty one allows nothing
-            content["class_allow_list"] = [name for name in content["class_allow_list"] if name != ALLOWED]
+        if "class_allow_list" in content:
+            content["class_allow_list"] = [name for name in content["class_allow_list"] if not name.startswith(_OURS)]
         content["components"] = [one for one in content.get("components", ()) if not _is_ours(one)]
+        if _is_ours(content.get(VALIDATOR) or {}):
+            del content[VALIDATOR]
     return content
+
+
+def _close_list(kit: Kit, resources: _Object, more: Sequence[str]) -> None:
+    """List what medflare's jobs name there and `more`, by full names; have it asked for; let no log leave a site. In place."""
+    usual = template(kit.kind, "resources.json")
+    resources["class_allow_list"] = list(dict.fromkeys([*usual["class_allow_list"], *more]))
+    resources.setdefault(VALIDATOR, usual[VALIDATOR])
+    if kit.kind == "site":
+        resources["allow_log_streaming"] = usual["allow_log_streaming"]
 
 
 def _adapt(resources: _Object, storage: Path) -> None:
     """What medflare needs of FLARE's resources.json, in place."""
-    allowed = resources.get("class_allow_list")
-    if allowed is None:  # FLARE's own list, which the template repeats
-        resources["class_allow_list"] = template("site", "resources.json")["class_allow_list"]
-    elif ALLOWED not in allowed:
-        allowed.insert(0, ALLOWED)
     _replace_launcher(resources, _PLAIN_LAUNCHER, _our_launcher())
     for server in resources.get("servers", ()):
         server["heart_beat_timeout"] = 120  # seconds; FLARE's ten minutes are long for those who wait for a site that is gone
@@ -310,7 +332,7 @@ def _adapt(resources: _Object, storage: Path) -> None:
 
 
 def _is_ours(component: _Object) -> bool:
-    return str(component.get("path", "")).startswith(ALLOWED)
+    return str(component.get("path", "")).startswith(_OURS)
 
 
 def _our_launcher() -> str:

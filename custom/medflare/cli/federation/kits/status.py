@@ -12,9 +12,11 @@ from typing import Any, Final
 
 from medflare.cli.federation.kits.kit import Kit
 from medflare.cli.federation.kits.processes import Processes, running, since
-from medflare.data.sites.local import FOLDER, OUTBOUND, PROGRESS
+from medflare.data.sites.local import FOLDER, OUTBOUND, PROGRESS, kept_of, private_folder
+from medflare.flare.names import REFUSED
 
 _JOB: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's ids
+_REFUSED: Final = re.compile(rf"\[R:([0-9a-f-]{{36}})\].*\[A:{re.escape(REFUSED)}\](.*)$", re.MULTILINE)  # in audit.log
 _TIME: Final = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", re.MULTILINE)
 SIGNS: Final = {"server": "Server started", "site": "Successfully registered client"}  # in FLARE's log: the party is up
 NOT_YET: Final = {"server": "started yet", "site": "registered yet"}
@@ -58,6 +60,8 @@ class JobState:
         begun: when that step was, as text.
         left: see `Left`.
         models: roles of the models that were delivered.
+        refused: why the party refused it, each reason once; as its audit.log says.
+        folder: where the site keeps its own files of it: models, report, scores, state; "" where it has none.
     """
 
     id: str
@@ -70,6 +74,8 @@ class JobState:
     begun: str
     left: Left
     models: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+    folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,9 @@ def party_state(kit: Kit, now: datetime | None = None) -> PartyState:
     found = running(kit)
     up = f"{datetime.fromtimestamp(since(found.first)):%F %T}" if found.first is not None else ""
     folders = job_folders(kit)
-    jobs = tuple(_job(folder, folder.name in found.jobs) for folder in folders)
+    refused = _refused(kit)
+    never = [folder for job in reversed(refused) if not (folder := kit.folder / job).exists()]  # FLARE removes what is refused at once
+    jobs = tuple(_job(kit, folder, folder.name in found.jobs, tuple(refused.get(folder.name, ()))) for folder in [*never, *folders])
     spoke = [folder for place, folder in enumerate(folders) if place == 0 or folder.name in found.jobs]  # the last one also where it ended
     contact, trouble = _contact([kit.log, *(folder / "log.txt" for folder in spoke)], now, _begun(found))
     registered = is_registered(kit, found)
@@ -146,8 +154,17 @@ def job_folders(kit: Kit) -> list[Path]:
     return sorted((path for path in kit.folder.glob("*-*-*-*-*") if _JOB.fullmatch(path.name)), key=_changed, reverse=True)
 
 
-def _job(folder: Path, active: bool) -> JobState:
-    own = folder / FOLDER
+def _refused(kit: Kit) -> dict[str, list[str]]:
+    """Job -> why the party refused it, in the order of its audit.log."""
+    reasons: dict[str, list[str]] = {}
+    with suppress(OSError):
+        for job, reason in _REFUSED.findall((kit.folder / "audit.log").read_text(encoding="utf-8", errors="replace")):
+            reasons.setdefault(job, []).extend([] if reason in reasons.get(job, ()) else [reason])
+    return reasons
+
+
+def _job(kit: Kit, folder: Path, active: bool, refused: tuple[str, ...]) -> JobState:
+    own = kept_of(folder) if kit.kind == "site" else folder / FOLDER
     note = _json(own / PROGRESS)
     models = tuple(sorted(card.parent.name for card in own.glob("*/card.json")))
     name = str(_json(folder / "meta.json").get("name", ""))
@@ -158,7 +175,8 @@ def _job(folder: Path, active: bool) -> JobState:
         bool(note.get("working")) and active,
         str(note.get("time", "")),
     )
-    return JobState(folder.name, name, active, *step, left=_left(own / OUTBOUND), models=models)
+    place = str(own) if own.exists() and own == private_folder(folder) else ""
+    return JobState(folder.name, name, active, *step, left=_left(own / OUTBOUND), models=models, refused=refused, folder=place)
 
 
 def _left(report: Path) -> Left:
