@@ -18,7 +18,7 @@ from medflare.federation.screening.plain import one_line
 from medflare.federation.screening.replies import METRIC, unfit
 
 _NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
-_COUNTS: Final = {"n_samples": ("train", "training"), "n_validation": ("validation", "validation")}  # fact -> split, in words
+_COUNTS: Final = {"n_samples": ("train", "training")}  # fact -> split, in words
 _LONGEST: Final = 100.0  # times its measure: what is longer is rejected; it falls as `past` learns what is usual
 OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive
 
