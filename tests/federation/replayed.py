@@ -28,9 +28,9 @@ Place = tuple[str, int, int]  # phase, round, part of a step
 # Federations that between them have every phase, entry and fact: (method, its server half, hyper-parameters).
 FEDERATIONS: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
     "fedavg": ("fedavg", None, {}),
-    "fedsm": ("fedsm", None, {"selector": "compact_selector"}),
-    "fedsm synced": ("fedsm", None, {"selector": "compact_selector", "selector_steps": "minibatch", "personalization": "pfedme"}),
-    "fedsm ridge": ("fedsm", None, {"selector": "ridge", "gamma": "grid", "personalization": "perfedavg"}),
+    "fedsm": ("fedsm", None, {"selector": "compact_selector", "selector_updates": 1}),
+    "fedsm synced": ("fedsm", None, {"selector_updates": 1, "selector_steps": "minibatch", "personalization": "pfedme"}),
+    "fedsm ridge": ("fedsm", None, {"personalization": "perfedavg"}),
     "fedsm_extra": ("fedsm_extra", None, {"selector": "compact_selector", "selector_rounds": 1}),
     "prr": ("prr", None, {}),
     "grace": ("grace", None, {"probe": True}),

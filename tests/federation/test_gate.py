@@ -168,9 +168,9 @@ def every(entry: str, tensor: str, factor: float, shift: float = 0.0) -> Callabl
 LIES: dict[str, tuple[str, Place, Callable[[Message], Any], str]] = {
     "a variance below 0": ("fedavg", TRAIN, below_zero("model", "running_var"), "holds a number below 0"),
     "mean squares below 0": ("fedsm synced", TRAIN, below_zero("selector_exp_avg_sq", ""), "holds a number below 0"),
-    "validation images that it does not have": ("fedsm", ("tune", ROUNDS, 0), fact(n_validation=2**53), "the site enrolled with"),
-    "a standard error that no metric has": ("fedsm", ("tune", ROUNDS, 0), fact(errors={"0": 1e308}), "expected a number from 0 to 10"),
-    "a thousand deciles": ("fedsm", ("confide", ROUNDS, 0), fact(confidence=[0.5] * 1000), "more than 9"),
+    "a gain that no metric has": ("fedsm", ("tune", ROUNDS, 0), fact(gains={"0": 1e308}), "expected a number from -1 to 1"),
+    "a thousand temperatures": ("fedsm", ("calibrate", ROUNDS, 0), fact(calibration=[0.5] * 1000), "more than 21"),
+    "a likelihood above 1": ("fedsm", ("calibrate", ROUNDS, 0), fact(calibration=[-1.0] * 21), "expected a number from 0 to"),
     "a stage that there is not": ("prr", TRAIN, fact(stages=[7]), "stages [0] is 7"),
     "an A-distance of 1e300": ("grace", TRAIN, fact(a_distance=1e300), "expected a number from -2 to 2"),
     "a selected round as text": ("iop_fl", ("submit", ROUNDS, 0), fact(selected_round="last"), "expected a count"),

@@ -108,7 +108,7 @@ LIES: Final[dict[str, Lie]] = {
     "halves of counts": numbers(lambda value: value + 0.5),
     "1e308": numbers(lambda value: 1e308),
     "negative": numbers(lambda value: -1 - value),
-    "false counts": numbers(lambda value: 1000 * value, "n", "class_counts", "n_samples", "n_validation"),
+    "false counts": numbers(lambda value: 1000 * value, "n", "class_counts", "n_samples"),
     "events of other sites": facts(events=[{"kind": "warning", "message": "it was A", "site": "A"}]),
     "events of unknown kinds": facts(events=[{"kind": "rejected", "message": "A"}]),
     "deep": facts(validation=nested(3000), metrics=nested(3000), n=nested(3000)),
@@ -123,7 +123,7 @@ LIES: Final[dict[str, Lie]] = {
 }
 # Plausible, so that nobody need be named: none of them ends a run, or spoils a model.
 PLAUSIBLE: Final[dict[str, Lie]] = {
-    "best of all": numbers(lambda value: 1.0, "validation", "metrics", "gammas", "scores"),
+    "best of all": numbers(lambda value: 1.0, "validation", "metrics", "gains", "scores"),
     "minus zero": numbers(lambda value: -0.0 if isinstance(value, float) else value),
     "minus zero in tensors": tensors(lambda tensor: torch.full_like(tensor, -0.0)),
     "turned": tensors(lambda tensor: -tensor),

@@ -22,7 +22,7 @@ METHODS = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")
 # What keeps a run of a second short; nothing that the oddities below depend on.
 QUICK: dict[str, dict[str, Any]] = {
     "feddag": {"generator_width": 4, "generator_blocks": 1, "pictures": 0},
-    "fedsm": {"selector": "compact_selector"},
+    "fedsm": {"selector": "compact_selector", "selector_updates": 1},
 }
 SEED = 5
 

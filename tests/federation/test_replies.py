@@ -202,7 +202,7 @@ HIDDEN: dict[str, dict[str, tuple[str, Callable[[Message], Message]]]] = {
     "fedsm": {
         "no sample count": ("train", lambda sent: Message(sent.states, {"loss": 0.5, "validation": {}})),
         "no validation": ("train", lambda sent: Message(sent.states, {"n_samples": sent.facts["n_samples"]})),
-        "half a vote on gamma": ("tune", lambda sent: Message({}, {**sent.facts, "gammas": {"0.5": 1.0}})),
+        "half a vote on gamma": ("tune", lambda sent: Message({}, {**sent.facts, "gains": {"0.5": 1.0}})),
         "no vote on gamma": ("tune", lambda sent: Message({}, {"n_samples": sent.facts["n_samples"]})),
     },
     "prr": {

@@ -8,7 +8,7 @@ import torch
 from medflare.data.sites.site import Site
 from medflare.methods.fedsm.personalization import adapt, train_per_fedavg
 from medflare.methods.fedsm.super_model import SuperModel
-from medflare.methods.fedsm.tuning import metric_by_gamma
+from medflare.methods.fedsm.tuning import gain_by_gamma
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from medflare.networks.catalogue import initial_network
@@ -29,8 +29,8 @@ def super_model(choose_by: str = "image") -> SuperModel:
 def test_the_selectors_threshold(fit: str) -> None:
     task = squares.task(batch_size=4, network=TASK.network, fit=fit)
     with watched(squares.site("A", task, (4, MANY, 4)), "validation") as (site, split):
-        metrics, errors = metric_by_gamma(super_model(), site, (0.3, 0.9))
-    assert None not in metrics.values() and len(errors) == 2
+        gains = gain_by_gamma(super_model(), site)
+    assert None not in gains.values() and gains["1"] == 0.0
     assert 0 < split.most <= FEW
 
 

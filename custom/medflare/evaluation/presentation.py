@@ -180,6 +180,22 @@ def privacy_costs(results: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def selector_line(results: Mapping[str, Any]) -> str:
+    """By what a model that selects one of several networks does so, in one line; "" for all others.
+
+    Args:
+        results: content of results.json.
+    """
+    selector = results.get("selector")
+    if not selector:
+        return ""
+    gain, taken, count = selector["mean_gain"], selector["confusion"], len(selector["candidates"])
+    chosen = f"{count} candidates" + ("" if gain is None else f"; mean paired gain {gain:+.3f} over the global model")
+    known, images = sum(row.get(site, 0) for site, row in taken.items()), sum(sum(row.values()) for row in taken.values())
+    line = f"gamma {selector['gamma']:.2f} ({chosen if count else 'as set'})"
+    return line + (f"; the selector knows {known} of {images} test images" if images else "")
+
+
 def synthetic_source(results: Mapping[str, Any]) -> str:
     """The task's own words on its images where they are synthetic, else "".
 

@@ -58,6 +58,8 @@ class RunRecord:
         elections: model that the sites chose together -> {"round": of training behind the delivered one, "rule": that decided,
             "candidates": [{"round", "value": what the votes came to, "votes": site -> metric}]}.
         tables: title -> site -> column -> number or text: what a method tells of its sites beside metrics.
+        selector: of a model that selects one of several networks for every image: {"gamma", "temperature", "candidates": values of γ,
+            "votes": site -> its mean paired gain over the global model for each candidate, "mean_gain": of γ}; else empty.
         running: the run goes on: there is a report of it, and no results yet.
     """
 
@@ -77,6 +79,7 @@ class RunRecord:
     pictures: Mapping[str, bytes] = field(default_factory=dict)
     elections: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    selector: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     running: bool = False
 
@@ -113,7 +116,8 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "versions": installed_versions(),
         "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
     }
-    return json_ready(results | ({"tables": record.tables} if record.tables else {}))
+    selector = {"selector": {**record.selector, "confusion": confusion(sites)}} if record.selector else {}
+    return json_ready(results | ({"tables": record.tables} if record.tables else {}) | selector)
 
 
 def _site_results(site: SiteRecord, models: tuple[str, ...], metrics: tuple[str, ...], share: float | None) -> dict[str, Any]:
@@ -138,6 +142,18 @@ def shares(samples: Mapping[str, float]) -> dict[str, float]:
     """
     total = sum(samples.values())
     return {site: count / total if total else 0.0 for site, count in samples.items()}
+
+
+def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Inside site -> how many of its test images the selector took for each site's; sites without a selector's report, or whose numbers
+    stayed there, are left out.
+
+    Args:
+        sites: the `sites` of a results dict.
+    """
+    reports = {name: site.get("reports", {}).get("deployed") or {} for name, site in sites.items() if site["role"] == "inside"}
+    rows = {name: report.get("selector") for name, report in reports.items()}
+    return {name: dict(taken) for name, taken in rows.items() if isinstance(taken, Mapping) and None not in taken.values()}
 
 
 def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from medflare.evaluation.presentation import (
     model_columns,
     ordered_sites,
     privacy_costs,
+    selector_line,
     synthetic_source,
 )
 
@@ -60,6 +61,7 @@ def render_report(
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
         elections=_elections(results),
+        selector={**results["selector"], "line": selector_line(results)} if "selector" in results else {},
         reports=_reports(results),
         tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
         privacy=privacy_costs(results),

@@ -21,6 +21,7 @@ from medflare.evaluation.presentation import (
     metric_names,
     model_columns,
     ordered_sites,
+    selector_line,
     synthetic_source,
 )
 
@@ -96,9 +97,9 @@ def _table(results: Mapping[str, Any], metrics: Sequence[str]) -> Table:
     return table
 
 
-def _told(results: Mapping[str, Any]) -> list[Table]:
-    """What a method tells of its sites beside metrics: columns down, sites across, as there are more columns than sites."""
-    tables = []
+def _told(results: Mapping[str, Any]) -> list[Text | Table]:
+    """What a method tells beside metrics: by what its model selects; of its sites, columns down, as there are more columns than sites."""
+    tables: list[Text | Table] = [Text(line)] if (line := selector_line(results)) else []
     for title, rows in results.get("tables", {}).items():
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading in (title, *rows):

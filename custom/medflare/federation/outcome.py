@@ -60,6 +60,7 @@ class Outcome:
         costs: site -> what it has cost.
         elections: model -> {"round": of training behind the delivered one, "rule": that decided, "candidates": see `Election.record`}.
         tables: see `Telling.tables`.
+        selector: see `Selecting.selector_summary`.
         rounds: of training that were done; None in a run that failed before its end.
     """
 
@@ -72,6 +73,7 @@ class Outcome:
     costs: dict[str, Cost] = field(default_factory=dict)
     elections: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    selector: dict[str, Any] = field(default_factory=dict)
     rounds: int | None = None
 
 
@@ -84,3 +86,11 @@ class Telling(Protocol):
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Title -> site -> column -> number or text."""
+
+
+@runtime_checkable
+class Selecting(Protocol):
+    """A server half whose deployed model selects one of several networks for every image."""
+
+    def selector_summary(self) -> dict[str, Any]:
+        """By what it selects, as `RunRecord.selector`."""

@@ -21,7 +21,7 @@ from medflare.evaluation.names import RESULTS_FILE, ROUNDS_FILE
 from medflare.evaluation.results import UNKNOWN, LiveReport, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.exchange import Exchange
-from medflare.federation.outcome import Outcome, StepReport, Telling
+from medflare.federation.outcome import Outcome, Selecting, StepReport, Telling
 from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
 from medflare.federation.schedule import Federation
@@ -204,10 +204,12 @@ def keep_what_is_left(run: Run, server: ServerHalf[Any], outcome: Outcome) -> No
     Args:
         run: method, task, settings and folder.
         server: its server half, after the last step.
-        outcome: takes the half's tables.
+        outcome: takes the half's tables, and by what its model selects.
     """
     if isinstance(server, Telling):
         outcome.tables = server.tables()
+    if isinstance(server, Selecting):
+        outcome.selector = server.selector_summary()
     if run.folder is None:
         return
     for path, model in server.models().items():
@@ -255,6 +257,7 @@ def record_of(run: Run, outcome: Outcome, reason: str = "", *, running: bool = F
         history=outcome.history,
         elections=outcome.elections,
         tables=outcome.tables,
+        selector=outcome.selector,
         pictures=run.pictures,
         costs={site: asdict(cost) for site, cost in outcome.costs.items()},
         running=running,

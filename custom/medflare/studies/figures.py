@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from medflare.evaluation.figures import COLOURS, INK, as_svg, look_of, quieten
 from medflare.evaluation.presentation import metric_label
+from medflare.evaluation.record import confusion
 from medflare.studies.constant import CONSTANT
 from medflare.studies.recorded import CURVES, SCORES, SIMILARITY
 from medflare.studies.statistics.seeds import Run
-from medflare.studies.tables.choices import balanced_accuracy, confusion
+from medflare.studies.tables.choices import balanced_accuracy
 from medflare.studies.tables.curves import curve_of
 from medflare.studies.tables.rows import Groups, task_of
 
@@ -160,7 +161,7 @@ def selector_confusion(groups: Groups) -> str | None:
     Args:
         groups: as for `study_figures`.
     """
-    found = {label: [taken for run in runs if (taken := confusion(run))] for label, runs in groups.items()}
+    found = {label: [taken for run in runs if (taken := confusion(run["sites"]))] for label, runs in groups.items()}
     found = {label: taken for label, taken in found.items() if taken}
     if not found:
         return None

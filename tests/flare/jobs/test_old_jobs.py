@@ -102,7 +102,8 @@ def test_known_names_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     server = run_job(job, tmp_path / "run", monkeypatch)
     assert not server.panics
     results = load_results(tmp_path / "run")
-    plain = run_local("fedsm", tiny_phantom(size=[16, 16]), SITES, rounds=1, seed=SEED, out=tmp_path / "plain", lam=0.3, gamma=0.5)
+    different = {name: FEDSM[name] for name in ("lam", "gamma", "selector_updates")}  # from today's defaults
+    plain = run_local("fedsm", tiny_phantom(size=[16, 16]), SITES, rounds=1, seed=SEED, out=tmp_path / "plain", **different)
     assert results["status"] == "COMPLETED" and results["sites"] == plain["sites"]
     assert results["configuration"]["hyper"] == plain["configuration"]["hyper"]
     models = sorted((tmp_path / "plain" / "models").rglob("model.safetensors"))

@@ -14,7 +14,7 @@ from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedsm.extra import FedSMExtraServer, FedSMExtraSite
-from medflare.methods.fedsm.formulas import GAMMAS, soft_pull
+from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, soft_pull, tuned_gamma
 from medflare.methods.fedsm.personalization import adapt, train_apfl
 from medflare.methods.fedsm.selector import head_of, selector_spec
 from medflare.methods.fedsm.server import FedSMServer
@@ -25,6 +25,7 @@ from methods.squares import COUNTS, SITES, equal
 from small import stacked
 
 COMPACT: dict[str, Any] = {"selector": "compact_selector"}
+ONE_UPDATE: dict[str, Any] = {**COMPACT, "selector_updates": 1}
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"personalization": "finetune"},
@@ -42,7 +43,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def federation(**options: Any) -> squares.Played:
-    return squares.federation(FedSMSite, FedSMServer, **{**COMPACT, **options})
+    return squares.federation(FedSMSite, FedSMServer, **{**ONE_UPDATE, **options})
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -88,18 +89,34 @@ def test_an_absent_sites_personal_model_waits_for_it() -> None:
 
 def test_gamma_is_tuned_at_the_end_or_given() -> None:
     tuned = federation()
-    assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "confide", "tune"]
+    assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "calibrate", "tune"]
     assert tuned.log[-2].outgoing["A"].states.keys() == {"selector"}, "the whole super model is sent once"
-    candidates = tuned.log[-1].outgoing["A"].facts["candidates"]
-    facts = tuned.log[-1].replies["A"].facts
-    assert candidates[0] == 0.0 and candidates[-1] == 1.0 and len(candidates) > 3
-    assert facts["gammas"].keys() == facts["errors"].keys() == {f"{gamma:g}" for gamma in candidates}
-    assert tuned.server.gamma in candidates and tuned.server.configure_delivery("A").facts["gamma"] == tuned.server.gamma
-    grid = federation(gamma="grid")
-    assert [turn.step.phase for turn in grid.log] == ["train", "train", "validate", "tune"]
-    assert grid.log[-1].replies["A"].facts["gammas"].keys() == {f"{gamma:g}" for gamma in GAMMAS} and grid.server.gamma in GAMMAS
+    gains = {site: reply.facts["gains"] for site, reply in tuned.log[-1].replies.items()}
+    assert all(of.keys() == {f"{gamma:g}" for gamma in GAMMAS} for of in gains.values())
+    assert tuned.server.gamma == tuned_gamma(gains) == tuned.server.configure_delivery("A").facts["gamma"]
     given = federation(gamma=0.25)
-    assert given.log[-1].step.phase == "validate" and given.server.configure_delivery("A").facts["gamma"] == 0.25
+    assert given.log[-1].step.phase == "calibrate" and given.server.configure_delivery("A").facts["gamma"] == 0.25
+    assert federation(gamma="grid").server.gamma == tuned.server.gamma, "what older versions say"
+
+
+def test_the_delivered_selector_is_calibrated() -> None:
+    """Its scores are those of the elected round at the temperature that the sites' validation images ask for."""
+    played = federation()
+    temperature = fitted_temperature({site: reply.facts["calibration"] for site, reply in played.log[-2].replies.items()})
+    assert temperature != 1.0
+    sent, delivered = played.log[-2].outgoing["A"].states["selector"], played.server.configure_delivery("A").states["selector"]
+    logits = [played.halves["A"].selector.logits(state, "test") for state in (sent, delivered)]
+    torch.testing.assert_close(logits[1], logits[0] / temperature)
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds", "updates"),
+    [({}, 1, None), (COMPACT, 10, 100), (COMPACT, 150, 150), ({"selector_steps": "fullbatch"}, 30, 120), ({"selector_updates": 2}, 5, 10)],
+)
+def test_the_selector_is_solved_or_takes_a_hundred_updates(options: dict[str, Any], rounds: int, updates: int | None) -> None:
+    phases = [step.phase for step in squares.server(FedSMServer, rounds=rounds, **options).steps()]
+    trains = {"train", "train_selector"}
+    assert ("describe" in phases) == (updates is None) and (updates is None or sum(phase in trains for phase in phases) == updates)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +124,7 @@ def test_gamma_is_tuned_at_the_end_or_given() -> None:
 )
 def test_further_updates_are_of_the_selector_alone(steps: str, sent: set[str]) -> None:
     log, _, _ = federation(selector_updates=3, rounds=1, gamma=0.5, selector_steps=steps)
-    phases = [("train", 0), ("train_selector", 1), ("train_selector", 2), ("validate", 0)]
+    phases = [("train", 0), ("train_selector", 1), ("train_selector", 2), ("validate", 0), ("calibrate", 0)]
     assert [(turn.step.phase, turn.step.part) for turn in log] == phases
     for update in (1, 2):
         message = log[update].outgoing["A"]
@@ -138,7 +155,7 @@ def test_a_site_that_is_not_sure_lets_the_global_model_answer() -> None:
 def uneven(**options: Any) -> squares.Played:
     """Site C has eight times the images of the others."""
     sizes = {"A": (4, 4, 5), "B": (4, 4, 5), "C": (32, 4, 5)}
-    hyper: dict[str, Any] = {**COMPACT, "gamma": 0.5, **options}
+    hyper: dict[str, Any] = {**ONE_UPDATE, "gamma": 0.5, **options}
     halves = {name: squares.half(FedSMSite, name, counts=counts, **hyper) for name, counts in sizes.items()}
     return squares.play(squares.server(FedSMServer, rounds=1, outside=(), halves=halves), halves)
 
@@ -172,17 +189,17 @@ def test_the_selectors_round_is_chosen_by_sites_alike(weighting: str) -> None:
 def test_ridge_tells_sites_apart_after_one_exchange() -> None:
     """The sites of the tests differ in brightness; nothing is trained, and nothing of the selector travels in a round."""
     log, server, halves = federation(selector="ridge", rounds=1, sites=("A", "C"))
-    assert [turn.step.phase for turn in log] == ["train", "validate", "describe", "confide", "tune"]
+    assert [turn.step.phase for turn in log] == ["train", "validate", "describe", "calibrate", "tune"]
     assert not any("selector" in entry for entry in log[0].replies["A"].states) and "selector" not in log[0].outgoing["A"].states
     assert log[2].replies["A"].states.keys() == {"selector_statistics"}
     for place, name in enumerate(("A", "C")):
-        choices = halves[name].selector.scores(server.delivered_selector, "test").argmax(dim=1)
+        choices = halves[name].selector.logits(server.delivered_selector, "test").argmax(dim=1)
         assert (choices == place).all()
 
 
 def test_a_site_that_described_nothing_is_never_chosen() -> None:
     _, server, halves = federation(selector="ridge", rounds=1, gamma=0.5, absent=lambda step, name: (step.phase, name) == ("describe", "B"))
-    scores = halves["B"].selector.scores(server.delivered_selector, "test")
+    scores = halves["B"].selector.logits(server.delivered_selector, "test").softmax(dim=1)
     assert (scores[:, 1] < 0.01).all() and torch.isfinite(scores).all()
 
 
@@ -191,6 +208,7 @@ def test_a_site_that_described_nothing_is_never_chosen() -> None:
     [
         ("fedsm", {"selector": "ridge", "selector_updates": 3}, "leave out selector_updates"),
         ("fedsm_extra", {"selector": "ridge"}, "fedsm_extra: selector = ridge"),
+        ("fedsm", {"selector_updates": 0}, "selector_updates"),
         ("fedsm", {"gamma": "often"}, "gamma"),
         ("fedsm", {"gamma": 1.5}, "gamma must be at most 1, got 1.5"),
         ("fedsm", {"gamma": -1.0}, "gamma must be at least 0, got -1"),
@@ -222,7 +240,7 @@ def test_labels_of_the_best_model_are_found_once(monkeypatch: pytest.MonkeyPatch
 def test_per_fedavg_adapts_the_aggregated_model() -> None:
     """The personal model is a few steps from the shared model that the server sent, and it is the one that was measured."""
     log, server, halves = federation(personalization="perfedavg", gamma=0.5, selection="last", rounds=2)
-    last = log[-1]
+    last = log[-2]
     assert last.step.phase == "validate"
     for name, half in halves.items():
         model = half.network("expected", last.outgoing[name].states["meta"])
@@ -232,7 +250,7 @@ def test_per_fedavg_adapts_the_aggregated_model() -> None:
 
 
 def test_apfls_statistics_are_those_that_its_mixture_collected() -> None:
-    half = squares.half(FedSMSite, "A", personalization="apfl", **COMPACT)
+    half = squares.half(FedSMSite, "A", personalization="apfl", **ONE_UPDATE)
     start = squares.start()
     shifted = {name: tensor + 5.0 if "running" in name else tensor for name, tensor in start.items()}
     local, mixture, share = train_apfl(half.network("personal", start), copy_state(start), shifted, half.site, 0, 0.5)
@@ -243,7 +261,7 @@ def test_apfls_statistics_are_those_that_its_mixture_collected() -> None:
 
 def test_apfls_share_learns() -> None:
     """α moves along <v - w, gradient at the mixture>, and stays within 0 and 1."""
-    half = squares.half(FedSMSite, "A", personalization="apfl", **COMPACT)
+    half = squares.half(FedSMSite, "A", personalization="apfl", **ONE_UPDATE)
     start, other = squares.start(), copy_state(half.site.network("elsewhere").state_dict())
     for rate, moved in ((0.0, False), (0.5, True), (1e9, True)):
         share = train_apfl(half.network("personal", start), copy_state(start), other, half.site, 0, 0.5, rate)[2]
@@ -258,7 +276,7 @@ def test_outside_there_is_no_personal_model() -> None:
 
 def test_volumes_have_the_compact_selector() -> None:
     large = squares.task(size=[16, 16, 16], spatial_dims=3, network={"name": "unet", "channels": [4, 8]})
-    assert selector_spec(squares.plan_of(FedSMSite, FedSMServer, large)) == {"name": "compact_selector"}
+    assert selector_spec(squares.plan_of(FedSMSite, FedSMServer, large, selector_updates=1)) == {"name": "compact_selector"}
 
 
 # ---- what a selector's gradient cannot be ---------------------------------------------------------------------------------------
@@ -307,13 +325,13 @@ def test_honest_gradients_are_taken_however_they_are_computed(changes: dict[str,
     """`squares.play` asks the server of every reply."""
     task = squares.task("classification", **changes)
     log = squares.federation(FedSMSite, FedSMServer, task, selector_updates=2, gamma=0.5, **COMPACT).log
-    assert all("selector_gradient" in reply.states for turn in log[:-1] for reply in turn.replies.values())
+    assert all("selector_gradient" in reply.states for turn in log[:-2] for reply in turn.replies.values())
 
 
 @pytest.mark.parametrize("steps", ["server", "fullbatch", "minibatch"])
 def test_a_site_with_one_image_answers_as_others_do(steps: str) -> None:
     """The image fills its batch twice, and counts once."""
-    task, counts, hyper = squares.task("classification"), {"A": 1, "B": 6, "C": 6}, {**COMPACT, "selector_steps": steps}
+    task, counts, hyper = squares.task("classification"), {"A": 1, "B": 6, "C": 6}, {**ONE_UPDATE, "selector_steps": steps}
     halves = {name: squares.half(FedSMSite, name, task, (count, 4, 5), **hyper) for name, count in counts.items()}
     log = squares.play(squares.server(FedSMServer, task, rounds=1, halves=halves), halves).log
     assert 0.9 < log[0].replies["A"].facts["losses"]["selector"] < 1.3, "about log 3, as at the start of three sites"

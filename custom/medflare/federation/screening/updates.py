@@ -17,7 +17,7 @@ from medflare.federation.screening.plain import one_line
 from medflare.federation.screening.replies import METRIC, unfit
 
 _NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
-_COUNTS: Final = {"n_samples": ("train", "training"), "n_validation": ("validation", "validation")}  # fact -> split, in words
+_COUNTS: Final = {"n_samples": ("train", "training")}  # fact -> split, in words
 _LIMIT: Final = 10.0  # times the others' median length: a longer update is rejected, from the first round on
 _LARGEST: Final = 100.0  # where nobody can say which length is the usual one: of two sites, one alone, and what is no update
 OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive

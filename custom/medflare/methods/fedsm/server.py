@@ -215,6 +215,18 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
         found = super().elections()
         return {**found, SELECTOR: self.best_selector} if found else {}
 
+    def selector_summary(self) -> dict[str, Any]:
+        """γ, the selector's temperature, and the sites' votes on the candidates where γ was tuned."""
+        gains = {site: of for site, of in self.memory.facts.get("gains", {}).items() if any(gain is not None for gain in of.values())}
+        known = [gain for of in gains.values() if (gain := of[f"{self.gamma:g}"]) is not None]
+        return {
+            "gamma": self.gamma,
+            "temperature": self.memory.facts["temperature"],
+            "candidates": list(GAMMAS) if self.hyper.gamma == "tune" else [],
+            "votes": {site: [of[f"{gamma:g}"] for gamma in GAMMAS] for site, of in sorted(gains.items())},
+            "mean_gain": sum(known) / len(known) if known else None,
+        }
+
     def configure_delivery(self, site: str) -> Message:
         """The whole super model with its γ, and whose scores choose."""
         message = super().configure_delivery(site)

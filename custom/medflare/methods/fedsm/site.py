@@ -49,7 +49,10 @@ CALIBRATION = Fact(
     "validation",
 )
 GAINS = Fact(
-    "gains", "γ -> the super model's mean gain over the global one on validation images", table(number(-1.0, 1.0, optional=True)), "validation"
+    "gains",
+    "γ -> the super model's mean gain over the global one on validation images",
+    table(number(-1.0, 1.0, optional=True)),
+    "validation",
 )
 CLASSES = Fact("sites", "the selector's classes", listing(text()))
 SPEC = Fact("selector", "the selector's network", table())

@@ -5,6 +5,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from medflare.evaluation.record import confusion
 from medflare.studies.statistics.seeds import Run, estimate
 from medflare.studies.tables.markdown import markdown, spread
 from medflare.studies.tables.rows import Groups
@@ -13,22 +14,11 @@ BELOW: Final = 0.02  # of the metric: routing that ends this far below its start
 _START: Final = "mixture"  # routing before any step, see IOP-FL's comparisons
 
 
-def confusion(run: Run) -> dict[str, dict[str, int]]:
-    """Site -> how many of its test images the selector took for each site's, of the inside sites; empty where there is no selector.
-
-    Args:
-        run: with the selector's report at every site.
-    """
-    sites: Mapping[str, Any] = run["sites"]
-    reports = {name: site.get("reports", {}).get("deployed", {}) for name, site in sites.items() if site["role"] == "inside"}
-    return {name: dict(report["selector"]) for name, report in reports.items() if isinstance(report.get("selector"), Mapping)}
-
-
 def balanced_accuracy(taken: Mapping[str, Mapping[str, int]]) -> float | None:
     """Mean over sites of the share of a site's images that were taken for its own; None where there is no image.
 
     Args:
-        taken: see `confusion`.
+        taken: see `evaluation.record.confusion`.
 
     Examples:
         >>> balanced_accuracy({"A": {"A": 3, "B": 1}, "B": {"A": 2, "B": 2}}), balanced_accuracy({})
@@ -47,10 +37,10 @@ def selector_table(groups: Groups) -> str:
     Returns:
         "" where no row has a selector.
     """
-    names = sorted({site for runs in groups.values() for run in runs for site in confusion(run)})
+    names = sorted({site for runs in groups.values() for run in runs for site in confusion(run["sites"])})
     lines = [["method", "balanced accuracy", *(f"{name} recognised" for name in names), "answered by a personal model", "runs"]]
     for label, runs in groups.items():
-        found = [taken for run in runs if (taken := confusion(run))]
+        found = [taken for run in runs if (taken := confusion(run["sites"]))]
         if not found:
             continue
         accuracy = estimate(map(balanced_accuracy, found))
@@ -102,7 +92,7 @@ def _moves(run: Run, metric: str) -> Iterator[_Move]:
 
 def _personal_share(run: Run) -> float | None:
     """Of the inside sites' test images, those that a personal model answered."""
-    answered: Sequence[Mapping[str, Any]] = [run["sites"][name]["reports"]["deployed"] for name in confusion(run)]
+    answered: Sequence[Mapping[str, Any]] = [run["sites"][name]["reports"]["deployed"] for name in confusion(run["sites"])]
     counts = [{name: count for name, count in of.items() if name != "selector"} for of in answered]
     every = sum(sum(of.values()) for of in counts)
     return 1 - sum(of.get("global", 0) for of in counts) / every if every else None
