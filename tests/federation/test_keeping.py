@@ -11,10 +11,10 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.federation import delivery
-from medflare.federation.delivery import KEPT, SiteFolder, chosen_here
+from medflare.federation.delivery import SiteFolder, chosen_here
 from medflare.federation.participant import Participant
 from medflare.federation.settings import DELIVER, ENROL
-from medflare.inference.deployed import load_model, plain_message
+from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods.catalogue import get_method
 from medflare.tasks.cases import Cases
 from methods import squares

@@ -22,7 +22,7 @@ from medflare.evaluation.names import REPORT_FILE
 from medflare.evaluation.presentation import format_metric
 from medflare.evaluation.site_report import SiteReport, patient_values, render_site_report, value_label
 from medflare.federation.screening.withholding import tells_of_few
-from medflare.inference.deployed import save_model
+from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import Method
@@ -33,7 +33,6 @@ from medflare.tasks.config import TaskConfig
 
 ROLES = ("global", "personal", "deployed")
 SCORES = "scores"  # below a site's folder: what each model scored patient by patient; not beside the models, which may be handed on
-KEPT = "kept"  # fact of a model that is deployed by the site's own choice: how it was chosen, for the card
 Metrics = dict[str, float | None]
 Keep = Callable[[str, Message, Mapping[str, Any], Cases], None]  # (role, delivered model, metrics, what they are made of)
 
@@ -197,8 +196,8 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep, minimum_pat
         minimum_patients: confusion counts and curves stay here where a class, or its contrary, has patients, but fewer.
 
     Returns:
-        Facts: "metrics" (role -> metric -> value or None), "reports" (what models say of their own work), of classification "classes"
-            (role -> see `tasks.classes.class_report`), "n" and "events", which name no site: the server knows whose they are.
+        Facts: "metrics" (role -> metric -> value or None), "reports" (role -> what models say of their own work, and under `KEPT` which of the
+            site's models it is, where it was chosen), of classification "classes" (role -> see `tasks.classes.class_report`), "n" and "events", which name no site: the server knows whose they are.
     """
     log = EventLog()
     metrics: dict[str, Metrics] = {}
@@ -215,6 +214,8 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep, minimum_pat
             seen[id(models[role])] = _measured(site, module, role, log)
             if isinstance(module, SelfReporting):
                 reports[role] = module.report()
+            if KEPT in models[role].facts:
+                reports[role] = {**reports.get(role, {}), KEPT: models[role].facts[KEPT]["model"]}
             if isinstance(module, Noticing):
                 for line in module.notices():
                     log.add("reverted", f"{role}: {line}")

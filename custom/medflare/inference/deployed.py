@@ -27,6 +27,7 @@ from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task
 
 MODEL = "model"  # the entry of a plain model that holds its weights
+KEPT = "kept"  # fact of a deployed model that was chosen at its site: how, for the card and the results
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
 SEAL = "seal"  # the card's own checksum, which covers that of the weights

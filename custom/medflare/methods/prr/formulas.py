@@ -76,6 +76,20 @@ def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int
     return round // int(halve_every) if halve_every else 0
 
 
+def better_model(personal: float | None, deputy: float | None) -> str:
+    """Which model a site deploys, "personal" or "global", its deputy (PRR, Sec. IV-A: "chosen by the validation set of each client").
+
+    Args:
+        personal: validation metric of P_k, higher is better; None where it is undefined.
+        deputy: that of D_k.
+
+    Examples:
+        >>> better_model(0.5, 0.75), better_model(0.5, 0.5), better_model(0.5, None), better_model(None, 0.5), better_model(None, None)
+        ('global', 'personal', 'personal', 'personal', 'personal')
+    """
+    return "global" if personal is not None and deputy is not None and deputy > personal else "personal"
+
+
 def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Tensor:
     """What a student pays for differing from its teacher: mean over samples, or pixels, of logits (N, C, ...).
 

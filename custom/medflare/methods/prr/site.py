@@ -10,12 +10,13 @@ from medflare.core.manifest import Entry, Fact, Phase, count, listing, models, n
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
-from medflare.inference.deployed import plain_message
+from medflare.inference.deployed import KEPT, MODEL, plain_message
 from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf
 from medflare.methods.fedavg.site import trained_model
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
+from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_names, prototype_width
@@ -203,8 +204,15 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
         return {role: self.best[role].chosen(self.plan.server_hyper.selection, state) for role, state in last.items()}
 
     def deliver(self, incoming: Message) -> dict[str, Message]:
-        """Inside, a site uses its personal model; "global" is its deputy. A site that never trained uses what it is sent."""
+        """Inside, a site uses the better of its deputy ("global") and its personal model by its own validation images, the personal one of
+        equals; "the reported model is chosen by the validation set of each client" (Sec. IV-A). Outside it uses what it is sent.
+        """
         if self.personal is None:
             return dict.fromkeys(("global", "deployed"), plain_message(self._deputy_state(incoming)))
         models = {role: trained_model(*delivered) for role, delivered in self._delivered(incoming).items()}
-        return {**models, "deployed": models["personal"]}
+        if not self.hyper.det:
+            return {**models, "deployed": models["personal"]}
+        reached = {role: finite_or_none(self.validation(self.network(role, models[role].states[MODEL]))) for role in models}
+        role = better_model(reached["personal"], reached["global"])
+        facts = {**models[role].facts, KEPT: {"keep": "best", "model": role, "validation": reached}}
+        return {**models, "deployed": Message(models[role].states, facts)}
