@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from medflare.core.manifest import violation
+from medflare.core.message import Message
 from medflare.core.states import batch_norm_entries, split_state, weighted_mean
+from medflare.federation.local.loop import run_local
+from medflare.inference.deployed import load_model
 from medflare.methods import prr
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
@@ -17,7 +20,7 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
 from methods.squares import (
     BINARY_CLASSIFICATION,
@@ -72,7 +75,7 @@ def test_replies_are_what_the_manifest_says() -> None:
 def test_without_its_parts_and_batch_normalisation_it_is_fedavg() -> None:
     halves = squares.halves(PRRSite, WITHOUT_BATCH_NORM, **FEDBN)
     _, server, _ = play(server_of(halves, **FEDBN), halves)
-    plain = squares.halves(FedAvgSite, WITHOUT_BATCH_NORM)
+    plain = squares.halves(FedAvgSite, WITHOUT_BATCH_NORM, reset_optimizer=True)
     fedavg = play(squares.server(FedAvgServer, halves=plain, rounds=2, weighting="uniform"), plain)
     assert equal(server.mean, fedavg.model)
     assert equal(server.aggregated["B"], fedavg.model)
@@ -163,16 +166,49 @@ def test_a_site_with_one_image() -> None:
 # ---- delivery -----------------------------------------------------------------------------------------------------------------
 
 
-def test_inside_a_site_uses_its_personal_model_of_its_best_round() -> None:
+def test_both_models_are_delivered_of_their_best_rounds() -> None:
     log, server, halves = federation(rounds=3, selection="best")
     models = halves["A"].deliver(server.configure_delivery("A"))
-    assert models["deployed"] is models["personal"]
     validations = [replies["A"].facts["validation"] for _, _, replies in log[1:]]
     for role in ("global", "personal"):
         best = max(range(3), key=lambda i: (validations[i][role], -i)) + 1
         assert halves["A"].best[role].round == best
         measured = halves["A"].validation(halves["A"].network(role, models[role].states["model"]))
         assert measured == pytest.approx(validations[best - 1][role])
+
+
+@pytest.mark.parametrize(
+    ("personal", "deputy", "deployed"),
+    [(0.25, 0.5, "global"), (0.5, 0.25, "personal"), (0.5, 0.5, "personal"), (None, None, "personal"), (None, 0.5, "personal")],
+)
+@pytest.mark.parametrize("selection", ["best", "last"])
+def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
+    selection: str, personal: float | None, deputy: float | None, deployed: str
+) -> None:
+    """The deputy is that of the selected round. A model's bias says here what it reaches; -1 is undefined."""
+    half = squares.half(PRRSite, selection=selection)
+    start, reached = half._deputy_state(server_of({"A": half}).configure(Step("train", 0), "A")), {"personal": personal, "global": deputy}
+    states = {role: {**start, "head.bias": torch.full_like(start["head.bias"], -1 if v is None else v)} for role, v in reached.items()}
+    half.personal = states["personal"]
+    for role, state in states.items():
+        half.best[role].offer(reached[role], 1, state)
+    half.validation = lambda model: None if (value := float(model.state_dict()["head.bias"][0])) < 0 else value
+    models = half.deliver(Message({"model": half.part.shared(states["global"])}))
+    assert equal(models["deployed"].states["model"], states[deployed])
+    assert models["deployed"].facts["kept"] == {"keep": "best", "model": deployed, "validation": reached}
+    assert not any("kept" in models[role].facts for role in states), "they were not chosen"
+
+
+def test_results_and_card_say_which_model_every_site_deploys(tmp_path: Path) -> None:
+    task = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4, 8]}})
+    results = run_local("prr", task, ["site-1", "site-2"], rounds=2, seed=0, outside=["site-3"], out=tmp_path)
+    for name in ("site-1", "site-2"):
+        site = results["sites"][name]
+        card = load_model(tmp_path / "sites" / name / "deployed").card["kept"]
+        assert site["reports"]["deployed"]["kept"] == card["model"]
+        assert site["metrics"]["deployed"] == site["metrics"][card["model"]]
+        assert card["validation"][card["model"]] == max(card["validation"].values())
+    assert "reports" not in results["sites"]["site-3"] or "deployed" not in results["sites"]["site-3"]["reports"]
 
 
 def test_the_last_round_is_delivered_on_request() -> None:
