@@ -1,0 +1,168 @@
+"""`annotated` of a datalist: what a site says of its masks, what is made of it, and what its absence means."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.data.checking.check import check_site
+from medflare.data.sites.opening import open_site
+from medflare.federation.local import run_local
+from medflare.studies.references import pooled
+from medflare.tasks.config import TaskConfig, load_task
+
+LABELS = ["background", "square", "stripe"]
+TaskOf = Callable[..., TaskConfig]
+
+
+def scene(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A bright square and a dark stripe, 1 and 2 in the mask, on a grey ground."""
+    picture, mask = random.normal(110, 8, (24, 24)), np.zeros((24, 24), np.uint8)
+    row, column = random.integers(1, 8, 2)
+    mask[row : row + 7, column : column + 7] = 1
+    stripe = random.integers(17, 21)
+    mask[stripe : stripe + 3] = 2
+    return np.clip(picture + 70 * (mask == 1) - 60 * (mask == 2), 0, 255).astype(np.uint8), mask
+
+
+def write_site(folder: Path, seed: int, kept: tuple[int, ...] = (1, 2), annotated: list[str] | None = None, images: int = 12) -> Path:
+    """A site whose training and validation masks show the structures `kept`; its test masks show all."""
+    random = np.random.default_rng(seed)
+    listed: dict[str, Any] = {} if annotated is None else {"annotated": annotated}
+    for split, count in (("training", images), ("validation", 3), ("test", 4)):
+        listed[split] = []
+        for number in range(count):
+            picture, mask = scene(random)
+            if split != "test":
+                mask[~np.isin(mask, kept)] = 0
+            name = f"{split}{number}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(picture).save(folder / f"{name}.png")
+            Image.fromarray(mask).save(folder / f"{name}_mask.png")
+            listed[split].append({"image": f"{name}.png", "label": f"{name}_mask.png", "patient": name})
+    (folder / "datalist.json").write_text(json.dumps(listed))
+    return folder
+
+
+def say(folder: Path, annotated: Any) -> None:
+    content = json.loads((folder / "datalist.json").read_text())
+    (folder / "datalist.json").write_text(json.dumps({**content, "annotated": annotated}))
+
+
+@pytest.fixture
+def two(make_task: TaskOf) -> TaskConfig:
+    return make_task(target="multiclass", labels=LABELS, size=[24, 24], optimizer={"name": "adam", "lr": 0.02})
+
+
+def test_absence_without_a_word_is_a_problem_of_the_check(two: TaskConfig, tmp_path: Path) -> None:
+    report = check_site(write_site(tmp_path / "A", 0, kept=(1,)), two)
+    (problem,) = report.sites["A"].problems
+    assert not report.ok and "stripe" in problem
+    assert '"annotated": ["square"]' in problem and '"annotated": ["square", "stripe"]' in problem
+    assert not any("stripe" in note for note in report.sites["A"].notes)
+
+
+@pytest.mark.parametrize("annotated", [["square"], ["square", "stripe"], ["Square"]])
+def test_the_word_answers_the_problem(annotated: list[str], two: TaskConfig, tmp_path: Path) -> None:
+    report = check_site(write_site(tmp_path / "A", 0, kept=(1,), annotated=annotated), two)
+    assert report.ok and any("stripe" in note for note in report.sites["A"].notes)
+
+
+def test_a_single_structure_in_no_mask_is_a_problem_too(make_task: TaskOf, tmp_path: Path) -> None:
+    task = make_task(size=[24, 24])
+    folder = write_site(tmp_path / "A", 0, kept=())
+    report = check_site(folder, load_task({**task.to_dict(), "unlisted_labels": "drop"}))
+    assert "square" in report.sites["A"].problems[0] and '"annotated": ["square"]' in report.sites["A"].problems[0]
+    say(folder, ["square"])
+    assert check_site(folder, load_task({**task.to_dict(), "unlisted_labels": "drop"})).ok
+
+
+def test_a_site_that_has_everything_needs_no_word(two: TaskConfig, tmp_path: Path) -> None:
+    site = open_site("A", two, data_root=write_site(tmp_path / "A", 0))
+    assert check_site(tmp_path / "A", two).ok and site.annotation.complete and not site.data.absent
+
+
+@pytest.mark.parametrize("annotated", [[], None, "square", [1], ["sqare"], ["background"]])
+def test_a_word_that_names_no_structure_is_refused(annotated: Any, two: TaskConfig, tmp_path: Path) -> None:
+    folder = write_site(tmp_path / "A", 0)
+    say(folder, annotated)
+    with pytest.raises(DataError, match="annotated"):
+        open_site("A", two, data_root=folder)
+    assert "annotated" in check_site(folder, two).sites["A"].problems[0]
+
+
+def test_a_classification_is_refused_in_one_line(make_site: Callable[..., Path], make_task: TaskOf) -> None:
+    folder = make_site(kind="classification")
+    say(folder, ["dark"])
+    with pytest.raises(DataError, match="annotated"):
+        open_site("A", make_task("classification"), data_root=folder)
+
+
+def test_what_masks_show_beyond_the_word_is_neither_learnt_nor_measured(two: TaskConfig, tmp_path: Path) -> None:
+    """Stripes were drawn in some images only: the word says to do without them."""
+    whole = open_site("A", two, data_root=write_site(tmp_path / "A", 0))
+    part = open_site("B", two, data_root=write_site(tmp_path / "B", 0, annotated=["square"]))
+    batch = next(part.ordered("test"))
+    right = 9.0 * torch.nn.functional.one_hot(batch.targets, 3).movedim(-1, 1)
+    swapped = right[:, [2, 1, 0]]  # stripes for background, and the other way round
+    torch.testing.assert_close(part.loss(swapped, batch.targets), part.loss(right, batch.targets))
+    assert whole.loss(swapped, batch.targets) > 2 * whole.loss(right, batch.targets)
+    assert part.score(lambda images: swapped[: len(images)].softmax(dim=1), "test", ["dice"]).values == {"dice": 1.0}
+
+
+def test_images_of_sites_that_annotated_differently_are_not_pooled(two: TaskConfig, tmp_path: Path) -> None:
+    whole = open_site("A", two, data_root=write_site(tmp_path / "A", 0)).data
+    part = open_site("B", two, data_root=write_site(tmp_path / "B", 1, annotated=["square"])).data
+    with pytest.raises(ConfigError, match="annotated"):
+        pooled([whole, part])
+    assert pooled([part, part]).annotated == ("square",)
+
+
+def _federation(root: Path, annotated: list[str] | None) -> Path:
+    """Site A has both structures in its masks, the larger site B squares alone; a third one, which never trains, measures."""
+    write_site(root / "A", 0, images=8)
+    write_site(root / "B", 1, kept=(1,), annotated=annotated, images=24)
+    write_site(root / "O", 2)
+    return root
+
+
+def test_the_word_lets_a_federation_learn_what_one_site_never_annotated(two: TaskConfig, tmp_path: Path) -> None:
+    reached, results = {}, {}
+    for name, annotated in (("without", None), ("with", ["square"])):
+        root = _federation(tmp_path / name, annotated)
+        task = {**two.to_dict(), "local_epochs": 4, "loss": {"name": "ce"}}
+        results[name] = run_local("fedavg", task, ["A", "B"], rounds=4, seed=0, outside=["O"], data_root=root, out=tmp_path / f"{name}-out")
+        assert results[name]["status"] == "COMPLETED", results[name]["reason"]
+        reached[name] = results[name]["sites"]["O"]["metrics"]["global"]["dice"]
+    assert reached["with"] > reached["without"] + 0.1
+    told = {name: [event["message"] for event in found["events"] if event["site"] == "B"] for name, found in results.items()}
+    assert any("stripe" in line and "trained as background" in line for line in told["without"])
+    assert any("stripe" in line and "not annotated" in line for line in told["with"])
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("fedsm", {}),
+        ("prr", {}),
+        ("grace", {}),
+        ("iop_fl", {"outside": ["O"], "route_epochs": 1}),
+        ("feddag", {"warmup": 0, "generator_width": 2, "generator_blocks": 1, "generator_scale": 2}),
+        ("moon", {}),
+        ("scaffold", {}),
+        ("ditto", {}),
+        ("fedavg", {"together": True}),
+    ],
+)
+def test_every_method_learns_from_such_a_site(method: str, options: dict[str, Any], two: TaskConfig, tmp_path: Path) -> None:
+    root = _federation(tmp_path / "data", ["square"])
+    task = {**two.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
+    results = run_local(method, task, ["A", "B"], rounds=2, seed=0, data_root=root, **options)
+    assert results["status"] == "COMPLETED", results["reason"]
+    assert all(site["metrics"]["deployed"]["dice"] is not None for site in results["sites"].values())

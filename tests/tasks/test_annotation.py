@@ -1,0 +1,147 @@
+"""Losses and metrics of sites that annotated some structures only."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.tasks.annotation import Annotation, marginal_logits
+from medflare.tasks.losses import build_loss
+from medflare.tasks.metrics import measure
+from small import small_task
+
+ORGANS = ["background", "liver", "spleen", "kidney"]
+LOSSES: tuple[dict[str, Any], ...] = (
+    {"name": "ce"},
+    {"name": "ce", "weights": [1, 2, 3, 4]},
+    {"name": "dice"},
+    {"name": "dice", "include_background": False},
+    {"name": "dice_ce", "weights": [1, 2, 3, 4], "batch": True},
+    {"name": "focal"},
+    {"name": "focal", "weights": [1, 2, 3, 4]},
+    {"name": "TverskyLoss", "alpha": 0.3, "beta": 0.7},
+    {"name": "DiceFocalLoss", "include_background": False, "weight": [2, 3, 4]},
+    {"name": "GeneralizedDiceLoss"},
+)
+
+
+def organs(**changes: Any) -> Any:
+    return small_task(**{"target": "multiclass", "labels": ORGANS, **changes})
+
+
+def drawn(outputs: int = 4) -> torch.Tensor:
+    return torch.randn(2, outputs, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_probabilities_of_what_was_not_annotated_are_the_backgrounds() -> None:
+    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    torch.testing.assert_close(marginal_logits(p.log(), [0, 2]).softmax(dim=1), torch.tensor([[0.8, 0.2]], dtype=torch.float64))
+    torch.testing.assert_close(marginal_logits(p.log() + 7, [0, 1, 3]).softmax(dim=1), torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64))
+    assert marginal_logits(p, [0, 1, 2, 3]) is p
+
+
+@pytest.mark.parametrize("kept", [[], [0], [1, 2]])
+def test_the_background_and_a_structure_must_remain(kept: list[int]) -> None:
+    with pytest.raises(ValueError, match=str(kept).replace("[", r"\[")):
+        marginal_logits(torch.zeros(1, 4), kept)
+
+
+def test_cross_entropy_by_hand() -> None:
+    annotation = Annotation(organs(loss={"name": "ce"}), ["liver"])
+    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 2).T[None].log()  # one image of two pixels
+    targets = torch.tensor([[0, 1]])
+    assert annotation.loss()(p, targets).item() == pytest.approx(-(math.log(0.7) + math.log(0.3)) / 2)
+
+
+def test_weights_of_classes_by_hand() -> None:
+    annotation = Annotation(organs(loss={"name": "ce", "weights": [1, 2, 3, 4]}), ["kidney"])
+    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 2).T[None].log()
+    value = annotation.loss()(p, torch.tensor([[0, 3]])).item()
+    assert value == pytest.approx(-(1 * math.log(0.9) + 4 * math.log(0.1)) / 5)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_every_loss_is_that_of_a_task_of_merged_classes(loss: dict[str, Any]) -> None:
+    annotation = Annotation(organs(loss=loss), ["liver", "kidney"])
+    logits, targets = drawn().float().requires_grad_(), torch.arange(512).remainder(3).reshape(2, 16, 16)
+    as_stored = torch.tensor([0, 1, 3])[targets]
+    merged = torch.stack([logits[:, [0, 2]].exp().sum(dim=1).log(), logits[:, 1], logits[:, 3]], dim=1)
+    chosen = {name: value for name, value in loss.items() if name not in ("weights", "weight")}
+    if "weights" in loss:
+        chosen["weights"] = [1, 2, 4]
+    if "weight" in loss:
+        chosen["weight"] = [2, 4]
+    alone = build_loss(organs(labels=["background", "liver", "kidney"], loss=chosen))
+    value = annotation.loss()(logits, as_stored)
+    torch.testing.assert_close(value, alone(merged, targets))
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert gradient.isfinite().all() and gradient[:, 1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_all_annotated_is_the_task_loss_bit_by_bit(loss: dict[str, Any]) -> None:
+    task = organs(loss=loss)
+    logits, targets = drawn().float(), torch.arange(512).remainder(4).reshape(2, 16, 16)
+    for names in (None, ["liver", "spleen", "kidney"], ORGANS):
+        assert torch.equal(Annotation(task, names).loss()(logits, targets), build_loss(task)(logits, targets))
+
+
+def test_a_pixel_of_what_was_not_annotated_pulls_neither_way() -> None:
+    """Where the truth is background, all that the model says of the spleen counts as right."""
+    loss = Annotation(organs(loss={"name": "ce"}), ["liver"]).loss()
+    sure_of_spleen = torch.zeros(1, 4, 1)
+    sure_of_spleen[:, 2] = 30
+    assert loss(sure_of_spleen, torch.zeros(1, 1, dtype=torch.long)).item() == pytest.approx(0, abs=1e-6)
+    assert build_loss(organs(loss={"name": "ce"}))(sure_of_spleen, torch.zeros(1, 1, dtype=torch.long)) > 20
+
+
+@pytest.mark.parametrize(
+    "loss", [{"name": "ce", "weights": [1, 2, 3]}, {"name": "dice"}, {"name": "dice_ce"}, {"name": "focal", "weights": [1, 2, 3]}], ids=str
+)
+@pytest.mark.parametrize("names", [["cup"], ["disc", "vessel"]])
+def test_outputs_of_sigmoids_that_were_not_annotated_are_left_out(loss: dict[str, Any], names: list[str]) -> None:
+    labels = ["disc", "vessel", "cup"]
+    annotation = Annotation(small_task(target="multilabel", labels=labels, loss=loss), names)
+    logits, targets = drawn(3).float().requires_grad_(), (drawn(3) > 0.5).float()
+    (gradient,) = torch.autograd.grad(annotation.loss()(logits, targets), logits)
+    for place, label in enumerate(labels):
+        assert bool(gradient[:, place].any()) == (label in names)
+
+
+def test_a_focal_loss_of_one_sigmoid_keeps_its_weight() -> None:
+    task = small_task(target="multilabel", labels=["disc", "cup"], loss={"name": "focal", "weights": [1, 5]})
+    plain = small_task(target="multilabel", labels=["cup"], loss={"name": "focal"})
+    logits, targets = drawn(2).float(), (drawn(2) > 0.5).float()
+    expected = 5 * build_loss(plain)(logits[:, 1:], targets[:, 1:])
+    torch.testing.assert_close(Annotation(task, ["cup"]).loss()(logits, targets), expected)
+
+
+@pytest.mark.parametrize("names", [[], ["background"], ["heart"], ["liver", "heart"]])
+def test_nothing_annotated_or_a_strange_name_is_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=names[-1] if "heart" in names else "none"):
+        Annotation(organs(), names)
+
+
+def test_a_classification_takes_no_word_of_what_was_annotated() -> None:
+    with pytest.raises(ConfigError, match="classifies"):
+        Annotation(small_task("classification"), ["dark"])
+
+
+def test_metrics_are_of_what_was_annotated() -> None:
+    """Liver right everywhere; a spleen that nobody annotated and the model finds is no mistake, and no zero in the mean."""
+    task = organs()
+    truth = torch.zeros(1, 16, 16, dtype=torch.long)
+    truth[:, :4] = 1
+    answer = truth.clone()
+    answer[:, 8:] = 2
+    probabilities = torch.nn.functional.one_hot(answer, 4).movedim(-1, 1).float()
+
+    def scores(names: list[str] | None) -> Any:
+        return measure([(probabilities, truth, None)], task, ["dice", "iou"], Annotation(task, names)).scores(["a"])
+
+    assert scores(["liver"]).values == {"dice": 1.0, "iou": 1.0} and scores(["liver"]).left_out == 0
+    assert scores(None).values["dice"] == 0.5 and scores(["liver", "spleen"]).values["dice"] == 0.5
+    undefined = scores(["kidney"])
+    assert undefined.values["dice"] is None and undefined.undefined["dice"] and undefined.left_out == 1
