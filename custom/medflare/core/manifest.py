@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class EntrySpec:
 
 
 Manifest = dict[str, EntrySpec]
+# How numbers belong to classes, for the suppression of small cells: "values" of a class speak of that class alone; "counts" of all classes
+# add up to a known total, so that one of them follows from the others.
+PerClass = Literal["", "values", "counts"]
 
 
 # -- declarations ------------------------------------------------------------------------------------------------------------
@@ -68,6 +71,11 @@ class Entry(str):
         exact: whether its numbers travel as they are in any case, though they look like weights of the network.
         step: whether it is a step by itself that honest sites take alike, such as a change of a mean gradient, and no new version of what
             was sent: it is judged by its direction too, and no site's may be far longer than the others' ever were.
+        measured: the split whose images it was measured on ("train", "validation"); "" for weights and their updates. The participant sends
+            zeros where the split has fewer patients than the site's `minimum_patients`.
+        per_class: whether the first axis of its tensors is the class (`tasks.classes.class_names`, or the task's labels), see `PerClass`.
+            The participant sends zeros for a class that fewer patients show: of "values" in that class's rows, of "counts" (and of
+            tensors of whole numbers) in all rows. Zeros must mean "no such class" to the server.
     """
 
     purpose: str
@@ -77,6 +85,8 @@ class Entry(str):
     sometimes: bool
     exact: bool
     step: bool
+    measured: str
+    per_class: PerClass
 
     def __new__(
         cls,
@@ -89,10 +99,13 @@ class Entry(str):
         sometimes: bool = False,
         exact: bool = False,
         step: bool = False,
+        measured: str = "",
+        per_class: PerClass = "",
     ) -> "Entry":
         entry = super().__new__(cls, name)
         entry.purpose, entry.template, entry.when = purpose, template, when
         entry.unsigned, entry.sometimes, entry.exact, entry.step = unsigned, sometimes, exact, step
+        entry.measured, entry.per_class = measured, per_class
         return entry
 
     def spec(self, plan: Any) -> EntrySpec:
@@ -105,7 +118,9 @@ class Entry(str):
 
     def maybe(self) -> "Entry":
         """The same, in a message that may lack it."""
-        return Entry(self, self.purpose, self.template, self.when, unsigned=self.unsigned, sometimes=True, exact=self.exact, step=self.step)
+        entry = Entry(self, self.purpose, self.template, self.when)
+        entry.__dict__.update(self.__dict__, sometimes=True)
+        return entry
 
     def of(self, site: str) -> str:
         """The family's entry of one site."""
@@ -271,21 +286,34 @@ class Fact(str):
         takes: what is wrong with a value, see `number`, `count`, `text`, `table`, `models` and `listing`; asked before it is used.
         measured: the split whose patients it was measured on, "train" or "validation"; "" for what is no measurement.
         sometimes: whether the server's message may lack it.
+        per_class: whether it is a table by class name or a list by class, at any depth, see `PerClass`. Where fewer training patients (or
+            patients of the split that it was measured on) than the site's `minimum_patients` show a class, the participant leaves the
+            class out of a table of "values" and its number out of a list; of "counts" it sends no number.
     """
 
     about: str
     takes: Taken
     measured: str
     sometimes: bool
+    per_class: PerClass
 
-    def __new__(cls, name: str, about: str = "", takes: Taken = anything, measured: str = "", *, sometimes: bool = False) -> "Fact":
+    def __new__(
+        cls,
+        name: str,
+        about: str = "",
+        takes: Taken = anything,
+        measured: str = "",
+        *,
+        sometimes: bool = False,
+        per_class: PerClass = "",
+    ) -> "Fact":
         fact = super().__new__(cls, name)
-        fact.about, fact.takes, fact.measured, fact.sometimes = about, takes, measured, sometimes
+        fact.about, fact.takes, fact.measured, fact.sometimes, fact.per_class = about, takes, measured, sometimes, per_class
         return fact
 
     def maybe(self) -> "Fact":
         """The same, in a message that may lack it."""
-        return Fact(self, self.about, self.takes, self.measured, sometimes=True)
+        return Fact(self, self.about, self.takes, self.measured, sometimes=True, per_class=self.per_class)
 
 
 @dataclass(frozen=True)

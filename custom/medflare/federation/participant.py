@@ -20,7 +20,7 @@ from medflare.federation.memory import RememberedHalf, WorkingTime
 from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
 from medflare.federation.screening.replies import DELIVERS, VERSIONS
 from medflare.federation.screening.rounding import Rounding
-from medflare.federation.screening.withholding import rare_classes, too_few, withhold
+from medflare.federation.screening.withholding import Suppression, rare_classes, too_few, withhold
 from medflare.federation.settings import DELIVER, ENROL, FACTS_LIMIT, PHASES_OF_ALL
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
@@ -158,7 +158,7 @@ class Participant:
                 if phase == DELIVER:
                     return self._deliver(half, incoming)
                 reply = half.perform(phase, round, incoming)
-                withhold(reply.facts, half.phase(phase).reports, too_few(half.site, self.minimum_patients))
+                reply = self._suppression.suppressed(reply, half.phase(phase))
                 reply = reply if rounding is None else rounding.up(half.phase(phase), reply, incoming)
                 if soon_over := self.working.forecast(round, rounds):
                     reply.facts["events"] = [*reply.facts.get("events", []), *soon_over]
@@ -207,6 +207,7 @@ class Participant:
         """The site with its data, read once in this process."""
         if self._site is None:
             self._site = self.opened(role)
+            self._suppression = Suppression(self._site, self.minimum_patients)
         return self._site
 
     def _made(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteHalf[Any]:

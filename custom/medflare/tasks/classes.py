@@ -12,11 +12,17 @@ from numpy.typing import NDArray
 
 from medflare.core.packages import installed
 from medflare.tasks.cases import Cases
+from medflare.tasks.config import TaskConfig
 from medflare.tasks.delong import area_interval
 
 FALSE_ALARMS: Final = tuple(place / 20 for place in range(21))  # 1 - specificity: 0, 0.05, ..., 1
 MOST_CLASSES: Final = 16  # of a reply: facts are small (`federation.settings.FACTS_LIMIT`)
 _DIGITS: Final = 4
+
+
+def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
+    """Names of the classes of each softmax problem of a task: one problem, or of a multilabel task one for each label."""
+    return [(f"not {label}", label) for label in task.labels] if task.target == "multilabel" else [task.classes]
 
 
 def matrix_names(target: str, labels: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -62,7 +62,7 @@ def test_replies_are_what_the_manifest_says() -> None:
     server = server_of({"A": half})
     reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
     assert violation(reply, half.manifest("train", half.plan)) is None
-    assert reply.states["prototypes"]["prototypes"].shape == (2, 4) and not reply.states["prototypes"]["counts"].is_floating_point()
+    assert reply.states["prototypes"]["prototypes"].shape == (2, 4) and reply.states["prototypes"]["present"].tolist() == [True, True]
     assert PRRSite.manifest("train", plan_of(PRRSite, PRRServer, cpa="global")).keys() == {"model"}
 
 
@@ -140,7 +140,7 @@ def test_a_class_that_no_site_has_is_named_and_does_no_harm() -> None:
     log, server, _ = play(server_of(halves), halves)
     warnings = [event["message"] for event in server.context.events.of("warning") if "class" in event["message"]]
     assert len(warnings) == 1 and "class medium" in warnings[0]
-    assert log[0][2]["A"].states["prototypes"]["counts"][1] == 0
+    assert log[0][2]["A"].states["prototypes"]["present"].tolist() == [True, False, True]
     assert torch.equal(server.prototypes["prototypes"][1], torch.zeros(8))
     assert all(math.isfinite(replies["A"].facts["loss"]) for step, _, replies in log if step.phase == "train")
 

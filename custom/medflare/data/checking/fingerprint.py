@@ -137,8 +137,8 @@ def fingerprint_of(
         task: see `fingerprints`.
         source_of_task: task -> the site's images as that task reads them.
         minimum: of how many patients a number must be for it to be told. Then nothing is told of fewer training patients; nothing of a
-            class or of a foreground that fewer of them show; and as the smallest and largest image of a `Spread`, which are single
-            ones, stand its 10th and 90th percentile. 0 and 1 hold nothing back.
+            class or of a foreground that fewer of them show, of several exclusive classes then of none; and as the smallest and largest
+            image of a `Spread`, which are single ones, stand its 10th and 90th percentile. 0 and 1 hold nothing back.
         aborted: asked before every image.
 
     Returns:
@@ -187,6 +187,7 @@ class _Seen:
         self._images: Counter[str] = Counter()
         self._areas: Counter[str] = Counter()
         self._shown: defaultdict[str, set[str]] = defaultdict(set)  # class -> patients; "" for any structure
+        self._lack: defaultdict[str, set[str]] = defaultdict(set)  # class -> patients with an image that does not show it
 
     def add(self, source: Source, entry: Entry, random: np.random.Generator) -> None:
         """One image, read here, so that none is kept while the next one is read."""
@@ -204,6 +205,7 @@ class _Seen:
                 self._images[name] += bool(area)
                 self._areas[name] += area
                 self._shown[name].update([entry.patient] if area else [])
+                self._lack[name].update([] if area else [entry.patient])
             inside = label.any(axis=0) if self._task.kind == "segmentation" else None
             if inside is not None and inside.any():
                 self._shown[""].add(entry.patient)
@@ -222,8 +224,12 @@ class _Seen:
         names = self._task.labels if self._task.kind == "segmentation" else self._task.classes
 
         def few(name: str) -> bool:
-            return 0 < len(self._shown[name]) < minimum
+            groups = [self._shown[name], self._lack[name]] if self._task.kind == "classification" else [self._shown[name]]
+            return any(0 < len(patients) < minimum for patients in groups)
 
+        small = {name for name in names if few(name)}
+        if small and self._task.target != "multilabel":  # classes exclude each other: one follows from the total and the others
+            small = set(names)
         return Fingerprint(
             site=site,
             images=len(self.sizes),
@@ -238,7 +244,7 @@ class _Seen:
                 for everywhere, inside in ((first.summary(), second) for first, second in zip(self._overall, self._foreground, strict=True))
                 if everywhere is not None
             ),
-            classes={name: Presence(None, None) if few(name) else self._presence(name) for name in names},
+            classes={name: Presence(None, None) if name in small else self._presence(name) for name in names},
         )
 
     def _presence(self, name: str) -> Presence:

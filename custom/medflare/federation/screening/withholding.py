@@ -1,14 +1,22 @@
-"""What a site keeps back of its own reply: numbers that were measured on fewer patients than it lets them be told of."""
+"""What a site keeps back of its own reply: numbers that were measured on fewer patients than it lets them be told of.
+
+The field calls it small-cell suppression. A method declares what its numbers speak of (`Entry` and `Fact`: `measured`, `per_class`); the
+participant of every engine suppresses it here.
+"""
 
 import math
 from collections.abc import Iterable
 from typing import Any, Final
 
-from medflare.core.manifest import Fact
+import torch
+from torch import Tensor
+
+from medflare.core.manifest import Entry, Fact, PerClass, Phase
+from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.data.targets import counts_by_image
 from medflare.tasks.cases import Cases
-from medflare.tasks.classes import patients_of_classes
+from medflare.tasks.classes import class_names, patients_of_classes
 from medflare.tasks.config import TaskConfig
 
 SPLITS: Final = ("train", "validation", "test")
@@ -44,19 +52,107 @@ def tells_of_few(cases: Cases, task: TaskConfig, minimum: int) -> bool:
 def rare_classes(site: Site, minimum: int) -> bool:
     """Whether counts of the training images by class would tell of few patients: a class is shown by some, but too few.
 
-    All counts stay then, as in `tells_of_few`. In classification those without a class are told of as well, in segmentation not.
+    All counts stay then, as in `tells_of_few`.
 
     Args:
         site: whose training images are looked at.
         minimum: as for `too_few`.
     """
+    return bool(small_classes(site, "train", minimum))
+
+
+def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
+    """The classes, of those that `tasks.classes.class_names` names, that some patients show, but fewer than a site's minimum.
+
+    Every patient of a segmentation task shows the negative class of a multilabel task: its images have background.
+
+    Args:
+        site: whose images are looked at.
+        split: of which images.
+        minimum: as for `too_few`.
+    """
     if minimum < 2:
-        return False
-    split, task = site.data.train, site.task
-    shown = counts_by_image(split.targets, task) > 0
-    sides = [shown] if task.kind == "segmentation" else [shown, ~shown]
-    patients = [{split.patients[row] for row in column.nonzero().flatten().tolist()} for side in sides for column in side.T]
-    return any(0 < len(names) < minimum for names in patients)
+        return frozenset()
+    data, task = site.data.split(split), site.task
+    shown = counts_by_image(data.targets, task) > 0
+    images = dict(zip(task.classes, shown.T, strict=True))
+    if task.target == "multilabel":
+        everywhere = task.kind == "segmentation"
+        images |= {f"not {label}": torch.ones_like(rows) if everywhere else ~rows for label, rows in images.items()}
+    patients = {name: {data.patients[row] for row in rows.nonzero().flatten().tolist()} for name, rows in images.items()}
+    return frozenset(name for name, names in patients.items() if 0 < len(names) < minimum)
+
+
+class Suppression:
+    """What of a site's replies speaks of too few patients.
+
+    Args:
+        site: whose patients are counted.
+        minimum: "minimum_patients" of its own settings; 0 and 1 suppress nothing.
+    """
+
+    def __init__(self, site: Site, minimum: int):
+        self.site, self.minimum = site, minimum
+        self._small: dict[str, frozenset[str]] = {}
+
+    def suppressed(self, reply: Message, phase: Phase) -> Message:
+        """The reply without what speaks of too few patients; tensors keep their shapes and are zero there.
+
+        Args:
+            reply: its tensors are left as they are: the method may remember them.
+            phase: declares what entries and facts speak of.
+        """
+        splits = too_few(self.site, self.minimum)
+        entries = {str(entry): entry for entry in phase.answers if entry.measured in splits or self._small_of(entry)}
+        states = {
+            name: state if name not in entries else {key: self._tensor(tensor, entries[name], splits) for key, tensor in state.items()}
+            for name, state in reply.states.items()
+        }
+        facts = dict(reply.facts)
+        withhold(facts, phase.reports, splits)
+        for fact in phase.reports:
+            if fact in facts and (small := self._small_of(fact)):
+                facts[fact] = self._without(facts[fact], fact.per_class, small)
+        return Message(states, facts)
+
+    def _small_of(self, declared: Entry | Fact) -> frozenset[str]:
+        """The classes whose numbers are suppressed."""
+        if not declared.per_class:
+            return frozenset()
+        split = declared.measured or "train"
+        if split not in self._small:
+            self._small[split] = small_classes(self.site, split, self.minimum)
+        return self._small[split]
+
+    def _tensor(self, tensor: Tensor, entry: Entry, splits: tuple[str, ...]) -> Tensor:
+        rows = self._rows(len(tensor), self._small_of(entry)) if tensor.dim() else None
+        counts = entry.per_class == "counts" or not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+        if rows is None or counts or entry.measured in splits:
+            return torch.zeros_like(tensor)
+        kept = tensor.clone()
+        kept[rows] = 0
+        return kept
+
+    def _rows(self, length: int, small: frozenset[str]) -> list[int] | None:
+        """The places of the classes in an axis of this length; None where it is not an axis of classes."""
+        names = [name for group in class_names(self.site.task) for name in group]
+        for axis in (names, list(self.site.task.labels)):
+            if len(axis) == length:
+                return [place for place, name in enumerate(axis) if name in small]
+        return None
+
+    def _without(self, value: Any, kind: PerClass, small: frozenset[str]) -> Any:
+        if kind == "counts":
+            return _without_numbers(value)
+        if isinstance(value, dict):
+            names = {name for group in class_names(self.site.task) for name in group}
+            return {
+                name: inner if name in names else self._without(inner, kind, small) for name, inner in value.items() if name not in small
+            }
+        rows = self._rows(len(value), small) if isinstance(value, list) else None
+        if rows is None:
+            return _without_numbers(value)
+        return [_without_numbers(inner) if row in rows else inner for row, inner in enumerate(value)]
 
 
 def withhold(facts: dict[str, Any], declared: Iterable[Fact], splits: tuple[str, ...]) -> None:

@@ -39,6 +39,7 @@ STATISTICS = Entry(
     "average image and how images vary around it",
     _shapes,
     lambda plan: plan.site_hyper.selector == "ridge",
+    measured="train",
 )
 
 

@@ -311,13 +311,15 @@ class ServerSelector:
         return {entry: self.memory.states[entry] for entry in entries}
 
     def solve(self, statistics: Mapping[str, StateDict], penalty: float) -> None:
-        """The ridge selector from what the sites sent; a site that sent nothing is never chosen.
+        """The ridge selector from what the sites sent; a site that sent nothing is never chosen. Without any site it stays as it is.
 
         Args:
             statistics: site -> see `ridge.site_statistics`.
             penalty: see `ridge.ridge_solution`.
         """
         sites = {self.plan.sites.index(site): state for site, state in statistics.items()}
+        if not sites:
+            return
         weight, bias = ridge_solution(sites, len(self.plan.sites), penalty)
         self.memory.states["selector"] = {name: weight if name.endswith("weight") else bias for name in self.state}
 

@@ -187,7 +187,8 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
             images = {site: facts[N_VALIDATION] for site, facts in known.items()}
             self.memory.facts["candidates"] = gamma_candidates({site: facts[CONFIDENCE] for site, facts in known.items()}, images)
         elif step.phase == "describe":
-            self.selector.solve({site: reply.states[STATISTICS] for site, reply in replies.items()}, self.hyper.ridge_penalty)
+            told = {site: reply.states[STATISTICS] for site, reply in replies.items()}
+            self.selector.solve({site: state for site, state in told.items() if state["products"].any()}, self.hyper.ridge_penalty)
         elif step.phase == "train_selector":
             self.aggregate_selector(replies)
         else:

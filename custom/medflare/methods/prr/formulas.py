@@ -265,25 +265,26 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
     return mean + noise * deviation * (sites > 0)
 
 
-def impossible_prototypes(prototypes: Tensor, counts: Tensor, counted: Tensor | None) -> str | None:
-    """Why prototypes cannot be means over so many images or pixels of each class, in words, or None (of Eq. 10).
+def impossible_prototypes(prototypes: Tensor, present: Tensor, counted: Tensor | None) -> str | None:
+    """Why prototypes cannot be means over the images or pixels of each class, in words, or None (of Eq. 10).
 
     Args:
         prototypes: (C, D), zero for a class that was never seen.
-        counts: (C,) of how many each is the mean.
-        counted: (C,) images or pixels of each class that the site has; None: nobody knows.
+        present: (C,) bool, which classes were seen.
+        counted: (C,) images or pixels of each class that the site has; None: the site does not tell.
 
     Examples:
-        >>> impossible_prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([3, 0]), torch.tensor([9, 9]))
-        >>> impossible_prototypes(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 0]), None)
-        'prototype 1 is the mean of 0 embeddings and not zero'
-        >>> impossible_prototypes(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 1]), torch.tensor([9, 0]))
-        'prototype 1 is of a class that the site enrolled without'
+        >>> present = torch.tensor([True, False])
+        >>> impossible_prototypes(torch.tensor([[1.0], [0.0]]), present, torch.tensor([9, 9]))
+        >>> impossible_prototypes(torch.tensor([[1.0], [2.0]]), present, None)
+        'prototype 1 is of an absent class and not zero'
+        >>> impossible_prototypes(torch.tensor([[1.0], [0.0]]), present, torch.tensor([0, 9]))
+        'prototype 0 is of a class that the site enrolled without'
     """
-    for row, (prototype, count) in enumerate(zip(prototypes, counts.tolist(), strict=True)):
-        if count < 0 or (count == 0 and bool(prototype.any())):
-            return f"prototype {row} is the mean of {count} embeddings and not zero"
-        if count > 0 and counted is not None and not counted[row]:
+    for row, (prototype, seen) in enumerate(zip(prototypes, present.tolist(), strict=True)):
+        if not seen and bool(prototype.any()):
+            return f"prototype {row} is of an absent class and not zero"
+        if seen and counted is not None and not counted[row]:
             return f"prototype {row} is of a class that the site enrolled without"
     return None
 

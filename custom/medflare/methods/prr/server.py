@@ -16,8 +16,9 @@ from medflare.methods.prr.formulas import global_prototypes, impossible_prototyp
 from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.site import CLASS_TOTALS, DEPUTY, NORMALISATION, PERSONAL, PROTOTYPES, local_part
-from medflare.methods.prr.supervision import class_names, class_totals
+from medflare.methods.prr.supervision import class_totals
 from medflare.networks.catalogue import meta_network
+from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 
 _ROUNDS = 50  # of the published schedule, where nobody says how many there will be
@@ -106,17 +107,17 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         return message
 
     def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
-        """Prototypes of a class that the site enrolled without, or of no pixel."""
+        """Prototypes of a class that the site enrolled without, or that is not there."""
         if PROTOTYPES not in reply.states:
             return None
         told, task = reply.states[PROTOTYPES], self.context.task
         known = self.context.site_counts.get(site, {})
         if not known.get("class_counts") or task.fit == "patch":
-            return impossible_prototypes(told["prototypes"], told["counts"], None)
+            return impossible_prototypes(told["prototypes"], told["present"], None)
         counted = class_totals(task, {site: known})
         if task.kind == "segmentation":
             counted[:, 0] += 1  # augmentation fills what comes in from outside with background
-        return impossible_prototypes(told["prototypes"], told["counts"], counted.flatten())
+        return impossible_prototypes(told["prototypes"], told["present"], counted.flatten())
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Every site's next model and the next prototypes; after the last exchange the model for outside sites."""
@@ -134,9 +135,9 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         self.outside = {**self.outside, **self.mean}
         if self.refines:
             local = torch.stack([reply.states[PROTOTYPES]["prototypes"] for reply in replies.values()])
-            counts = torch.stack([reply.states[PROTOTYPES]["counts"] for reply in replies.values()])
+            present = torch.stack([reply.states[PROTOTYPES]["present"] for reply in replies.values()])
             noise = torch.randn(local.shape[1:], generator=torch_generator(self.context.seed, "server", round, "prototypes"))
-            self.prototypes = {"prototypes": global_prototypes(local, counts > 0, noise, self.hyper.prototypes)}
+            self.prototypes = {"prototypes": global_prototypes(local, present, noise, self.hyper.prototypes)}
 
     def _note_absent_classes(self, totals: Tensor) -> None:
         silent = [site for site in self.context.sites if self.context.site_counts.get(site, {}).get("class_counts") == []]

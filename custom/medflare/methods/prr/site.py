@@ -18,10 +18,11 @@ from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
-from medflare.methods.prr.supervision import SitePrototypes, Supervision, class_names, prototype_width
+from medflare.methods.prr.supervision import SitePrototypes, Supervision, prototype_width
 from medflare.methods.prr.transfer import Transfer
 from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
+from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 
 PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
@@ -44,9 +45,11 @@ DEPUTY = Entry(
 )
 PROTOTYPES = Entry(
     "prototypes",
-    "mean embedding of each class, and of how many training images or pixels it is the mean",
+    "mean embedding of each class over the training images or pixels, and whether the site has the class",
     _prototypes,
     lambda plan: plan.site_hyper.refines,
+    measured="train",
+    per_class="values",
 )
 NORMALISATION = Entry(
     "normalisation",
@@ -56,8 +59,8 @@ NORMALISATION = Entry(
 PERSONAL = Entry("personal", "the site's personal model, a candidate for outside sites")
 CLASS_TOTALS = Fact("class_totals", "training images or pixels of each class over all sites", listing(listing(number(0.0))))
 STAGES = Fact("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count(3)))
-GAMMA = Fact("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)))
-GAMMAS = Fact("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))), "train")
+GAMMA = Fact("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)), per_class="values")
+GAMMAS = Fact("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))), "train", per_class="values")
 TRAINED = Fact("validation_trained", "model -> the metric after training, before aggregation", models(number(optional=True)), "validation")
 _DRAWN = Entry(
     "prototypes", template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]}, when=PROTOTYPES.when, sometimes=True

@@ -17,18 +17,15 @@ from medflare.data.sites.site import Site
 from medflare.methods.prr.formulas import PrototypeMean, cpa_loss, prototype_gamma
 from medflare.networks.catalogue import meta_network
 from medflare.networks.structure import example
+from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
 
 def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
     """(G, C): how many softmax problems the task is, and the classes of each."""
-    return {"multiclass": (1, task.outputs), "binary": (1, 2), "multilabel": (task.outputs, 2)}[task.target]
-
-
-def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
-    """Names of the classes of each softmax problem."""
-    return [(f"not {label}", label) for label in task.labels] if task.target == "multilabel" else [task.classes]
+    names = class_names(task)
+    return len(names), len(names[0])
 
 
 def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
@@ -125,9 +122,9 @@ class SitePrototypes:
             mean.add(embeddings, labels)
 
     def state(self) -> StateDict:
-        """{"prototypes": (G C, D), "counts": (G C,) int64}; the prototype of a class that was never seen is zero."""
+        """{"prototypes": (G C, D), "present": (G C,) bool}; the prototype of a class that was never seen is zero."""
         prototypes = torch.cat([mean.means() for mean in self._means])
-        return {"prototypes": prototypes, "counts": torch.cat([mean.counts for mean in self._means]).long()}
+        return {"prototypes": prototypes, "present": torch.cat([mean.counts for mean in self._means]) > 0}
 
 
 class Supervision:
