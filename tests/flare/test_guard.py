@@ -2,18 +2,26 @@
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from nvflare.apis.dxo import DXO, DataKind
-from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ReturnCode
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.fl_exception import UnsafeJobError
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
+from nvflare.apis.utils.task_utils import apply_filters
 from nvflare.app_common.filters.exclude_vars import ExcludeVars
 from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
+from nvflare.private.fed.client.client_runner import ClientRunnerConfig, TaskRouter
+from nvflare.private.privacy_manager import Scope
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
@@ -21,7 +29,7 @@ from medflare.core.store import StateStore
 from medflare.federation.screening.rounding import Rounding
 from medflare.federation.settings import FACTS_LIMIT
 from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask
-from medflare.flare.exchange.wire import error_of, to_message, to_shareable
+from medflare.flare.exchange.wire import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.guard import OutboundGuard, own_limits, planned
 from medflare.flare.privacy import UpdatePrivacy
 from medflare.methods.catalogue import get_method
@@ -78,13 +86,19 @@ def report(spec: ParticipantSpec) -> list[dict[str, str]]:
 
 
 def test_what_is_declared_leaves_and_is_reported(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
-    sent = to_shareable(update)
-    assert OutboundGuard().process(sent, context) is sent
-    model, facts = report(spec)
+    sent = to_message(OutboundGuard().process(to_shareable(update), context))
+    assert sent.facts == update.facts and sent.states.keys() == {"model"}
+    assert all(sent.states["model"][name].equal(tensor) for name, tensor in update.states["model"].items())
+    model, *facts = report(spec)
     assert (model["phase"], model["round"], model["entry"], model["sent"]) == ("train", "4", "model", "yes")
     assert int(model["bytes"]) == update.nbytes and int(model["tensors"]) == len(update.states["model"])
     assert "weighted mean" in model["purpose"]
-    assert (facts["entry"], facts["purpose"]) == ("facts", "loss, n_samples, validation")
+    assert [(row["entry"], int(row["bytes"]), row["sent"]) for row in facts] == [
+        ("loss", len("0.5"), "yes"),
+        ("n_samples", len("12"), "yes"),
+        ("validation", len('{"global": 0.7}'), "yes"),
+    ]
+    assert facts[1]["purpose"] == "training images"
 
 
 @pytest.mark.parametrize(
@@ -106,13 +120,159 @@ def test_everything_else_stays(context: FLContext, spec: ParticipantSpec, update
     assert row["sent"] == "no" and words in row["purpose"]
 
 
+# ---- what a filter or an executor adds behind the declaration ------------------------------------------------------------
+
+SECRET = "Meier_Anna_1957"
+PIXELS = np.frombuffer(SECRET.encode(), np.uint8)
+
+
+def contents(result: Shareable) -> bytes:
+    """What FLARE would send of a result."""
+    register_decomposers()
+    return result.to_bytes()
+
+
+def parts(shareable: Shareable) -> dict[str, DXO]:
+    return from_shareable(shareable).data
+
+
+class Hiding(str):
+    """Text with something behind it."""
+
+    hidden = SECRET
+
+
+BESIDE: dict[str, Callable[[Shareable], object]] = {
+    "an array under a key of its own": lambda s: s.update(patients=PIXELS),
+    "text under a key of its own": lambda s: s.update(patients={"name": [SECRET]}),
+    "a message under a key of its own": lambda s: s.update(more=DXO(DataKind.WEIGHTS, {"x": PIXELS}).to_shareable()),
+    "the collection's meta": lambda s: s["DXO"]["meta"].update(patients=PIXELS),
+    "beside the collection": lambda s: s["DXO"].update(patients=PIXELS),
+    "a state's meta": lambda s: parts(s)["model"].set_meta_prop("patients", PIXELS),
+    "nested in a state's meta": lambda s: parts(s)["model"].set_meta_prop("a", {"b": [DXO(DataKind.WEIGHTS, {"x": PIXELS}).to_dict()]}),
+    "names of bfloat16 that there are not": lambda s: parts(s)["model"].set_meta_prop("bfloat16", [SECRET]),
+    "the facts' meta": lambda s: parts(s)["facts"].set_meta_prop("patients", SECRET),
+    "a header of few letters": lambda s: s.set_header("patient", SECRET),
+    "a cookie": lambda s: s.set_header(ReservedHeaderKey.COOKIE_JAR, SECRET),
+}
+
+
+@pytest.mark.parametrize("hide", BESIDE.values(), ids=BESIDE)
+def test_what_lies_beside_the_message_stays(
+    context: FLContext, spec: ParticipantSpec, update: Message, hide: Callable[..., object]
+) -> None:
+    sent = to_shareable(update)
+    hide(sent)
+    assert SECRET.encode() in contents(sent), "it would have left"
+    left = OutboundGuard().process(sent, context)
+    assert left.get_return_code() == ReturnCode.OK and SECRET.encode() not in contents(left)
+    assert to_message(left).facts == update.facts
+    assert sum(int(row["bytes"]) for row in report(spec)) == update.nbytes + sum(len(json.dumps(fact)) for fact in update.facts.values())
+
+
+UNDECLARED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a fact": (lambda facts: facts.update(patients=SECRET), "unexpected fact 'patients'"),
+    "a fact of another phase": (lambda facts: facts.update(metrics={SECRET: {}}), "unexpected fact 'metrics'"),
+    "text for a number": (lambda facts: facts.update(loss=SECRET), "fact 'loss'"),
+    "text for a metric": (lambda facts: facts.update(validation={"global": SECRET}), "fact 'validation'"),
+    "nested in a metric": (lambda facts: facts.update(validation={"global": {"patients": [SECRET]}}), "fact 'validation'"),
+    "in place of a count": (lambda facts: facts.update(n_samples=[SECRET]), "fact 'n_samples'"),
+    "an event of no kind": (lambda facts: facts.update(events=[{"kind": SECRET, "message": "x"}]), "fact 'events'"),
+    "more in an event": (lambda facts: facts.update(events=[{"kind": "warning", "message": "x", "patient": SECRET}]), "fact 'events'"),
+    "in another's name": (lambda facts: facts.update(events=[{"kind": "warning", "message": SECRET, "site": "B"}]), "fact 'events'"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "token"), UNDECLARED.values(), ids=UNDECLARED)
+def test_an_undeclared_fact_keeps_the_reply_back(
+    context: FLContext, spec: ParticipantSpec, update: Message, spoil: Callable[..., object], token: str
+) -> None:
+    spoil(update.facts)
+    left = OutboundGuard().process(to_shareable(update), context)
+    assert token in kept_back(left)
+    assert SECRET.encode() not in contents(left), "the reason names the fact and not its value"
+    assert [row["sent"] for row in report(spec)] == ["no"]
+
+
+@pytest.mark.parametrize("phase", ["enrol", "deliver"])
+def test_facts_of_enrolment_and_delivery_are_declared_too(spec: ParticipantSpec, phase: str) -> None:
+    fl_ctx = prepared(spec, Message())
+    fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 0, to_shareable(Message()), spec), private=True, sticky=False)
+    facts = {"n": {"train": 3}, **({"class_counts": []} if phase == "enrol" else {"metrics": {"global": {"dice": 0.5}}})}
+    assert to_message(OutboundGuard().process(to_shareable(Message({}, dict(facts))), fl_ctx)).facts == facts
+    left = OutboundGuard().process(to_shareable(Message({}, {**facts, "patients": SECRET})), fl_ctx)
+    assert "'patients'" in kept_back(left) and SECRET.encode() not in contents(left)
+
+
+def test_facts_leave_as_plain_values(context: FLContext, update: Message) -> None:
+    update.facts["validation"] = {Hiding("global"): np.float64(0.5)}
+    facts = to_message(OutboundGuard().process(to_shareable(update), context)).facts
+    ((name, value),) = facts["validation"].items()
+    assert (type(name), type(value), name, value) == (str, float, "global", 0.5)
+
+
+FAILED: dict[str, Callable[[Shareable], object]] = {
+    "data": lambda s: s.update(patients=PIXELS),
+    "a return code that is none": lambda s: s.set_return_code(SECRET),
+    "an array for a return code": lambda s: s.set_return_code(PIXELS),
+    "an array for a reason": lambda s: s.set_header("medflare.error", PIXELS),
+    "a header": lambda s: s.set_header("patients", SECRET),
+    "headers that are none": lambda s: s.update({ReservedHeaderKey.HEADERS: [SECRET]}),
+}
+
+
+@pytest.mark.parametrize("hide", FAILED.values(), ids=FAILED)
+def test_a_failed_task_hides_nothing(context: FLContext, hide: Callable[..., object]) -> None:
+    failed = make_reply(ReturnCode.BAD_TASK_DATA)
+    hide(failed)
+    left = OutboundGuard().process(failed, context)
+    assert left.get_return_code() in vars(ReturnCode).values() and left.get_return_code() != ReturnCode.OK
+    assert SECRET.encode() not in contents(left) and left.keys() == {ReservedHeaderKey.HEADERS}
+
+
+def test_a_reason_is_one_short_line_in_codes(context: FLContext, spec: ParticipantSpec, tmp_path: Path) -> None:
+    """Whoever wrote it: a site that redacts names no file of its own."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "datalist.json").write_text(json.dumps({"training": [{"image": f"{SECRET}.png", "label": 0, "patient": SECRET}]}))
+    Path(spec.local_file).write_text(json.dumps({"redact": True, "data_root": str(tmp_path / "data")}))
+    reply = make_reply(ReturnCode.EXECUTION_EXCEPTION, {"medflare.error": f"{SECRET}.png\n cannot be read " + "x" * 5000})
+    line = kept_back(OutboundGuard().process(reply, context))
+    assert SECRET not in line and "\n" not in line and len(line) <= 1000 and "cannot be read" in line
+
+
+# ---- filters of the job --------------------------------------------------------------------------------------------------
+
+
+class Adding(FLComponent):
+    """A filter of a job that hands over what the executor made."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        shareable["patients"] = PIXELS
+        return shareable
+
+
+@pytest.mark.parametrize("tasks", [["train"], ["another"]])
+def test_a_job_that_names_result_filters_is_refused_and_none_of_them_runs(context: FLContext, update: Message, tasks: list[str]) -> None:
+    """As FLARE's runner does it: the site's filters first, then the job's."""
+    scope = Scope()
+    scope.add_task_result_filter(OutboundGuard(), FilterKey.OUT)
+    table = {f"{task}{FilterKey.DELIMITER}{FilterKey.OUT}": [Adding()] for task in tasks}
+    config = ClientRunnerConfig(TaskRouter(), {}, table)
+    context.set_prop(FLContextKey.SCOPE_OBJECT, scope, private=True)
+    context.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_result_filters=config.task_result_filters), private=True)
+    for result in (to_shareable(update), make_reply(ReturnCode.EXECUTION_EXCEPTION)):
+        with pytest.raises(UnsafeJobError, match="Adding"):
+            apply_filters(Scope.TASK_RESULT_FILTERS_NAME, result, context, config.task_result_filters, "train", FilterKey.OUT)
+        assert "patients" not in result
+
+
 def test_a_report_that_a_full_disk_left_empty_begins_with_its_columns(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
     path = Path(spec.folder) / "outbound.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     for _ in range(2):
         OutboundGuard().process(to_shareable(update), context)
-    assert [row["sent"] for row in report(spec)] == ["yes"] * 4
+    assert [row["sent"] for row in report(spec)] == ["yes"] * 8
 
 
 def rounded(spec: ParticipantSpec, update: Message) -> tuple[Message, Message]:
@@ -128,8 +288,9 @@ def test_the_wire_of_the_run_is_part_of_what_is_declared(spec: ParticipantSpec, 
     """Rounded where the server sends it so, and then nothing else; the report has the bytes that leave."""
     incoming, reply = rounded(spec, update)
     sent = to_shareable(reply)
-    assert OutboundGuard().process(sent, prepared(spec, incoming)) is sent
-    model, _ = report(spec)
+    left = to_message(OutboundGuard().process(sent, prepared(spec, incoming)))
+    assert all(left.states["model"][name].equal(tensor) for name, tensor in reply.states["model"].items())
+    model, *_ = report(spec)
     assert int(model["bytes"]) == reply.nbytes < 0.6 * update.nbytes
     assert "expected torch.bfloat16" in kept_back(OutboundGuard().process(to_shareable(update), prepared(spec, incoming)))
     assert "expected torch.float32" in kept_back(OutboundGuard().process(sent, prepared(spec, Message(update.states))))
@@ -139,10 +300,10 @@ def test_a_fingerprint_leaves_as_facts_alone(spec: ParticipantSpec) -> None:
     survey = replace(spec, method="fingerprint")
     fl_ctx = prepared(survey, Message())
     fl_ctx.set_prop(SITE_TASK, SiteTask("describe", 0, to_shareable(Message()), survey), private=True, sticky=False)
-    sent = to_shareable(Message({}, {"fingerprint": {"images": 3}}))
-    assert OutboundGuard().process(sent, fl_ctx) is sent
+    assert to_message(OutboundGuard().process(to_shareable(Message({}, {"fingerprint": {}})), fl_ctx)).facts == {"fingerprint": {}}
     (row,) = report(survey)
-    assert (row["phase"], row["entry"], row["purpose"], row["sent"]) == ("describe", "facts", "fingerprint", "yes")
+    assert (row["phase"], row["entry"], row["sent"]) == ("describe", "fingerprint", "yes")
+    assert "'fingerprint'" in kept_back(OutboundGuard().process(to_shareable(Message({}, {"fingerprint": {"images": 3}})), fl_ctx))
     extra = to_shareable(Message({"scan": {"x": torch.ones(3)}}, {"fingerprint": {}}))
     assert "unexpected entry 'scan'" in kept_back(OutboundGuard().process(extra, fl_ctx))
 
@@ -176,13 +337,15 @@ def test_what_the_site_works_by_is_read_once_in_a_job(
     assert read == [spec, spec, other]
 
 
-def test_a_failed_task_sends_its_line_and_nothing_else(context: FLContext, update: Message) -> None:
+def test_a_failed_task_sends_its_line_and_nothing_else(context: FLContext, spec: ParticipantSpec, update: Message) -> None:
     failed = to_shareable(update)
     failed.set_return_code(ReturnCode.EXECUTION_EXCEPTION)
     failed.set_header("medflare.error", "no images")
     result = OutboundGuard().process(failed, context)
     assert result.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
     assert kept_back(result) == "no images"
+    (row,) = report(spec)
+    assert (row["entry"], row["purpose"], row["sent"]) == ("error", "no images", "yes"), "the line leaves, too"
 
 
 def test_results_of_other_executors_stay(update: Message) -> None:

@@ -41,6 +41,7 @@ class EntrySpec:
 
 
 Manifest = dict[str, EntrySpec]
+_LONGEST: Final = 1000  # characters of a text
 # How numbers belong to classes, for the suppression of small cells: "values" of a class speak of that class alone; "counts" of all classes
 # add up to a known total, so that one of them follows from the others.
 PerClass = Literal["", "values", "counts"]
@@ -197,7 +198,7 @@ def count(most: int = 2**53, *, optional: bool = False) -> Taken:
 
 
 def table(of: Taken = anything) -> Taken:
-    """Takes tables, name -> value.
+    """Takes tables, name -> value; names as `text` takes them.
 
     Args:
         of: what every value must be.
@@ -210,6 +211,8 @@ def table(of: Taken = anything) -> Taken:
     def problem(value: object) -> str | None:
         if not isinstance(value, Mapping):
             return f"is {type(value).__name__}, expected a table"
+        if odd := [name for name in value if not _printable(name)]:
+            return f"{odd[0]!r:.60} is no name of up to {_LONGEST} characters that can be printed"
         return next((f"{name!r:.60} {wrong}" for name, found in value.items() if (wrong := of(found))), None)
 
     return problem
@@ -236,13 +239,17 @@ def models(of: Taken = anything, most: int = 16) -> Taken:
     return problem
 
 
+def _printable(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST
+
+
 def _plain(name: object) -> bool:
     """Whether figures show a name as it is; what stands between dollars is mathematics to them."""
     return isinstance(name, str) and bool(name.strip()) and name.isprintable() and "$" not in name and len(name) <= 100
 
 
 def text(*known: str) -> Taken:
-    """Takes texts.
+    """Takes texts of up to 1000 characters, all of which can be printed: none that a terminal obeys.
 
     Args:
         known: those that there are; none for any.
@@ -255,6 +262,8 @@ def text(*known: str) -> Taken:
     def problem(value: object) -> str | None:
         if not isinstance(value, str):
             return f"is {type(value).__name__}, expected {' or '.join(known) or 'text'}"
+        if not _printable(value):
+            return f"is {value!r:.60}, expected up to {_LONGEST} characters that can be printed"
         return None if not known or value in known else f"is {value!r:.60}, expected {' or '.join(known)}"
 
     return problem

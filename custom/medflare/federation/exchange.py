@@ -15,7 +15,7 @@ from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.base import Step
 
 START: Final = "start"  # entry of an invitation to enrol: what the task's network starts from, where that is no random draw
-_FACTS: Final = {ENROL: (ENROLS, ("n", "class_counts")), DELIVER: (DELIVERS, ("metrics",))}  # phase -> (what it reports, what it must)
+REPORTS_OF_ALL: Final = {ENROL: (ENROLS, ("n", "class_counts")), DELIVER: (DELIVERS, ("metrics",))}  # phase -> (facts, required ones)
 
 
 @dataclass
@@ -123,6 +123,6 @@ def _usable(reply: Reply, site: str, phase: str) -> Reply:
     if reply.message is None:
         return replace(reply, problem=one_line(reply.problem))
     problem = unreadable(reply.message, site)
-    if problem is None and phase in _FACTS:
-        problem = stateful(reply.message) or unfit(reply.message, *_FACTS[phase])
+    if problem is None and phase in REPORTS_OF_ALL:
+        problem = stateful(reply.message) or unfit(reply.message, *REPORTS_OF_ALL[phase])
     return reply if problem is None else Reply(problem=one_line(problem), kind="rejected", seconds=reply.seconds)

@@ -32,6 +32,7 @@ from medflare.flare.exchange.participants import (
     authorized,
     left_behind,
     load_ahead,
+    refuse_result_filters,
 )
 from medflare.flare.exchange.signs import Pulse, announce_tensors, expect_answers, wait_for_work
 from medflare.flare.exchange.upkeep import give_back_memory, share_cleanup_thread
@@ -128,6 +129,7 @@ class MedflareExecutor(Executor):
 
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
         if self._authorized is None:
+            refuse_result_filters(fl_ctx)
             self._authorized = authorized(self._spec(fl_ctx), fl_ctx)
         if self._relay.there():
             return self._relay.answer(self._authorized, phase, round, incoming, self._aborted)

@@ -1,6 +1,6 @@
 """What may leave a hospital, enforced where it leaves: a filter that the site itself puts in front of every result.
 
-The method declares the tensors of every reply (`SiteHalf.phases`); the site may allow less in its local/medflare.json:
+The method declares the tensors and facts of every reply (`SiteHalf.phases`); the site may allow less in its local/medflare.json:
 
     "outbound": {"entries": ["model"], "bytes": 50000000}
 
@@ -11,30 +11,35 @@ and could go around it: sites that rely on the guard refuse such jobs (`byoc` in
 import json
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_exception import UnsafeJobError
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
-from medflare.core.errors import MedflareError, UpdateError
+from medflare.core.errors import ConfigError, MedflareError, UpdateError
 from medflare.data.sites.local import OUTBOUND, OutboundLimits, local_settings, read_local
-from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask
+from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask, refuse_result_filters
 
 if TYPE_CHECKING:
-    from medflare.core.manifest import Manifest
+    from medflare.core.manifest import Fact, Manifest
     from medflare.core.message import Message
     from medflare.methods.base import Plan, SiteHalf
 
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
+_CODES: Final = {code: code for name, code in vars(ReturnCode).items() if not name.startswith("_")}
+_EVENTS: Final = "events"
+_LINE: Final = 1000  # characters that a failed task may say
 
 
 class OutboundGuard(Filter):
-    """Task-result filter: lets pass what the method's manifest and the site's own list allow, and reports it.
+    """Task-result filter: sends what the method's declaration and the site's own list allow, and reports it.
 
-    Anything else becomes a failed task with one line that says what was wrong; not a byte of the result is sent.
-    Put it last in `task_result_filters` of the site's privacy.json.
+    What leaves is made anew from what was checked: tensors and facts, of a failed task its return code and one line. Nothing else of the
+    result is sent, wherever it is in it: no further key or header of a Shareable, no meta of a DXO. A result with anything undeclared
+    becomes a failed task with one line that says what was wrong. Put the guard last in `task_result_filters` of the site's privacy.json.
     """
 
     def __init__(self) -> None:
@@ -42,47 +47,61 @@ class OutboundGuard(Filter):
         self._known: tuple[ParticipantSpec, type[SiteHalf[Any]], Plan[Any, Any]] | None = None
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """The result as it is, or a failed task with the reason in its place."""
-        from medflare.flare.exchange.wire import UNABLE, error_reply, to_message
+        """What may leave of the result, or a failed task with the reason in its place.
 
-        if shareable.get_return_code() != ReturnCode.OK:
-            return _without_data(shareable)
+        Raises:
+            UnsafeJobError: the job names filters of its own, which FLARE would run after this one; FLARE sends nothing and ends the job.
+        """
+        from medflare.flare.exchange.wire import UNABLE, error_reply, to_message, to_shareable
+
         site = fl_ctx.get_identity_name()
+        try:
+            refuse_result_filters(fl_ctx)
+        except ConfigError as error:
+            self.log_error(fl_ctx, f"{UNABLE}{error}")
+            raise UnsafeJobError(str(error)) from error
         task: SiteTask | None = fl_ctx.get_prop(SITE_TASK)
+        if (code := _return_code(shareable)) != ReturnCode.OK:
+            return _failed(shareable, code, task)
         if task is None:
             return error_reply(f"site {site} sends results of medflare's methods only; this task has declared none")
         try:
             _check_headers(shareable)
             message = to_message(shareable)
-            manifest = self._manifest(task)
+            manifest, declared = self._declared(task)
             refuse_undeclared(message, manifest, own_limits(Path(task.spec.local_file)))
+            message.facts = plain_facts(message, declared, site)
         except MedflareError as error:
-            reason = f"the outbound guard of site {site} kept back the answer to '{task.phase}': {error}"
-            self.log_error(fl_ctx, f"{UNABLE}{reason}")
-            _report(task, [{"entry": "everything", "purpose": str(error), "sent": "no"}])
-            return error_reply(reason)
-        _report(task, _rows(message, manifest))
-        return shareable
+            problem = str(error)
+        except Exception as error:  # whatever a filter or an executor has put into the result
+            problem = f"it cannot be read ({type(error).__name__})"
+        else:
+            _report(task, _rows(message, manifest, declared))
+            return to_shareable(message)
+        reason = _line(f"the outbound guard of site {site} kept back the answer to '{task.phase}': {problem}", task)
+        self.log_error(fl_ctx, f"{UNABLE}{reason}")
+        _report(task, [{"entry": "everything", "purpose": reason, "sent": "no"}])
+        return error_reply(reason)
 
-    def _manifest(self, task: SiteTask) -> "Manifest":
-        """What the method says that a reply to the task's phase holds.
+    def _declared(self, task: SiteTask) -> "tuple[Manifest, tuple[Fact, ...]]":
+        """What the method says that a reply to the task's phase holds: entries and facts.
 
         Raises:
             MedflareError: the job names no known method or task, or the site has not enrolled.
         """
+        from medflare.federation.exchange import REPORTS_OF_ALL
         from medflare.federation.screening.rounding import WIRE, Rounding
-        from medflare.federation.settings import PHASES_OF_ALL
         from medflare.flare.exchange.wire import to_message
 
-        if task.phase in PHASES_OF_ALL:
+        if task.phase in REPORTS_OF_ALL:
             self._known = None  # whoever enrols anew may do so among other sites
-            return {}
+            return {}, REPORTS_OF_ALL[task.phase][0]
         if self._known is None or self._known[0] != task.spec:
             self._known = task.spec, *planned(task.spec)
         _, half, plan = self._known
-        if WIRE in to_message(task.incoming).facts:
-            return Rounding(plan).manifest(half.phase(task.phase))
-        return half.manifest(task.phase, plan)
+        phase = half.phase(task.phase)
+        rounded = WIRE in to_message(task.incoming).facts
+        return Rounding(plan).manifest(phase) if rounded else half.manifest(task.phase, plan), phase.reports
 
 
 def planned(spec: ParticipantSpec) -> "tuple[type[SiteHalf[Any]], Plan[Any, Any]]":
@@ -123,9 +142,9 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
         UpdateError: what is wrong with it.
     """
     from medflare.core.manifest import violation
-    from medflare.federation.screening.plain import not_plain
+    from medflare.federation.screening.plain import not_states
 
-    if problem := violation(message, manifest):
+    if problem := not_states(message.states) or violation(message, manifest):
         raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")
     for entry in sorted(message.states):
         if limits.entries is not None and entry not in limits.entries:
@@ -133,33 +152,83 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
             raise UpdateError(f"{entry} is not among the entries that local/medflare.json lets leave: {allowed}")
     if limits.bytes is not None and message.nbytes > limits.bytes:
         raise UpdateError(f"{message.nbytes} bytes of tensors, local/medflare.json allows {limits.bytes}")
+
+
+def plain_facts(message: "Message", declared: "tuple[Fact, ...]", site: str) -> dict[str, Any]:
+    """The facts of a reply as new plain JSON values, where each is declared and what its declaration takes; see `replies.unfit`.
+
+    An error names the fact and never its value: the error leaves the site.
+
+    Args:
+        message: the site's reply.
+        declared: the facts that it may hold; events need no declaration.
+        site: its name; it speaks for itself alone.
+
+    Raises:
+        UpdateError: a fact that is not declared, or that its declaration does not take.
+    """
+    from medflare.federation.screening.plain import not_events, not_plain, shown
+
     if problem := not_plain(message.facts):
         raise UpdateError(problem)
+    facts: dict[str, Any] = json.loads(json.dumps(message.facts))
+    if extra := sorted(facts.keys() - {*declared, _EVENTS}):
+        names = ", ".join(sorted(declared)) or "no fact"
+        raise UpdateError(f"unexpected fact {shown(extra[0])}; the method declares {names} and nothing else")
+    for fact in declared:
+        if fact in facts and fact.takes(facts[fact]):
+            raise UpdateError(f"fact {str(fact)!r} is not what the method declares it to be ({fact.about})")
+    if not_events(facts.get(_EVENTS, []), site):
+        raise UpdateError(f"fact {_EVENTS!r} is no list of a site's events")
+    return facts
 
 
 def _check_headers(shareable: Shareable) -> None:
-    """Tensors hidden in FLARE's headers would escape every filter that looks at the data."""
+    """Headers are not sent; tensors in them show that something tries to send data past the filters."""
     for name, value in shareable.get(ReservedHeaderKey.HEADERS, {}).items():
-        if not isinstance(value, (str, int, float, bool, type(None))) or len(str(value)) > 1000:
+        if not isinstance(value, (str, int, float, bool, type(None))) or len(str(value)) > _LINE:
             raise UpdateError(f"header {name!r} holds a {type(value).__name__} of {len(str(value))} characters; headers carry no data")
 
 
-def _without_data(shareable: Shareable) -> Shareable:
-    """A failed task's answer: its return code and its one line, whatever else it holds."""
-    from medflare.flare.exchange.wire import error_of, failed
+def _return_code(shareable: Shareable) -> str:
+    """FLARE's own return code; of a result with none of FLARE's that of a failed task."""
+    headers = shareable.get(ReservedHeaderKey.HEADERS)
+    code = headers.get(ReservedHeaderKey.RC, ReturnCode.OK) if isinstance(headers, dict) else None
+    return _CODES.get(code, ReturnCode.EXECUTION_EXCEPTION) if isinstance(code, str) else ReturnCode.EXECUTION_EXCEPTION
 
-    return failed(shareable.get_return_code(), (error_of(shareable) or "")[:1000])
+
+def _failed(shareable: Shareable, code: str, task: SiteTask | None) -> Shareable:
+    """A failed task's answer: its return code and its one line, whatever else the result holds."""
+    from medflare.flare.exchange.wire import failed, reason_of
+
+    line = _line(reason_of(shareable) or f"the task ended with FLARE's return code {code}", task)
+    if task is not None:
+        _report(task, [{"entry": "error", "tensors": 0, "bytes": len(line.encode()), "purpose": line, "sent": "yes"}])
+    return failed(code, line)
 
 
-def _rows(message: "Message", manifest: "Manifest") -> list[dict[str, Any]]:
+def _line(text: str, task: SiteTask | None) -> str:
+    """A reason as it may leave the site: one line, not too long, without the names that its settings keep back."""
+    from medflare.federation.screening.plain import one_line
+
+    redaction = None if task is None else task.spec.redaction()
+    return one_line(text if redaction is None else redaction.text(text))[:_LINE]
+
+
+def _rows(message: "Message", manifest: "Manifest", declared: "tuple[Fact, ...]") -> list[dict[str, Any]]:
+    """A row for each entry and for each fact."""
     from medflare.core.states import state_bytes
 
+    about = {_EVENTS: "what the site noticed", **{str(fact): fact.about for fact in declared}}
     tensors = [
         {"entry": entry, "tensors": len(state), "bytes": state_bytes(state), "purpose": manifest[entry].purpose, "sent": "yes"}
         for entry, state in sorted(message.states.items())
     ]
-    names = ", ".join(sorted(message.facts))
-    return [*tensors, {"entry": "facts", "tensors": 0, "bytes": len(json.dumps(message.facts)), "purpose": names, "sent": "yes"}]
+    facts = [
+        {"entry": fact, "tensors": 0, "bytes": len(json.dumps(value)), "purpose": about[fact], "sent": "yes"}
+        for fact, value in sorted(message.facts.items())
+    ]
+    return [*tensors, *facts]
 
 
 def _report(task: SiteTask, rows: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation
-from medflare.methods.parts.measured import images, mean_loss
+from medflare.methods.parts.measured import images, mean_loss, metric_value
 from medflare.methods.parts.selection import Election, Selection
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.catalogue import initial_network, meta_network
@@ -43,7 +43,7 @@ class ServerHyper:
 # What every reply to training or validation reports, see `SiteHalf.facts`. A bad metric costs the site its vote and not its update.
 N_SAMPLES = Fact("n_samples", "training images", images)
 LOSS = Fact("loss", "mean training loss", mean_loss, "train")
-VALIDATION = Fact("validation", "model -> the task's metric on validation images, measured before training", models(), "validation")
+VALIDATION = Fact("validation", "model -> the task's metric on validation images before training", models(metric_value), "validation")
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)
 S = TypeVar("S", bound=SiteHyper)
 V = TypeVar("V", bound=ServerHyper)

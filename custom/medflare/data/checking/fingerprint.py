@@ -137,8 +137,8 @@ def fingerprint_of(
         task: see `fingerprints`.
         source_of_task: task -> the site's images as that task reads them.
         minimum: of how many patients a number must be for it to be told. Then nothing is told of fewer training patients; nothing of a
-            class or of a foreground that fewer of them show, of several exclusive classes then of none; and as the smallest and largest image of a `Spread`, which are single
-            ones, stand its 10th and 90th percentile. 0 and 1 hold nothing back.
+            class or of a foreground that fewer of them show, of several exclusive classes then of none; and as the smallest and largest
+            image of a `Spread`, which are single ones, stand its 10th and 90th percentile. 0 and 1 hold nothing back.
         aborted: asked before every image.
 
     Returns:

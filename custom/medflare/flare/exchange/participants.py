@@ -162,6 +162,24 @@ class SiteTask:
     spec: ParticipantSpec
 
 
+def refuse_result_filters(fl_ctx: FLContext) -> None:
+    """ConfigError where the job names task-result filters for this site: FLARE would run them after the site's own.
+
+    Args:
+        fl_ctx: has the job's runner.
+
+    Raises:
+        ConfigError: it does; the error names their classes.
+    """
+    tables = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_result_filters", None) or {}
+    classes = sorted({f"{type(each).__module__}.{type(each).__name__}" for chain in tables.values() for each in chain})
+    if classes:
+        raise ConfigError(
+            f"site {fl_ctx.get_identity_name()} takes no job with task_result_filters of its own ({', '.join(classes)}): they would run "
+            "after the site's filters; leave them out, or have the site name them in its local/privacy.json"
+        )
+
+
 def authorized(spec: ParticipantSpec, fl_ctx: FLContext) -> ParticipantSpec:
     """The same with what this party allows, before anything of another distribution is imported.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable, get_leaf_dxos
 from nvflare.apis.fl_constant import ReturnCode
-from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from nvflare.fuel.utils import fobs
 
 from medflare.core.errors import Aborted, StateError, UpdateError
@@ -174,7 +174,14 @@ def error_of(shareable: Shareable) -> str | None:
     code = shareable.get_return_code()
     if code == ReturnCode.OK:
         return None
-    return str(shareable.get_header(_ERROR_HEADER) or "") or f"the task ended with FLARE's return code {code}"
+    return reason_of(shareable) or f"the task ended with FLARE's return code {code}"
+
+
+def reason_of(shareable: Shareable) -> str:
+    """The line that a failed task gives; empty where it gives none."""
+    headers = shareable.get(ReservedHeaderKey.HEADERS)
+    text = headers.get(_ERROR_HEADER) if isinstance(headers, dict) else None
+    return text if isinstance(text, str) else ""
 
 
 def readable(answer: Shareable, read: Callable[[Shareable], C]) -> tuple[C | None, str, str]:
@@ -224,7 +231,7 @@ def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
 
     odd = part.get_meta_prop(_BFLOAT16) or ()
     if not isinstance(odd, list | tuple):
-        raise UpdateError(f"{entry}: {_BFLOAT16} must be a list of names, got {odd!r:.80}")
+        raise UpdateError(f"{entry}: {_BFLOAT16} must be a list of names, got {type(odd).__name__}")
     state = {}
     for name, value in part.data.items():
         try:

@@ -21,6 +21,21 @@ def images(value: object) -> str | None:
     return problem or (None if value > 0 else f"is {value!r:.40}, expected a positive number")  # type: ignore[operator]  # a number
 
 
+def metric_value(value: object) -> str | None:
+    """What is wrong with a metric; a number that no metric can be costs a site its vote alone, see `screening.updates.lost_votes`.
+
+    Args:
+        value: the metric; None where it is undefined.
+
+    Examples:
+        >>> metric_value(None), metric_value(float("nan")), metric_value(7), metric_value(["a patient"])
+        (None, None, None, 'is list, expected a number')
+    """
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None
+    return f"is {type(value).__name__}, expected a number"
+
+
 def mean_loss(value: object) -> str | None:
     """What is wrong with a mean training loss; None is one that stays untold.
 
