@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from medflare.core.errors import DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, takes
+from medflare.core.text import printable
 
 FILE = "datalist.json"
 SPLITS = ("training", "validation", "test")
@@ -55,8 +56,8 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The image's file name."""
-        return self.image.name
+        """The image's file name, printable."""
+        return printable(self.image.name)
 
     @property
     def files(self) -> tuple[Path | None, ...]:
@@ -187,7 +188,7 @@ def patient_id(value: Any) -> Any:
         (7, '7', '7', 'v7.0', 7.5)
     """
     if isinstance(value, str):
-        text = value.strip()
+        text = printable(value)
         return text.removesuffix(".0") if re.fullmatch(r"\d+\.0", text) else text
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -205,9 +206,9 @@ def names_in(labels: Any) -> dict[str, list[int]]:
     names: defaultdict[str, list[int]] = defaultdict(list)
     for key, value in labels.items() if isinstance(labels, Mapping) else ():
         if isinstance(value, str) and key.isdecimal():
-            names[value].append(int(key))
+            names[printable(value)].append(int(key))
         elif not isinstance(value, str):
-            names[key] += [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
+            names[printable(key)] += [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
     return {name: numbers for name, numbers in names.items() if numbers}
 
 
@@ -252,7 +253,7 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
     if first is None:
         raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
     channels = () if isinstance(listed.image, str) else files
-    return Entry(folder / first, label, str(listed.patient) if "patient" in item else first, split, place, channels)
+    return Entry(folder / first, label, str(listed.patient) if "patient" in item else printable(first), split, place, channels)
 
 
 def check_patients(entries: Iterable[Entry]) -> None:

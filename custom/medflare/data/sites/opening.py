@@ -9,7 +9,7 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.data.cache.folder import placed
-from medflare.data.files.geometry import by
+from medflare.data.files.bounds import refuse_large_size
 from medflare.data.loading import load_site_data, resolve_data_root, source_of
 from medflare.data.sites.computing import Computing, check_precision, usable_device
 from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
@@ -97,11 +97,7 @@ def refuse_large_task(task: TaskConfig, bounds: Bounds, place: str) -> None:
     Raises:
         ConfigError: it asks more.
     """
-    unit, most = ("pixels", bounds.pixels) if task.spatial_dims == 2 else ("voxels", bounds.voxels)
-    if math.prod(task.size) > most:
-        raise ConfigError(
-            f"{place}: task {task.name} has size {by(task.size)}, more than {most} {unit}; make it smaller, or raise {_named(unit)}"
-        )
+    refuse_large_size(task, bounds, place)
     if bounds.epochs is not None and task.local_epochs > bounds.epochs:
         raise ConfigError(f"{place}: task {task.name} has {task.local_epochs} local_epochs, {_named('epochs')} allows {bounds.epochs}")
     if bounds.model_bytes is not None:

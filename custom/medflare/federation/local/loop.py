@@ -9,6 +9,7 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
+from medflare.core.text import is_name
 from medflare.data.sites.local import MODELS_GB
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
@@ -229,7 +230,7 @@ def _plain_name(name: str) -> str:
     Raises:
         ConfigError: as a folder it would lie elsewhere.
     """
-    if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if not isinstance(name, str) or not is_name(name) or "/" in name or "\\" in name:
         raise ConfigError(f"site {name!r}: a site's name is a folder's, too; use letters, digits, - and _")
     return name
 
