@@ -125,17 +125,25 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
         raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
     if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
         raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
-    entries = []
+    entries: list[Entry] = []
+    first: dict[str, str] = {}  # file of an image -> where it stands
     for split in SPLITS:
         listed = content.get(split)
         if listed is None:
             continue
         if not isinstance(listed, list):
             raise DataError(f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}")
-        entries += [_entry(folder, item, split, f"{path} {split}[{number}]", kind) for number, item in enumerate(listed)]
+        for number, item in enumerate(listed):
+            entry = _entry(folder, item, split, f"{path} {split}[{number}]", kind)
+            if (place := first.setdefault(str(entry.image), entry.place)) != entry.place:  # before a long list is looked up on the disk
+                raise DataError(f"{entry.place}: image {entry.name} is also in {place}; list it once")
+            entries.append(entry)
+    places: dict[Path, str] = {}
     for entry in entries:
         for file in filter(None, (*entry.files, *(entry.masks if kind == "segmentation" else []))):
-            _refuse_elsewhere(file, homes, entry.place)
+            places.setdefault(file, entry.place)
+    for file, place in places.items():
+        _refuse_elsewhere(file, homes, place)
     return entries
 
 
