@@ -225,3 +225,43 @@ def test_bad_transforms(make_task: TaskOf) -> None:
         Preprocessing(make_task(intensity={"name": "RandFlip"}))
     with pytest.raises(ConfigError, match=r"intensity ScaleIntensityRange: .*a_max"):
         Preprocessing(make_task(intensity={"name": "ScaleIntensityRange", "a_min": 0}))
+
+
+class TestTried:
+    """Transforms with arguments that would stop a site: one image of the task's size shows it before work starts."""
+
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [
+            ("intensity", {"name": "GaussianSmooth", "sigma": 1e7}),
+            ("intensity", {"name": "MedianSmooth", "radius": 3000}),
+            ("augment", [{"name": "RandZoom", "min_zoom": 4000, "max_zoom": 5000}]),
+            ("augment", [{"name": "RandGaussianSmooth", "sigma_x": [1e7, 1e7]}]),
+        ],
+    )
+    def test_one_that_takes_too_much_memory_is_refused(self, setting: str, value: Any) -> None:
+        name = (value if isinstance(value, dict) else value[0])["name"]
+        with pytest.raises(ConfigError, match=rf"{setting} {name}: .*bounds\.memory"):
+            try_transforms(load_task({**TASK.to_dict(), "size": [64, 64], setting: value}), 4.0, "site A", "bounds.memory")
+
+    def test_one_that_takes_too_long_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(transforms, "_SECONDS", 1.0)
+        task = load_task({**TASK.to_dict(), "augment": [{"name": "RandGridDistortion", "num_cells": 3_000_000}]})
+        with pytest.raises(ConfigError, match="augment RandGridDistortion: takes more than 1 s"):
+            try_transforms(task, 4.0, "site A", "bounds.memory")
+
+    @pytest.mark.parametrize(
+        "augment",
+        [
+            {"name": "RandGridDistortion"},
+            {"name": "Rand2DElastic", "spacing": [8, 8], "magnitude_range": [0, 1]},
+            {"name": "RandGaussianSmooth"},
+            {"name": "RandCoarseDropout", "holes": 6, "spatial_size": 5},
+            {"name": "RandBiasField"},
+        ],
+    )
+    def test_usual_arguments_are_taken(self, augment: dict[str, Any]) -> None:
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        task = load_task({**TASK.to_dict(), "augment": [augment], "intensity": {"name": "GaussianSmooth", "sigma": 2.0}})
+        try_transforms(task, 4.0, "site A", "bounds.memory")
+        assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -173,13 +173,40 @@ def test_a_card_that_was_changed_is_refused(tmp_path: Path, message: Message, ch
         load_model(tmp_path)
 
 
-def test_a_card_without_a_seal_is_read_with_a_warning(tmp_path: Path, message: Message, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_card_whose_seal_was_taken_away_is_refused_unless_it_is_allowed(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {})
     card = json.loads((tmp_path / "card.json").read_text())
     del card["seal"]
     (tmp_path / "card.json").write_text(json.dumps(card))
-    assert load_model(tmp_path).kind == "plain"
-    assert "has no seal" in caplog.text
+    with pytest.raises(StateError, match=r"card\.json: has no seal.*--unsealed"):
+        load_model(tmp_path)
+    assert load_model(tmp_path, unsealed=True).kind == "plain"
+    (tmp_path / "card.json").write_text(json.dumps({**card, "seal": None}))
+    with pytest.raises(StateError, match="seal does not fit"):
+        load_model(tmp_path, unsealed=True)
+
+
+@pytest.mark.parametrize("depth", [40, 600, 100_000])
+def test_a_card_that_is_nested_deep_is_refused_in_one_line(tmp_path: Path, message: Message, depth: int) -> None:
+    save_model(tmp_path, TASK, message, {})
+    text = (tmp_path / "card.json").read_text().rstrip().removesuffix("}")
+    (tmp_path / "card.json").write_text(f'{text}, "more": {"[" * depth}{"]" * depth}}}')
+    with pytest.raises(StateError, match=r"card\.json: not a model card"):
+        load_model(tmp_path)
+
+
+def test_a_card_with_images_beyond_the_bounds_is_refused_before_anything_is_built(tmp_path: Path, message: Message) -> None:
+    save_model(tmp_path, TASK, message, {})
+    card = json.loads((tmp_path / "card.json").read_text())
+    card["task"]["size"] = [60_000, 60_000]
+    (tmp_path / "card.json").write_text(json.dumps(sealed(card)))
+    with pytest.raises(ConfigError, match=r"card\.json: .* size 60000 x 60000, .*--max-pixels"):
+        load_model(tmp_path)
+
+
+def test_texts_of_a_card_are_printable(tmp_path: Path, message: Message) -> None:
+    save_model(tmp_path, TASK, message, {"method": "fedavg\x1b[2J", "site": "A\u202eB"})
+    assert load_model(tmp_path).card["method"] == "fedavg\\x1b[2J" and load_model(tmp_path).card["site"] == "A\\u202eB"
 
 
 def test_a_model_must_say_of_which_kind_it_is(tmp_path: Path) -> None:

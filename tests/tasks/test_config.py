@@ -129,8 +129,8 @@ def test_defaults_count_in_the_fingerprint() -> None:
         ({"resplit": "x"}, "resplit must be a whole number, got 'x'"),
         ({"embedded": "other"}, "embedded must be one of \"\", phantom, got 'other'"),
         ({"source": 3}, "source must be text, got 3"),
-        ({"name": " "}, "name must be a non-empty text without / and \\, got ' '"),
-        ({"name": "../brain"}, "name must be a non-empty text without / and \\, got '../brain'"),
+        ({"name": " "}, "name must be a name of at most 100 printable characters without / and \\, got ' '"),
+        ({"name": "../brain"}, "name must be a name of at most 100 printable characters without / and \\, got '../brain'"),
     ],
 )
 def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:

@@ -41,7 +41,12 @@ def _add_predict(commands: Commands) -> None:
     for unit, default in (("pixels", "8192 x 8192"), ("voxels", "512 x 512 x 1024")):
         help = f"the most {unit} of an image, which are counted before it is unpacked (default: {default})"
         parser.add_argument(f"--max-{unit}", type=int, metavar="N", help=help)
+    _add_unsealed(parser)
     parser.add_argument("--dicom-seg", action="store_true", help="masks of DICOM series as DICOM segmentations; needs highdicom")
+
+
+def _add_unsealed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--unsealed", action="store_true", help="take a model whose card has no seal, as of medflare before 0.3")
 
 
 def _predict(options: argparse.Namespace) -> int:
@@ -53,7 +58,7 @@ def _predict(options: argparse.Namespace) -> int:
 
     given = {"pixels": options.max_pixels, "voxels": options.max_voxels}
     bounds = checked(ImageBounds, {unit: most for unit, most in given.items() if most is not None}, "--max-pixels, --max-voxels")
-    stored = load_model(options.model)
+    stored = load_model(options.model, unsealed=options.unsealed, bounds=bounds)
     summary = predict(
         stored,
         options.images,
@@ -88,6 +93,7 @@ def _add_export(commands: Commands) -> None:
     formats = ("torchscript", "onnx", "monai")
     parser.add_argument("--format", choices=formats, required=True, help="onnx needs: pip install 'medflare[export]'")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    _add_unsealed(parser)
     parser.add_argument("--images", type=Path, nargs="+", default=(), help="images for the check (default: generated photographs)")
 
 
@@ -96,5 +102,6 @@ def _export(options: argparse.Namespace) -> int:
     from medflare.inference.export import export
     from medflare.methods.catalogue import build_deployed
 
-    print(export(load_model(options.model), options.format, options.out, builder=build_deployed, images=options.images).render())
+    stored = load_model(options.model, unsealed=options.unsealed)
+    print(export(stored, options.format, options.out, builder=build_deployed, images=options.images).render())
     return 0

@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from medflare.core.text import printable
+
 _LONGEST: Final = 200  # characters of what another library says
 
 
@@ -15,11 +17,18 @@ def one_line(error: BaseException) -> str:
         >>> one_line(ValueError("size mismatch:\\n  (2, 3)")), one_line(KeyError())
         ('size mismatch: (2, 3)', 'KeyError')
     """
-    return " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+    return printable(str(error)[: 2 * _LONGEST])[:_LONGEST] or type(error).__name__
 
 
 class MedflareError(Exception):
-    """Base of every error that medflare raises on purpose; its text is one clear line."""
+    """Base of every error that medflare raises on purpose; its text is one clear line, whatever names it repeats.
+
+    Args:
+        text: what is wrong, where, and the remedy.
+    """
+
+    def __init__(self, text: object = ""):
+        super().__init__(printable(str(text)))
 
 
 class ConfigError(MedflareError):

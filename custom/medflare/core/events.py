@@ -8,6 +8,8 @@ whole federation.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from medflare.core.text import printable
+
 Event = dict[str, Any]
 
 KINDS: Final = (
@@ -55,7 +57,7 @@ class EventLog:
         """
         if kind not in KINDS:
             raise ValueError(f"unknown kind of event {kind!r}; known are {', '.join(KINDS)}")
-        event = {"round": round, "site": site, "kind": kind, "message": " ".join(str(message).split())}
+        event = {"round": round, "site": site, "kind": kind, "message": printable(str(message))}
         self._events.append(event)
         return event
 

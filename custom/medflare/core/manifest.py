@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.message import Message
+from medflare.core.text import is_name
 
 _VARIANCE: Final = "running_var"  # torch's name for it in every layer that keeps one
 
@@ -245,7 +246,7 @@ def _printable(value: object) -> bool:
 
 def _plain(name: object) -> bool:
     """Whether figures show a name as it is; what stands between dollars is mathematics to them."""
-    return isinstance(name, str) and bool(name.strip()) and name.isprintable() and "$" not in name and len(name) <= 100
+    return isinstance(name, str) and is_name(name) and "$" not in name
 
 
 def text(*known: str) -> Taken:

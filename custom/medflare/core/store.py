@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, bytes_of, copy_state
+from medflare.core.text import escaped
 
 _SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
@@ -126,7 +127,7 @@ def write_json(path: Path, content: Any, *, public: bool = False) -> None:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> str:
-    """Rows as CSV in which a spreadsheet finds no formula: a text that begins like one gets an apostrophe (OWASP, "CSV Injection").
+    """Rows as CSV without control characters, in which a spreadsheet finds no formula: an apostrophe stands before it (OWASP, "CSV Injection").
 
     Args:
         rows: column -> value; one that is missing stays empty.
@@ -142,12 +143,14 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, heade
 
 
 def _no_formula(value: Any) -> Any:
-    if not isinstance(value, str) or not value.startswith(_FORMULA):
+    if not isinstance(value, str):
         return value
+    if not value.startswith(_FORMULA):
+        return escaped(value)
     try:
         float(value)
     except ValueError:
-        return f"'{value}"
+        return f"'{escaped(value)}"
     return value  # a negative number
 
 
@@ -217,7 +220,7 @@ def _read_once(path: Path) -> Message:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
         content = {"facts": header["facts"], "entries": header["entries"]}
         intact = header["digest"] == _digest(tensors, content)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise StateError(f"{path}: not a readable state file ({error}); restore it from a backup or delete it to start afresh") from error
     if not intact:
         raise StateError(f"{path}: content does not match its checksum; restore it from a backup or delete it to start afresh")

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from medflare.core.errors import DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, takes
+from medflare.core.text import printable
 
 FILE = "datalist.json"
 SPLITS = ("training", "validation", "test")
@@ -55,8 +56,8 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The image's file name."""
-        return self.image.name
+        """The image's file name, printable."""
+        return printable(self.image.name)
 
     @property
     def files(self) -> tuple[Path | None, ...]:
@@ -124,17 +125,25 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
         raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
     if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
         raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
-    entries = []
+    entries: list[Entry] = []
+    first: dict[str, str] = {}  # file of an image -> where it stands
     for split in SPLITS:
         listed = content.get(split)
         if listed is None:
             continue
         if not isinstance(listed, list):
             raise DataError(f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}")
-        entries += [_entry(folder, item, split, f"{path} {split}[{number}]", kind) for number, item in enumerate(listed)]
+        for number, item in enumerate(listed):
+            entry = _entry(folder, item, split, f"{path} {split}[{number}]", kind)
+            if (place := first.setdefault(str(entry.image), entry.place)) != entry.place:  # before a long list is looked up on the disk
+                raise DataError(f"{entry.place}: image {entry.name} is also in {place}; list it once")
+            entries.append(entry)
+    places: dict[Path, str] = {}
     for entry in entries:
         for file in filter(None, (*entry.files, *(entry.masks if kind == "segmentation" else []))):
-            _refuse_elsewhere(file, homes, entry.place)
+            places.setdefault(file, entry.place)
+    for file, place in places.items():
+        _refuse_elsewhere(file, homes, place)
     return entries
 
 
@@ -187,7 +196,7 @@ def patient_id(value: Any) -> Any:
         (7, '7', '7', 'v7.0', 7.5)
     """
     if isinstance(value, str):
-        text = value.strip()
+        text = printable(value)
         return text.removesuffix(".0") if re.fullmatch(r"\d+\.0", text) else text
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -205,9 +214,9 @@ def names_in(labels: Any) -> dict[str, list[int]]:
     names: defaultdict[str, list[int]] = defaultdict(list)
     for key, value in labels.items() if isinstance(labels, Mapping) else ():
         if isinstance(value, str) and key.isdecimal():
-            names[value].append(int(key))
+            names[printable(value)].append(int(key))
         elif not isinstance(value, str):
-            names[key] += [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
+            names[printable(key)] += [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
     return {name: numbers for name, numbers in names.items() if numbers}
 
 
@@ -268,7 +277,7 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
     if first is None:
         raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
     channels = () if isinstance(listed.image, str) else files
-    return Entry(folder / first, label, str(listed.patient) if "patient" in item else first, split, place, channels)
+    return Entry(folder / first, label, str(listed.patient) if "patient" in item else printable(first), split, place, channels)
 
 
 def check_patients(entries: Iterable[Entry]) -> None:

@@ -7,7 +7,6 @@ network) and the adapted kinds of `adaptation.py`; a method's own kinds stand in
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,14 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
-from medflare.core.errors import ConfigError, StateError
+from medflare.core.errors import ConfigError, StateError, one_line
 from medflare.core.message import Message
 from medflare.core.packages import installed_versions
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
 from medflare.core.store import file_digest, read_message, write_json, write_message
+from medflare.core.text import printable_json
+from medflare.data.files.bounds import ImageBounds, refuse_large_size
 from medflare.inference.adaptation import ADAPTATIONS, adapted_model
 from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities
@@ -31,7 +32,6 @@ KEPT = "kept"  # fact of a deployed model that was chosen at its site: how, for 
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
 SEAL = "seal"  # the card's own checksum, which covers that of the weights
-_log = logging.getLogger(__name__)
 _PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "fit", "orientation", "spacing")
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
@@ -221,12 +221,18 @@ def sealed(card: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, SEAL: hashlib.sha256(canonical.encode()).hexdigest()}
 
 
-def load_model(folder: Path | str) -> StoredModel:
+def load_model(folder: Path | str, *, unsealed: bool = False, bounds: ImageBounds = ImageBounds()) -> StoredModel:
     """Read a delivered model; nothing is unpickled.
 
+    Args:
+        folder: holds weights and card.
+        unsealed: take a card without a seal too, as a medflare before 0.3 wrote it: nothing tells whether somebody changed it.
+        bounds: how large an image of its task may be.
+
     Raises:
-        StateError: a file is missing or damaged, the card is of another schema or was changed, its task is none that this version
-            knows, or card and weights do not belong together.
+        StateError: a file is missing or damaged, the card is of another schema, was changed or has lost its seal, its task is none that
+            this version knows, or card and weights do not belong together.
+        ConfigError: its images are larger than the bounds.
     """
     folder = Path(folder)
     missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
@@ -237,13 +243,18 @@ def load_model(folder: Path | str) -> StoredModel:
     try:
         card = json.loads((folder / CARD_FILE).read_text())
         schema, checksum, described = card["schema"], card["sha256"], card["task"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{folder / CARD_FILE}: not a model card ({error}); fetch the model again") from error
+        shown = printable_json(card)
+        resealed = sealed(card)[SEAL]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StateError(f"{folder / CARD_FILE}: not a model card ({one_line(error)}); fetch the model again") from error
     if schema != CARD_SCHEMA:
         raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
-    if SEAL not in card:
-        _log.warning("%s: the card of an older medflare has no seal; nothing tells whether somebody changed it", folder / CARD_FILE)
-    elif sealed(card)[SEAL] != card[SEAL]:
+    if SEAL not in card and not unsealed:
+        raise StateError(
+            f"{folder / CARD_FILE}: has no {SEAL}, so that nothing tells whether somebody changed it; fetch the model again, or allow it where "
+            "you know that it is of an older medflare (predict and export: --unsealed)"
+        )
+    if card.get(SEAL, resealed) != resealed:
         raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its seal does not fit; fetch the model again")
     if file_digest(folder / WEIGHTS_FILE) != checksum:
         raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
@@ -253,4 +264,5 @@ def load_model(folder: Path | str) -> StoredModel:
         release = (card.get("versions") or {}).get("medflare", "no release is named")
         remedy = f"use the medflare that wrote it ({release})"
         raise StateError(f"{folder / CARD_FILE}: its task cannot be used here, {remedy}: {error}") from error
-    return StoredModel(task, read_message(folder / WEIGHTS_FILE), card)
+    refuse_large_size(task, bounds, str(folder / CARD_FILE), "--max-{}")
+    return StoredModel(task, read_message(folder / WEIGHTS_FILE), shown)

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, one_of, takes, unknown
+from medflare.core.text import NAME, is_name, printable, printable_json
 from medflare.tasks.metrics_table import metrics_of, selection_metrics
 from medflare.tasks.optimizers import OPTIMIZERS, optimizer_class, with_rate
 from medflare.tasks.schedules import written_out
@@ -26,9 +27,11 @@ _REMEDY: Final = "see app_configs/ for working examples"
 _EVERY_ROUND: Final = 2**31 - 1  # of freeze; more than any run has
 
 
-def _non_empty(value: str) -> str:
+def _a_name(value: str) -> str:
     if not value.strip():
         raise ValueError("a non-empty text")
+    if not is_name(value):
+        raise ValueError(f"a name of at most {NAME} characters that can be printed, and not . or ..")
     return value
 
 
@@ -134,7 +137,7 @@ def _freeze(value: Any) -> Any:
     return {"parts": value, "rounds": _EVERY_ROUND if value else 0} if isinstance(value, list | tuple) else value
 
 
-Name = Annotated[str, AfterValidator(_non_empty)]
+Name = Annotated[str, AfterValidator(_a_name)]
 Count = Annotated[int, Field(ge=1)]
 Named = Annotated[dict[str, Any], BeforeValidator(_named)]
 Network = Annotated[dict[str, Any], BeforeValidator(_network)]
@@ -203,7 +206,7 @@ class TaskConfig:
         source: citation and licence of the data; says so where images are synthetic.
     """
 
-    name: Annotated[str, Field(pattern=r"^[^/\\]*[^/\\\s][^/\\]*$"), takes("a non-empty text without / and \\")]  # folders bear it
+    name: Annotated[Name, Field(pattern=r"^[^/\\]*$"), takes(f"a name of at most {NAME} printable characters without / and \\")]
     kind: Literal["segmentation", "classification"]
     target: Literal["binary", "multiclass", "multilabel"]
     labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
@@ -240,7 +243,7 @@ class TaskConfig:
     unreadable: Literal["error", "skip"] = "error"
     unreadable_limit: UnreadableLimit = field(default_factory=lambda: dataclasses.asdict(_UnreadableLimit()))
     embedded: Literal["", "phantom"] = ""
-    source: str = ""
+    source: Annotated[str, AfterValidator(printable)] = ""
 
     @property
     def image_channels(self) -> int:
@@ -297,11 +300,11 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
     if isinstance(source, TaskConfig):
         return load_task(source.to_dict())
     if isinstance(source, Mapping):
-        return _checked(source, f"task {source.get('name', '(unnamed)')!r}")
+        return _checked(source, f"task {source.get('name', '(unnamed)')!r:.60}")
     text, place = _read(source)
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON ({error}); {_REMEDY}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{place}: a task is one JSON object, found {type(content).__name__}; {_REMEDY}")
@@ -333,6 +336,10 @@ def _read(source: str | Path) -> tuple[str, str]:
 
 
 def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
+    try:
+        printable_json(content)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}; {_REMEDY}") from error
     task = checked(TaskConfig, content, place, remedy=_REMEDY)
     if task.optimizer["name"] not in OPTIMIZERS:
         optimizer_class(task.optimizer["name"], place)

@@ -17,7 +17,17 @@ _USUAL: Final = {
     "intensity": frozenset({"NormalizeIntensity", "ScaleIntensityRange", "ScaleIntensityRangePercentiles"}),
     "augment": frozenset({"RandAffine", "RandFlip", "RandRotate90", "RandScaleIntensity"}),
 }
+SIZING: Final = frozenset({"keep_size", "spatial_size"})  # arguments by which a transform may change the size of an image
 _ENDINGS: Final = ("Dict", "D", "d")  # MONAI's names of a dictionary form
+
+
+def is_usual(settings: Mapping[str, Any]) -> bool:
+    """Whether a transform is one of those that no argument makes long or large: it changes each number by itself, or turns the image.
+
+    Args:
+        settings: {"name": ..., arguments}.
+    """
+    return settings["name"] in frozenset.union(*_USUAL.values()) and not SIZING & settings.keys()
 
 
 @cache

@@ -16,14 +16,14 @@ from medflare.data.checking.contact_sheet import write_contact_sheet
 from medflare.data.checking.intensity import IntensityCheck
 from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
-from medflare.data.datalist import Entry, site_folders, site_name
+from medflare.data.datalist import Entry, check_patients, site_folders, site_name
 from medflare.data.files.decoding import target_of
 from medflare.data.files.geometry import by
 from medflare.data.files.sources import FileSource
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
 from medflare.data.progress import counted
 from medflare.data.sites.local import LocalSettings
-from medflare.data.sites.opening import refuse_large_task
+from medflare.data.sites.opening import refuse_large_batch, refuse_large_task
 from medflare.data.splits import SiteData
 from medflare.data.targets import class_counts, encode_label
 from medflare.data.transforms import Augmentation
@@ -51,6 +51,7 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     """
     root = Path(root)
     refuse_large_task(task, own.bounds, "this site")
+    refuse_large_batch(task, own.bounds, "this site")
     check_task(task)
     folders = site_folders(root)
     if out is not None:
@@ -103,6 +104,7 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings)
     source = FileSource(folder, task, allowed_folders(own.data_folders), own.bounds)
     try:
         entries, _ = known_entries(name, task, source)
+        check_patients(entries)
     except DataError as error:
         report.problems.append(str(error))
         return report, None

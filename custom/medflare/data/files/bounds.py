@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import DataError
+from medflare.core.errors import ConfigError, DataError
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.files.geometry import Grid, by
@@ -60,6 +60,24 @@ def refuse_large(files: Iterable[Path | None], bounds: ImageBounds, setting: str
                 f"{file}: {size} {unit}, {memory:.3g} GiB once unpacked; this site takes {most} {unit} "
                 f"({setting.format(unit)}): store the image smaller, or raise the bound"
             )
+
+
+def refuse_large_size(task: TaskConfig, bounds: ImageBounds, place: str, setting: str = OF_A_SITE) -> None:
+    """Nothing where the images that a task feeds its network are within the bounds.
+
+    Args:
+        task: gives their size.
+        bounds: of whoever is to read them.
+        place: the beginning of the message.
+        setting: as for `refuse_large`.
+
+    Raises:
+        ConfigError: they are larger.
+    """
+    unit, most = ("pixels", bounds.pixels) if task.spatial_dims == 2 else ("voxels", bounds.voxels)
+    if math.prod(task.size) > most:
+        remedy = f"make it smaller, or raise {setting.format(unit)}"
+        raise ConfigError(f"{place}: task {task.name} has size {by(task.size)}, more than {most} {unit}; {remedy}")
 
 
 def refuse_resampled(path: Path, grid: Grid, task: TaskConfig, bounds: ImageBounds, setting: str = OF_A_SITE) -> None:

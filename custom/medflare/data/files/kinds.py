@@ -114,12 +114,14 @@ def _instead(path: Path) -> str:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Whatever goes wrong while a file is read, as one line that names it.
+    """Whatever goes wrong while a file is read, as one line that names it. A pipe or a device, which may never end, is not opened.
 
     Raises:
-        DataError: something did.
+        DataError: something did, or it is neither a file nor a folder.
     """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{path}: is neither a regular file nor a folder (a pipe, a socket or a device); replace it or leave it out")
         yield
     except DataError:
         raise

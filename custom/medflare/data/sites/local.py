@@ -105,21 +105,23 @@ class PrivacyLimit:
 
 @dataclass(frozen=True, config=STRICT)
 class Bounds(ImageBounds):
-    """The most that a job may ask of the site, beside how large an image may be; None for no bound.
+    """The most that a job may ask of the site, beside how large an image may be. The defaults are beyond what an honest job asks.
 
     Attributes:
         epochs: passes over the training images in a round.
         hours: of the site's work on one job, waiting for others aside; then it takes part no longer, but for the final models.
-        memory: GiB that a training step needs at least.
+        memory: GiB that a training step needs at least; a transform of one image may take a quarter of it.
         minutes: of one step of the federation.
         model_bytes: of the task's network.
+        batch: the task's images a step, batches whose gradient a step follows, or patches an image gives in an epoch.
     """
 
-    epochs: Annotated[int, Field(ge=1)] | None = None
-    hours: Annotated[float, Field(gt=0)] | None = None
-    memory: Annotated[float, Field(gt=0)] | None = None
-    minutes: Annotated[float, Field(gt=0)] | None = None
-    model_bytes: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[int, Field(ge=1)] = 1000
+    hours: Annotated[float, Field(gt=0)] = 720.0  # thirty days
+    memory: Annotated[float, Field(gt=0)] = 64.0
+    minutes: Annotated[float, Field(gt=0)] = 1440.0  # a day
+    model_bytes: Annotated[int, Field(ge=1)] = 2**33
+    batch: Annotated[int, Field(ge=1)] = 2**16
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -9,11 +9,12 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.data.cache.folder import placed
-from medflare.data.files.geometry import by
+from medflare.data.files.bounds import refuse_large_size
 from medflare.data.loading import load_site_data, resolve_data_root, source_of
 from medflare.data.sites.computing import Computing, check_precision, usable_device
 from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
 from medflare.data.sites.site import Site
+from medflare.data.transforms import try_transforms
 from medflare.networks.catalogue import meta_network
 from medflare.networks.dry_run import check_memory, least_bytes
 from medflare.tasks.config import TaskConfig
@@ -61,6 +62,7 @@ def open_site(
     site.source = lambda other: source_of(name, other, root, own.data_folders, own.bounds)
     if role == "inside":
         _refuse_large_step(site, own.bounds)
+        refuse_large_batch(task, own.bounds, f"site {name}")
         check_memory(task, math.ceil(site.batch_size / (1 + len(further))), site.device, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
@@ -97,24 +99,34 @@ def refuse_large_task(task: TaskConfig, bounds: Bounds, place: str) -> None:
     Raises:
         ConfigError: it asks more.
     """
-    unit, most = ("pixels", bounds.pixels) if task.spatial_dims == 2 else ("voxels", bounds.voxels)
-    if math.prod(task.size) > most:
-        raise ConfigError(
-            f"{place}: task {task.name} has size {by(task.size)}, more than {most} {unit}; make it smaller, or raise {_named(unit)}"
-        )
-    if bounds.epochs is not None and task.local_epochs > bounds.epochs:
+    refuse_large_size(task, bounds, place)
+    if task.local_epochs > bounds.epochs:
         raise ConfigError(f"{place}: task {task.name} has {task.local_epochs} local_epochs, {_named('epochs')} allows {bounds.epochs}")
-    if bounds.model_bytes is not None:
-        needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())
-        if needed > bounds.model_bytes:
-            allowed = f"{_named('model_bytes')} allows {bounds.model_bytes}"
-            raise ConfigError(f"{place}: task {task.name}: the network has {needed} bytes, {allowed}")
+    needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())
+    if needed > bounds.model_bytes:
+        allowed = f"{_named('model_bytes')} allows {bounds.model_bytes}"
+        raise ConfigError(f"{place}: task {task.name}: the network has {needed} bytes, {allowed}")
+
+
+def refuse_large_batch(task: TaskConfig, bounds: Bounds, place: str) -> None:
+    """Nothing where what a task trains on at once, and one image and its transforms, are within a site's bounds.
+
+    Args:
+        task: gives batches, patches and transforms.
+        bounds: the site's.
+        place: the beginning of a message.
+
+    Raises:
+        ConfigError: they are not, or a transform fails on an image of the task's size.
+    """
+    for setting in ("batch_size", "accumulate", "patches_per_image"):
+        if (count := getattr(task, setting)) > bounds.batch:
+            raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {_named('batch')} allows {bounds.batch}")
+    try_transforms(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
 
 
 def _refuse_large_step(site: Site, bounds: Bounds) -> None:
     """ConfigError where a training step certainly needs more than the site's bound of memory."""
-    if bounds.memory is None:
-        return
     batch = min(site.batch_size, site.n["train"] * site.task.patches_per_image)
     if (needed := least_bytes(site.task, batch) / 2**30) > bounds.memory:
         asked = f"a training step on {batch} x {list(site.task.size)} needs at least {needed:.1f} GiB"

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from medflare.core.text import printable
 from medflare.data.datalist import FILE, SPLITS, content_of
 from medflare.data.files.kinds import stem
 
@@ -49,6 +50,7 @@ class Redaction:
             for place in dict.fromkeys((str(root), str(root.resolve()))):
                 self._names[place] = _DATA
             self._add_all(root)
+        self._names = {printable(name): code for name, code in self._names.items()} | self._names  # as messages have them
         self._longest_first = sorted(self._names, key=len, reverse=True)
 
     def text(self, text: str) -> str:

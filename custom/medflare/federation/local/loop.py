@@ -9,7 +9,8 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
-from medflare.data.sites.local import MODELS_GB
+from medflare.core.text import is_name
+from medflare.data.sites.local import MODELS_GB, Bounds
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.checkpoint import stored_plan
@@ -144,7 +145,20 @@ def _participant(run: Run, name: str, opened: Callable[[str, str], Site], delive
     home = None if run.folder is None else SiteFolder(run.folder / SITES / name, name, run.method, run.task, run.settings.seed)
     store = None if home is None else StateStore(home.folder / STATE)
     keeper = _Shown(run, name, delivered, home or Keeper())
-    return Participant(name, lambda role: opened(name, role), run.method, run.hyper, store=store, keeper=keeper)
+
+    def within_bounds(role: str) -> Site:
+        site = opened(name, role)
+        aborted = site.abort
+
+        def stopped() -> bool:
+            participant.working.refuse()
+            return aborted()
+
+        site.abort = stopped
+        return site
+
+    participant = Participant(name, within_bounds, run.method, run.hyper, store=store, keeper=keeper, minutes=Bounds().minutes)
+    return participant
 
 
 @dataclass(frozen=True)
@@ -230,7 +244,7 @@ def _plain_name(name: str) -> str:
     Raises:
         ConfigError: as a folder it would lie elsewhere.
     """
-    if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if not isinstance(name, str) or not is_name(name) or "/" in name or "\\" in name:
         raise ConfigError(f"site {name!r}: a site's name is a folder's, too; use letters, digits, - and _")
     return name
 

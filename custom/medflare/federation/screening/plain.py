@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.events import OF_SITES
+from medflare.core.text import printable
 from medflare.federation.settings import FACTS_LIMIT
 
 _DEPTH: Final = 8  # of tables within tables
@@ -65,6 +66,9 @@ def not_plain(facts: object, most: int = FACTS_LIMIT) -> str | None:
             return problem
         if place > most // 2:  # each takes two bytes at least; few objects may be millions when they are written down
             return f"over {most} bytes of facts, more than counts and metrics need"
+    named = {name: value for name, value in facts.items() if name != "events"}  # whose text `core.events` makes printable
+    if text := next((value for value in _walk(named, 0) if isinstance(value, str) and not value.isprintable()), None):
+        return f"facts hold text with characters that cannot be printed: {shown(text)}"
     size = len(json.dumps(facts))
     return f"{size} bytes of facts, more than the {most} that counts and metrics need" if size > most else None
 
@@ -138,7 +142,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_name(name: object) -> bool:
-    return isinstance(name, str) and len(name) <= _NAME and _is_unicode(name)
+    return isinstance(name, str) and len(name) <= _NAME and name.isprintable()
 
 
 def shown(value: object) -> str:
@@ -157,7 +161,7 @@ def shown(value: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """A reason as an event may say it: one line, not too long, of characters that can be written down.
+    """A reason as an event may say it: one printable line, not too long.
 
     Args:
         text: a site's own words.
@@ -168,7 +172,7 @@ def one_line(text: object) -> str:
     """
     if not isinstance(text, str):
         return f"its reason is {type(text).__name__}, expected text"
-    line = " ".join(text[: 2 * _MESSAGE].encode(errors="replace").decode().split())
+    line = printable(text[: 2 * _MESSAGE])
     if not line:
         return "it does not say why"
     return line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 3]}..."
