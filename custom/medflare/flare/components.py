@@ -53,7 +53,7 @@ class JobComponents(FLComponent, AppValidator):
         name, job = folder.name.removeprefix(WorkspaceConstants.APP_PREFIX), folder.parent.name
         workspace = Workspace(str(folder.parents[1]), name)
         try:
-            reason = _refusal_of_job(folder / JobConstants.CONFIG, workspace, name)
+            reason = _refusal_of_job(Path(workspace.get_app_config_dir(job)), workspace, name)
         except Exception as error:  # what cannot be read is not run
             reason = f"component configuration refused: {type(error).__name__}: {one_line(error)}"
         if reason:
