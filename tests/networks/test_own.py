@@ -64,13 +64,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_imported_that_nobody_trusts(monkeypatch: pytest.MonkeyPatch) -> None:
     for named in ("", "lab", "lab_nets.other", "other,lab_net"):
         monkeypatch.setenv(VARIABLE, named)
-        with pytest.raises(
-            ConfigError, match=r"^network lab_nets\.small:Plain: .* lab_nets.* sets MEDFLARE_NETWORKS=lab_nets"
-        ):
+        with pytest.raises(ConfigError, match=r"^network lab_nets\.small:Plain: .* lab_nets.* sets MEDFLARE_NETWORKS=lab_nets"):
             build_network({"name": "lab_nets.small:Plain"}, 1, 2)
 
 
-@pytest.mark.parametrize("name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "nvflare.tool:x"])
+@pytest.mark.parametrize(
+    "name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "nvflare.tool:x"]
+)
 def test_what_is_no_package_of_a_labs_is_never_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever trusts it."""
     package = name.partition(":")[0]

@@ -140,11 +140,11 @@ def watch(
     def look(opened: Session, job: str, meta: Job) -> bool:
         nonlocal heard
         state = meta[JobMetaKey.STATUS.value]
-        _tell(explanations(deployment(meta)), refusals, say)  # who refused it, while the others may go on
         shown = state + _waits(meta)
         if shown != states[-1] and not state.startswith(_FINISHED):  # before that come the last steps
             say(f"{job} {shown}")
             states.append(shown)
+            _tell(explanations(deployment(meta)), refusals, say)  # who refused it: the others may go on
         refused = False
         if state == RUNNING:
             try:
