@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,7 @@ def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Pa
             {"id": "a1", "path": RECEIVER, "args": {"dest_dir": str(tmp_path / "taken")}})),
     ]  # fmt: skip
     before = (kit / "local" / "medflare.json").read_text()
+    submitted = []
     for number, (party, name, file, change) in enumerate(attacks):
         evil = tmp_path / f"evil-{number}"
         shutil.copytree(job, evil)
@@ -175,12 +177,19 @@ def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Pa
         content = json.loads(config.read_text())
         change(content)
         config.write_text(json.dumps(content))
-        identity = federation.submit(evil)
+        submitted.append((federation.submit(evil), party, name))
+    for identity, party, name in submitted:
         watched = federation.watch(identity, check=False)
-        assert watched.returncode != 0 and f"{party} refused the " in watched.stdout and f" {name} " in watched.stdout
-        refused = [line for line in text_of(federation.kit(party) / "audit.log").splitlines() if identity in line]
-        assert any("refused" in line and name in line for line in refused)
-        assert name in federation.command(sys.executable, "-m", "medflare.cli", "site", "status", federation.kit(party)).stdout
+        assert watched.returncode != 0
+        assert re.search(
+            rf"^{'server' if party == SERVER else party} refused the (component|network) {name} ", watched.stdout, re.MULTILINE
+        )
+        assert any(
+            "refused" in line and name in line for line in text_of(federation.kit(party) / "audit.log").splitlines() if identity in line
+        )
+        status = federation.command(sys.executable, "-m", "medflare.cli", "site", "status", "--json", federation.kit(party)).stdout
+        (job_here,) = [one for one in json.loads(status)["jobs"] if one["id"] == identity]
+        assert name in job_here["refused"][0] and not job_here["running"]
     assert not marker.exists() and not (tmp_path / "taken").exists()
     assert (kit / "local" / "medflare.json").read_text() == before
 

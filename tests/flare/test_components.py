@@ -14,6 +14,7 @@ from nvflare.private.fed.utils.fed_utils import authorize_build_component
 
 from e2e.simulation import ROOT
 from medflare.cli.federation.kits.setup import template
+from medflare.data.sites.local import kept_of, private_folder
 from medflare.flare.components import JobComponents, component_paths, refusal
 from medflare.flare.jobs.building import build_job
 from medflare.flare.names import COMPONENTS
@@ -199,3 +200,20 @@ def test_a_list_that_cannot_be_read_lets_nothing_be_built(party: Path) -> None:
     with pytest.raises(Exception, match="refused") as refused:
         JobComponents().handle_event("_before_build_component", fl_ctx)
     assert type(refused.value).__name__ == "UnsafeComponentError"
+
+
+def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(party: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone is mounted there: a site's own files and the audit log would be lost anywhere else."""
+    run = party / "4711"
+    assert private_folder(run) == kept_of(run) == party / "medflare" / "4711"
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == run)
+    assert private_folder(run) == run / "medflare"
+    assert asked(party, {"path": EXECUTOR}) == "" and EXECUTOR in (run / "audit.log").read_text() and not (party / "audit.log").exists()
+
+
+def test_what_an_earlier_medflare_kept_is_found(party: Path) -> None:
+    run = party / "4711"
+    (run / "medflare").mkdir()
+    assert kept_of(run) == run / "medflare"
+    private_folder(run).mkdir(parents=True)
+    assert kept_of(run) == private_folder(run)
