@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from medflare.networks.own import register
+
 HERE = Path(__file__).resolve().parent
 GB = 10**9
 WIDTHS = (3, 64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # of VGG-16; 0 is a pooling
@@ -51,6 +53,7 @@ CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
 METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedsm": {"gamma": 0.5}, "prr": {"cpa": "off"}, "grace": {}, "sha": {}}
 
 
+@register
 def vgg16(in_channels: int, out_channels: int, narrow: int = 1) -> nn.Module:
     """VGG-16 (configuration D of Simonyan and Zisserman, ICLR 2015) with 1000 hidden outputs, all widths divided by `narrow`."""
     layers: list[nn.Module] = []

@@ -109,4 +109,4 @@ def test_the_same_file_works_in_a_distribution_of_ones_own(tmp_path: Path) -> No
     path = os.pathsep.join([str(ROOT / "custom"), str(tmp_path)])
     ran = process("medflare.cli", "run", name, "--sites", "2", "--rounds", "1", "--engine", "local", *EASY, folder=tmp_path, path=path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f'"{place.parts[0]}."' in ELSEWHERE, "what a hospital adds to its class_allow_list"
+    assert f'"{place.parts[0]}"' in ELSEWHERE, "what a hospital adds to its packages"

@@ -8,6 +8,9 @@ import pytest
 from cli.kits.fake import JOB, Root, make_kit
 from medflare.cli import main
 from medflare.cli.federation.kits.kit import Kit
+from medflare.flare.names import REFUSED
+
+OTHER = JOB[::-1].replace("-", "")[:8] + JOB[8:]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +48,10 @@ def test_doctor_counts_what_fails(kit: Kit, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_status_in_words_and_as_json(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
-    own = kit.folder / JOB / "medflare"
+    own = kit.folder / "medflare" / JOB
     own.mkdir(parents=True)
+    (kit.folder / JOB).mkdir()
+    (kit.folder / "audit.log").write_text(f"[E:1][R:{OTHER}][T:t][U:site-1][A:{REFUSED}]component os.system refused: it is not listed\n")
     note = {"phase": "train", "round": 1, "rounds": 20, "working": False, "time": "2026-11-22 07:00:00"}
     (own / "status.json").write_text(json.dumps(note))
     (own / "outbound.csv").write_text("time,phase,round,entry,tensors,bytes,purpose,sent\nt,train,0,model,3,2048,update,yes\n")
@@ -56,12 +61,16 @@ def test_status_in_words_and_as_json(kit: Kit, capsys: pytest.CaptureFixture[str
         "  does not run",
         "  last contact with the server that a log tells of: never",
         "",
+        f"  job {OTHER}",
+        "    component os.system refused: it is not listed",
+        "",
         f"  job {JOB}",
         "    has ended here; last step: train, round 2 of 20, at 2026-11-22 07:00:00",
+        f"    this site's own files of it: {own}",
         "    left: 2.0 KiB in 1 entries; 0 kept back",
     ]
     assert main(["site", "status", str(kit.folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["jobs"][0]["rounds"] == 20
+    assert json.loads(capsys.readouterr().out)["jobs"][1]["rounds"] == 20
 
 
 def test_the_others_in_a_line(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ class Simulation:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def site(self, name: str) -> Path:
-        return self.workspace / name / "simulate_job" / "medflare"
+        return self.workspace / name / "medflare" / "simulate_job"
 
 
 Simulate = Callable[..., Simulation]

@@ -147,7 +147,7 @@ def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_
     assert missing and max(missing) < resumed and {results["events"][place]["site"] for place in missing} == {"site-2"}
     assert results["sites"]["site-2"]["metrics"]["personal"]["dice"] is not None
     for site in federation.sites:
-        card = federation.kit(site) / identity / "medflare" / "personal" / "card.json"
+        card = federation.kit(site) / "medflare" / identity / "personal" / "card.json"
         assert json.loads(card.read_text())["site"] == site
 
 

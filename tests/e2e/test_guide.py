@@ -120,7 +120,7 @@ def test_the_page_leads_to_delivered_models(person: Person, checkout: Path, task
     plain = run_local("fedsm", task, SITES, rounds=ROUNDS, seed=0, data_root=tmp_path / "data")
     assert results["sites"] == plain["sites"]
     for site in SITES:
-        (own,) = (checkout / "federation" / "medflare" / "prod_00" / site).glob("*/medflare/deployed/card.json")
+        (own,) = (checkout / "federation" / "medflare" / "prod_00" / site).glob("medflare/*/deployed/card.json")
         assert json.loads(own.read_text())["site"] == site
         kit = own.parents[3]
         strangers = [path for path in (kit, *kit.rglob("*")) if not path.is_symlink() and path.stat().st_mode & 0o077]

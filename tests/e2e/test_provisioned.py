@@ -1,9 +1,12 @@
 """A federation as hospitals run it: provisioned startup kits, separate processes, mutual TLS, roles and policies."""
 
+import contextlib
 import json
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -77,10 +80,12 @@ def test_a_job_gives_the_plain_loops_models_and_metrics(federation: ProvisionedF
         _same_results(load_results(fetched), load_results(plain))
         _same_models(next(fetched.rglob("medflare/models")), plain / "models")
     for site in federation.sites:
-        own = federation.kit(site) / identity / "medflare"
+        own = federation.kit(site) / "medflare" / identity
         for role in ROLES:  # each hospital holds its own models; nothing was fetched from the server for them
             _same_state(own / role / "model.safetensors", plain / "sites" / site / role / "model.safetensors")
             assert json.loads((own / role / "card.json").read_text())["site"] == site
+        assert not [path for path in (federation.kit(site) / identity).rglob("*") if path.name in {"medflare", "report.html", "scores"}]
+        assert "component medflare.flare.executors.FedSMExecutor" in text_of(federation.kit(site) / "audit.log")
     ahead = {site: _ahead(federation.kit(site) / identity / "log.txt") for site in federation.sites}
     assert ahead == pytest.approx({site: federation.clocks.get(site, 0) for site in federation.sites}, abs=300), "a job had another clock"
 
@@ -100,15 +105,93 @@ def test_code_in_a_job_is_refused_in_words(federation: ProvisionedFederation, ti
     assert "server refuses jobs that bring their own code" in watched.stdout and "--no-byoc" in watched.stdout
 
 
-def test_a_site_that_does_not_list_medflare_is_named(federation: ProvisionedFederation, job: Path) -> None:
-    """Without "medflare." in class_allow_list the job does not run there, and the message names site, component and remedy."""
-    with allow_lists([federation.kit("site-2")], lambda allowed: allowed.remove("medflare.")):
+def test_a_site_that_does_not_list_a_class_of_ours_is_named(
+    federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
+    """The job does not run there, and the message names site, component and remedy."""
+    job = build_job("fedsm", tiny_task, rounds=1, byoc=False, min_sites=2, out=tmp_path / "job")
+    component = "medflare.flare.executors.FedSMExecutor"
+    with changed(federation.kit("site-2") / "local" / "resources.json", lambda content: content["class_allow_list"].remove(component)):
         identity = federation.submit(job)
         watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
-    assert "site-2 does not allow the component medflare.flare.executors.FedSMExecutor" in watched.stdout
+    assert f"site-2 refused the component {component}" in watched.stdout
     assert "class_allow_list" in watched.stdout and "resources.json" in watched.stdout
-    assert not (federation.kit("site-2") / identity / "medflare").exists()
+    assert not (federation.kit("site-2") / "medflare" / identity).exists()
+
+
+SITE, SERVERS = "config_fed_client.json", "config_fed_server.json"
+TRUST = "medflare.networks.own.trust"
+BUILD = "medflare.networks.catalogue.build_network"
+MAIN = "medflare.cli.command.main"
+STREAMER, RECEIVER = (f"nvflare.app_common.logging.job_log_{name}" for name in ("streamer.JobLogStreamer", "receiver.JobLogReceiver"))
+
+
+def _shell(marker: Path) -> list[dict[str, Any]]:
+    """Components that run a command of the shell, if FLARE calls them."""
+    spec = {"name": "os:system", "command": f"id > {marker}"}
+    return [
+        {"id": "a1", "path": TRUST, "args": {"module": "os"}},
+        {"id": "a2", "path": BUILD, "args": {"spec": spec, "in_channels": 1, "out_channels": 1}},
+    ]
+
+
+def _settings(kit: Path) -> list[str]:
+    return ["site", "setup", str(kit), "--minimum-patients", "0", "--no-redact"]
+
+
+def _inside(component: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """The component as an argument of the one that the job has anyway."""
+    return lambda config: config["executors"][0]["executor"]["args"].update(hyper=component)
+
+
+def _filtered(component: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["task_result_filters"].append({"tasks": ["*"], "filters": [component]})
+
+
+def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Path, tmp_path: Path) -> None:
+    """What the job names beside its own classes is called nowhere; lead and party learn its name, and the audit log keeps it."""
+    marker, kit = tmp_path / "marker", federation.kit("site-1")
+    settings = {"path": MAIN, "args": {"arguments": _settings(kit)}}
+    attacks: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
+        ("site-1", TRUST, SITE, lambda config: config["components"].extend(_shell(marker))),
+        ("site-1", MAIN, SITE, lambda config: config["components"].append({"id": "a1", **settings})),
+        ("site-2", "os.system", SITE, _inside({"path": "os.system", "args": {"command": f"id > {marker}"}})),
+        ("site-2", "os.system", SITE, _filtered({"class_path": "os.system", "args": {"command": f"id > {marker}"}})),
+        ("site-1", "os.system", SITE, lambda config: config["executors"][0].update(executor={"path": "os.system"})),
+        (SERVER, TRUST, SERVERS, lambda config: config["components"].extend(_shell(marker))),
+        (SERVER, "medflare.cli.command:main", "task.json", lambda task: task.update(
+            network={"name": "medflare.cli.command:main", "arguments": _settings(kit)})),
+        (SERVER, "os:system", "task.json", lambda task: task.update(network={"name": "os:system", "command": f"id > {marker}"})),
+        ("site-2", STREAMER, SITE, lambda config: config["components"].append(
+            {"id": "a1", "path": STREAMER, "args": {"log_file_name": "medflare/report.html"}})),
+        (SERVER, RECEIVER, SERVERS, lambda config: config["components"].append(
+            {"id": "a1", "path": RECEIVER, "args": {"dest_dir": str(tmp_path / "taken")}})),
+    ]  # fmt: skip
+    before = (kit / "local" / "medflare.json").read_text()
+    submitted = []
+    for number, (party, name, file, change) in enumerate(attacks):
+        evil = tmp_path / f"evil-{number}"
+        shutil.copytree(job, evil)
+        config = evil / "app" / "config" / file
+        content = json.loads(config.read_text())
+        change(content)
+        config.write_text(json.dumps(content))
+        submitted.append((federation.submit(evil), party, name))
+    for identity, party, name in submitted:
+        watched = federation.watch(identity, check=False)
+        assert watched.returncode != 0
+        assert re.search(
+            rf"^{'server' if party == SERVER else party} refused the (component|network) {name} ", watched.stdout, re.MULTILINE
+        )
+        assert any(
+            "refused" in line and name in line for line in text_of(federation.kit(party) / "audit.log").splitlines() if identity in line
+        )
+        status = federation.command(sys.executable, "-m", "medflare.cli", "site", "status", "--json", federation.kit(party)).stdout
+        (job_here,) = [one for one in json.loads(status)["jobs"] if one["id"] == identity]
+        assert name in job_here["refused"][0] and not job_here["running"]
+    assert not marker.exists() and not (tmp_path / "taken").exists()
+    assert (kit / "local" / "medflare.json").read_text() == before
 
 
 def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -145,11 +228,14 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     later.environment, later.kits = federation.environment, federation.kits.with_name("prod_01")
     later.command(sys.executable, SCRIPTS / "install_local.py", later.kit("site-4"))
     job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=3, out=tmp_path / "job")
-    remedy = f'which site-4 does not allow; who trusts it adds "{foreign}." to class_allow_list in local/resources.json'
-    kits = [federation.kit(party) for party in (SERVER, *federation.sites)]
+    remedy = f'which site-4 does not allow; who trusts it adds "{foreign}" to packages in local/medflare.json'
     try:
         later.start("site-4")
-        with allow_lists(kits, lambda allowed: allowed.append(f"{foreign}.")):
+        with contextlib.ExitStack() as trusting:
+            for party in (SERVER, *federation.sites):
+                trusting.enter_context(
+                    changed(federation.kit(party) / "local" / "medflare.json", lambda own: own.update(packages=[foreign]))
+                )
             failed = federation.submit(job)
             refused = federation.watch(failed, check=False)
             assert refused.returncode != 0
@@ -160,7 +246,7 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
             results = load_results(tmp_path / "failed")
             assert (results["status"], results["reason"]) == ("FAILED", reason)
             assert set(results["sites"]) == {*federation.sites, "site-4"}
-            with allow_lists([later.kit("site-4")], lambda allowed: allowed.append(f"{foreign}.")):
+            with changed(later.kit("site-4") / "local" / "medflare.json", lambda own: own.update(packages=[foreign])):
                 identity = federation.submit(job)
                 federation.watch(identity)
     finally:
@@ -169,26 +255,23 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     plain = run_local(foreign, tiny_task, [*federation.sites, "site-4"], rounds=1, seed=SEED, out=tmp_path / "plain")
     _same_results(load_results(tmp_path / "fetched"), plain)
     _same_models(next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models")
-    assert (later.kit("site-4") / identity / "medflare" / "personal" / "model.safetensors").exists()
+    assert (later.kit("site-4") / "medflare" / identity / "personal" / "model.safetensors").exists()
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def allow_lists(kits: Iterable[Path], change: Callable[[list[str]], None]) -> Iterator[None]:
-    """For a while some parties allow other classes in the jobs that they run."""
-    files = [kit / "local" / "resources.json" for kit in kits]
-    before = [file.read_text() for file in files]
-    for file in files:
-        content = json.loads(file.read_text())
-        change(content["class_allow_list"])
-        file.write_text(json.dumps(content))
+def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+    """For a while a party has other policies or settings."""
+    before = file.read_text() if file.exists() else None
+    content = json.loads(before or "{}")
+    change(content)
+    file.write_text(json.dumps(content))
     try:
         yield
     finally:
-        for file, text in zip(files, before, strict=True):
-            file.write_text(text)
+        file.unlink() if before is None else file.write_text(before)
 
 
 def _ahead(log: Path) -> float:

@@ -53,7 +53,7 @@ def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFe
     provisioned.command("nvflare", "deploy", "prepare", kit, "--config", SCRIPTS / "runtime" / "docker.yaml")
     subprocess.run([sys.executable, SCRIPTS / "install_local.py", kit / "prepared" / "docker"], capture_output=True, check=True)
     resources = json.loads((kit / "prepared" / "docker" / "local" / "resources.json").read_text())
-    assert "medflare." in resources["class_allow_list"]
+    assert "medflare.flare.executors.FedSMExecutor" in resources["class_allow_list"]
     assert any("docker" in component["path"].lower() for component in resources["components"])
 
 

@@ -99,7 +99,7 @@ def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: Tas
     assert reply.states["model"].keys() == model(task).states["model"].keys()
     delivered = to_message(answered(executor, fl_ctx, "deliver", model(task, step=1), round=1))
     assert 0 <= delivered.facts["metrics"]["deployed"]["dice"] <= 1
-    kept = load_model(place / "run" / "medflare" / "personal")
+    kept = load_model(place / "medflare" / "run" / "personal")
     assert (kept.card["site"], kept.card["role"], kept.card["method"]) == ("CS", "personal", "fedavg")
     assert len(list((place / "medflare-cache").iterdir())) == 1, "decoded images are kept for all jobs of the site"
     assert not list((place / "run").rglob("*cache*"))
@@ -175,7 +175,7 @@ def test_names_of_files_and_patients_leave_as_codes(fl_ctx: FLContext, place: Pa
         write_json(place / "local" / "medflare.json", {"data_root": str(place / "data"), "redact": redact})
         reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
         assert reason.startswith(named)
-    assert json.loads((place / "run/medflare/codes.json").read_text())["image-0001"] == "Meier_training.png"
+    assert json.loads((place / "medflare/run/codes.json").read_text())["image-0001"] == "Meier_training.png"
     write_json(place / "local" / "medflare.json", {"data_root": str(place / "elsewhere"), "redact": True})
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
     assert reason.startswith("site CS: data root (path)")

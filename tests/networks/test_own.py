@@ -1,18 +1,23 @@
 """Networks of one's own: imported where the process was told to, built by what the task fixes, refused otherwise."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from medflare.core.errors import ConfigError
+from medflare.data.sites.local import local_settings
 from medflare.networks import own
 from medflare.networks.catalogue import build_network
 from medflare.networks.own import VARIABLE, imported, own_module
 
 CODE = """
 from torch import nn
+from torch.nn import Sequential
 from medflare.networks.features import FeatureNetwork
+from medflare.networks.own import register
 
 LOUD = 1
 
@@ -25,11 +30,22 @@ class Plain(nn.Module):
     def forward(self, images):
         return self.last(self.first(images).relu())
 
+@register
 def cut(in_channels, out_channels):
     return FeatureNetwork(nn.Conv2d(in_channels, 3, 1), nn.Conv2d(3, out_channels, 1))
 
+@register
 def wrong(in_channels, out_channels):
     return "no network"
+
+def unregistered(in_channels, out_channels):
+    CALLED.append(1)
+
+class Other:
+    def __init__(self, in_channels, out_channels):
+        CALLED.append(1)
+
+CALLED = []
 """
 
 
@@ -40,18 +56,38 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lab_nets" / "small.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(own, "_trusted", set())
+    for name in [name for name in sys.modules if name.split(".")[0] == "lab_nets"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
 def test_nothing_is_imported_that_nobody_trusts(monkeypatch: pytest.MonkeyPatch) -> None:
     for named in ("", "lab", "lab_nets.other", "other,lab_net"):
         monkeypatch.setenv(VARIABLE, named)
-        with pytest.raises(
-            ConfigError, match=r"^network lab_nets\.small:Plain: it is code of lab_nets, .* sets MEDFLARE_NETWORKS=lab_nets"
-        ):
+        with pytest.raises(ConfigError, match=r"^network lab_nets\.small:Plain: .* lab_nets.* sets MEDFLARE_NETWORKS=lab_nets"):
             build_network({"name": "lab_nets.small:Plain"}, 1, 2)
-    with pytest.raises(ConfigError, match="it is code of os"):
-        build_network({"name": "os:system", "command": "true"}, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "nvflare.tool:x"]
+)
+def test_what_is_no_package_of_a_labs_is_never_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever trusts it."""
+    package = name.partition(":")[0]
+    monkeypatch.setenv(VARIABLE, package)
+    own.trust(package)
+    with pytest.raises(ConfigError, match=f"{package.split('.')[0]} is never imported"):
+        build_network({"name": name}, 1, 2)
+    with pytest.raises(ConfigError, match="packages"):
+        local_settings({"packages": [package]})
+
+
+@pytest.mark.parametrize("name", ["unregistered", "Other", "LOUD", "Sequential", "register"])
+def test_only_a_network_or_what_the_package_registers_is_called(name: str) -> None:
+    own.trust("lab_nets")
+    with pytest.raises(ConfigError, match=f"lab_nets.small:{name}: .*register"):
+        build_network({"name": f"lab_nets.small:{name}"}, 1, 2)
+    assert importlib.import_module("lab_nets.small").CALLED == []
 
 
 @pytest.mark.parametrize("named", ["lab_nets", "lab_nets.", "other, lab_nets.small"])
@@ -72,7 +108,6 @@ def test_by_a_word_of_the_process_and_as_body_and_head_already() -> None:
     ("name", "arguments", "words"),
     [
         ("lab_nets.small:Plane", {}, r"it cannot be imported \(.*Plane.*\)"),
-        ("lab_nets.small:LOUD", {}, r"it is a int; name a class or a function"),
         ("lab_nets.small:wrong", {}, r"it made a str, which is no torch.nn.Module"),
         ("lab_nets.small:Plain", {"widht": 3}, r"unknown argument 'widht'; did you mean width"),
     ],

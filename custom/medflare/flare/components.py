@@ -53,7 +53,7 @@ class JobComponents(FLComponent, AppValidator):
         name, job = folder.name.removeprefix(WorkspaceConstants.APP_PREFIX), folder.parent.name
         workspace = Workspace(str(folder.parents[1]), name)
         try:
-            reason = _refusal_of_job(folder / JobConstants.CONFIG, workspace, name)
+            reason = _refusal_of_job(Path(workspace.get_app_config_dir(job)), workspace, name)
         except Exception as error:  # what cannot be read is not run
             reason = f"component configuration refused: {type(error).__name__}: {one_line(error)}"
         if reason:
@@ -134,7 +134,7 @@ def listed(workspace: Workspace) -> list[str]:
 
 
 def note(workspace: Workspace, name: str, job: str, action: str, text: str) -> None:
-    """Write a line into the party's audit.log, which lies outside the jobs' folders.
+    """Write a line into the party's audit.log, which lies outside the jobs' folders; in a job's container into the job's own.
 
     Args:
         workspace: of the party.
@@ -143,7 +143,8 @@ def note(workspace: Workspace, name: str, job: str, action: str, text: str) -> N
         action: `REFUSED` or `BUILT`.
         text: one line.
     """
-    auditor = Auditor(workspace.get_audit_file_path())
+    in_container = Path(workspace.get_run_dir(job)).is_mount()
+    auditor = Auditor(workspace.get_audit_file_path(job if in_container else None))
     auditor.add_event(user=name, action=action, ref=job, msg=text)
     auditor.close()
 

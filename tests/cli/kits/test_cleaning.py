@@ -13,8 +13,8 @@ from medflare.cli.federation.kits.kit import Kit
 from medflare.core.errors import ConfigError
 
 MONTH = timedelta(days=30)
-KEPT = {"medflare/outbound.csv", "medflare/deployed/model.safetensors", "audit.log", "meta.json"}
-GONE = {"medflare/state/half-3.safetensors", "app_site-1/config/task.json", "log.txt"}
+KEPT = {f"medflare/{JOB}/outbound.csv", f"medflare/{JOB}/deployed/model.safetensors", f"{JOB}/audit.log", f"{JOB}/meta.json"}
+GONE = {f"medflare/{JOB}/state/half-3.safetensors", f"{JOB}/app_site-1/config/task.json", f"{JOB}/log.txt"}
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def used(site: Kit) -> Kit:
     (entry / "images").write_bytes(b"x" * 5000)
     (entry / "lock").touch()
     for name in KEPT | GONE:
-        file = site.folder / JOB / name
+        file = site.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"y" * 100)
     old = time.time() - timedelta(days=40).total_seconds()
@@ -36,8 +36,8 @@ def used(site: Kit) -> Kit:
 
 
 def _files(kit: Kit) -> set[str]:
-    folder = kit.folder / JOB
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    folders = (kit.folder / JOB, kit.folder / "medflare")
+    return {str(path.relative_to(kit.folder)) for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
 def test_decoded_images_go_and_jobs_stay(used: Kit) -> None:
@@ -60,7 +60,7 @@ def test_what_is_young_or_runs_stays(used: Kit, tmp_path: Path) -> None:
     assert clean_kit(used, timedelta(days=41), jobs=True) == []
     with party(used, "job"):
         assert not [gone for gone in clean_kit(used, MONTH, jobs=True) if JOB in gone.what]
-    (used.folder / JOB / "medflare" / "outbound.csv").touch()
+    (used.folder / "medflare" / JOB / "outbound.csv").touch()
     assert clean_kit(used, MONTH, jobs=True) == [] and _files(used) == KEPT | GONE
 
 

@@ -13,7 +13,7 @@ import pytest
 from cli.kits.fake import Root, free_port, make_kit, party
 from medflare.cli.federation.kits.doctor import Finding, examine
 from medflare.cli.federation.kits.kit import Kit
-from medflare.cli.federation.kits.setup import Wishes, set_up
+from medflare.cli.federation.kits.setup import Wishes, set_up, template
 from medflare.data.loading import ENVIRONMENT
 from medflare.tasks.config import TaskConfig
 
@@ -64,8 +64,17 @@ def test_policies_that_let_in_too_much_or_nothing(site: Kit) -> None:
     assert _found(site, "policies").verdict == "ok"
     (site.local / "privacy.json").unlink()
     assert "no OutboundGuard" in _found(site, "policies").text
-    _change(site.local / "resources.json", class_allow_list=[])
-    assert _found(site, "policies").verdict == "FAILED" and 'lacks "medflare."' in _found(site, "policies").text
+    usual = template("site", "resources.json")
+    for changes, named in (
+        ({"class_allow_list": []}, usual["class_allow_list"][0]),
+        ({"class_allow_list": ["medflare.", *usual["class_allow_list"]]}, '"medflare."'),
+        ({"class_allow_list": ["*"]}, '"*"'),
+        ({"class_allow_list": usual["class_allow_list"], "app_validator": {"path": "of.others"}}, "app_validator"),
+    ):
+        _change(site.local / "resources.json", **changes)
+        assert _found(site, "policies").verdict == "FAILED" and named in _found(site, "policies").text
+    set_up(site, Wishes(replace_policies=True, stream_logs=True))
+    assert _found(site, "policies").verdict == "warning" and "--no-stream-logs" in _found(site, "policies").text
     set_up(site, Wishes(bring_code=True))
     assert _found(site, "policies").verdict == "warning" and "may bring code" in _found(site, "policies").text
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from cli.kits.fake import PLAIN
-from medflare.cli.federation.kits.kit import Kit
-from medflare.cli.federation.kits.setup import Change, Wishes, differences, set_up
+from medflare.cli.federation.kits.kit import Kit, read_object
+from medflare.cli.federation.kits.setup import Change, Wishes, differences, set_up, template
 from medflare.core.errors import ConfigError
+from medflare.flare.names import COMPONENTS
 
 
 def _read(kit: Kit, name: str) -> Any:
@@ -29,7 +30,10 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     assert set(_verdicts(set_up(site, Wishes())).values()) == {"added"}
     assert _read(site, "medflare.json") == {"device": "cpu", "minimum_patients": 5, "redact": True}
     resources = _read(site, "resources.json")
-    assert resources["class_allow_list"][0] == "medflare." and resources["components"][0]["path"].startswith("medflare.flare.launcher")
+    assert resources["class_allow_list"] == list(COMPONENTS["site"]) and resources["components"][0]["path"].startswith(
+        "medflare.flare.launcher"
+    )
+    assert resources["app_validator"]["path"].startswith("medflare.") and resources["allow_log_streaming"] is False
     assert _read(site, "privacy.json")["scopes"][0]["task_result_filters"][0]["path"] == "medflare.flare.guard.OutboundGuard"
     set_up(server, Wishes())
     resources = _read(server, "resources.json")
@@ -164,17 +168,52 @@ def test_differences_of_lists_and_components() -> None:
     assert list(differences(old, old)) == []
 
 
+def test_a_kit_that_an_earlier_medflare_set_up_gets_the_list_of_names(site: Kit, server: Kit) -> None:
+    """The prefix goes, and what FLARE provisioned; what the hospital has added stays, and so do its other policies."""
+    for kit in (site, server):
+        set_up(kit, Wishes())
+        resources = _read(kit, "resources.json")
+        provisioned = read_object(kit.local / "resources.json.default")["class_allow_list"]
+        resources["class_allow_list"] = ["medflare.", "hospital.filters.Own", *provisioned]
+        del resources["app_validator"]
+        if kit is site:
+            resources["allow_log_streaming"] = True
+        (kit.local / "resources.json").write_text(json.dumps(resources))
+        changes = set_up(kit, Wishes())
+        assert any('"medflare." removed' in setting for change in changes for setting in change.settings)
+        new = _read(kit, "resources.json")
+        assert new["class_allow_list"] == [*COMPONENTS[kit.kind], "hospital.filters.Own"]
+        assert new["app_validator"] == template(kit.kind, "resources.json")["app_validator"]
+        assert set(_verdicts(set_up(kit, Wishes())).values()) == {"kept"}
+    assert new.get("allow_log_streaming") is None and _read(site, "resources.json")["allow_log_streaming"] is False
+
+
+def test_what_a_party_says_of_logs_and_packages(site: Kit, server: Kit) -> None:
+    set_up(site, Wishes(stream_logs=True, packages=["lab_nets"]))
+    assert _read(site, "resources.json")["allow_log_streaming"] is True and _read(site, "medflare.json")["packages"] == ["lab_nets"]
+    set_up(site, Wishes(stream_logs=False))
+    assert _read(site, "resources.json")["allow_log_streaming"] is False and _read(site, "medflare.json")["packages"] == ["lab_nets"]
+    set_up(server, Wishes())
+    assert not (server.local / "medflare.json").exists()
+    set_up(server, Wishes(packages=["lab_nets"]))
+    assert _read(server, "medflare.json") == {"packages": ["lab_nets"]}
+    for wrong in ("os", "medflare", "lab nets"):
+        with pytest.raises(ConfigError, match="packages"):
+            set_up(site, Wishes(packages=[wrong]))
+    with pytest.raises(ConfigError, match="stream-logs"):
+        set_up(server, Wishes(stream_logs=True))
+
+
 def test_resources_that_name_no_classes(site: Kit) -> None:
-    """FLARE's own list holds then: where code is brought it goes on doing so, else medflare is added to it."""
+    """FLARE's own list holds then, which no kit of ours leaves in force."""
     provisioned = site.local / "resources.json.default"
     content = json.loads(provisioned.read_text())
     del content["class_allow_list"]
     provisioned.write_text(json.dumps(content))
     set_up(site, Wishes())
-    allowed = _read(site, "resources.json")["class_allow_list"]
-    assert allowed[0] == "medflare." and "nvflare.app_common.np.np_trainer.NPTrainer" in allowed
+    assert _read(site, "resources.json")["class_allow_list"] == list(COMPONENTS["site"])
     resources = _read(site, "resources.json")
-    for name in ("class_allow_list", "components"):
+    for name in ("class_allow_list", "components", "app_validator"):
         del resources[name]
     (site.local / "resources.json").write_text(json.dumps(resources))
     set_up(site, Wishes(bring_code=True))

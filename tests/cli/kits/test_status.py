@@ -15,6 +15,7 @@ from medflare.cli.federation.kits.processes import running, stop
 from medflare.cli.federation.kits.status import Left, party_state
 from medflare.core.store import write_json
 from medflare.federation.delivery import SiteFolder
+from medflare.flare.names import BUILT, REFUSED
 from medflare.methods.catalogue import get_method
 from small import small_task
 
@@ -33,14 +34,15 @@ def _line(seconds: float, text: str) -> str:
 
 def _job(kit: Kit) -> Path:
     folder = kit.folder / JOB
-    own = SiteFolder(folder / "medflare", kit.name, get_method("fedavg"), small_task(), 0)
+    own = SiteFolder(kit.folder / "medflare" / JOB, kit.name, get_method("fedavg"), small_task(), 0)
     own.tell("train", 1, 20, True)
-    (folder / "medflare" / "outbound.csv").write_text(
+    folder.mkdir()
+    (kit.folder / "medflare" / JOB / "outbound.csv").write_text(
         f"{HEADER}t,train,0,model,3,2000,update,yes\nt,train,0,facts,0,100,loss,yes\nt,train,1,everything,,,too large,no\n"
     )
     write_json(folder / "meta.json", {"name": "fedsm-brain"})
     for role in ("deployed", "personal"):
-        write_json(folder / "medflare" / role / "card.json", {})
+        write_json(kit.folder / "medflare" / JOB / role / "card.json", {})
     return folder
 
 
@@ -59,6 +61,20 @@ def test_a_running_job(site: Kit) -> None:
     assert job.left == Left(entries=2, bytes=2100, withheld=1) and job.models == ("deployed", "personal")
     assert state.up_since.startswith(f"{datetime.now():%F}")
     assert state.to_dict()["jobs"][0]["left"]["bytes"] == 2100
+
+
+def test_why_the_party_refused_a_job(site: Kit) -> None:
+    """FLARE removes the folder of such a job; the party's own log keeps the reason. A line of another job's is not taken for it."""
+    lines = (
+        f"[E:1][R:{JOB}][T:2026-11-22 11:00:00][U:site-1][A:{REFUSED}]component os.system refused: it is not listed",
+        f"[E:2][R:{JOB}][T:2026-11-22 11:00:00][U:site-1][A:{BUILT}]component mine.Executor",
+    )
+    (site.folder / "audit.log").write_text("\n".join(lines) + "\n")
+    (job,) = party_state(site).jobs
+    assert (job.id, job.refused, job.running) == (JOB, ("component os.system refused: it is not listed",), False)
+    _job(site)
+    (job,) = party_state(site).jobs
+    assert job.refused and job.round == 1 and job.folder == str(site.folder / "medflare" / JOB)
 
 
 def test_a_job_without_a_process_works_on_nothing(site: Kit) -> None:

@@ -24,7 +24,7 @@ from medflare.methods import catalogue
 from medflare.networks import own
 from small import small_task
 
-REMEDY = f'who trusts it adds "{METHOD}." to class_allow_list in local/resources.json'
+REMEDY = f'who trusts it adds "{METHOD}" to packages in local/medflare.json'
 
 
 @pytest.fixture(autouse=True)
@@ -43,34 +43,34 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def party(folder: Path, *allowed: str, byoc: bool = False) -> FLContext:
-    """FLARE's context at a site with this class_allow_list."""
-    resources = folder / "resources.json"
-    resources.write_text(json.dumps({"class_allow_list": list(allowed)}))
+    """FLARE's context at a site that trusts these packages."""
+    (folder / "local").mkdir(exist_ok=True)
+    (folder / "local" / "medflare.json").write_text(json.dumps({"packages": list(allowed)}))
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, "clinic")
-    fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, SimpleNamespace(get_resources_file_path=lambda: str(resources)))
+    workspace = SimpleNamespace(get_site_config_dir=lambda: str(folder / "local"))
+    fl_ctx.set_prop(ReservedKey.ENGINE, SimpleNamespace(get_workspace=lambda: workspace), private=True)
     fl_ctx.set_prop(FLContextKey.JOB_META, {AppValidationKey.BYOC: byoc})
     return fl_ctx
 
 
-def test_a_package_that_is_not_listed_is_refused(tmp_path: Path) -> None:
+def test_a_package_that_is_not_trusted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        authorize(("fedavg", METHOD), party(tmp_path, "medflare."))
+        authorize(("fedavg", METHOD), party(tmp_path))
     assert str(refused.value) == f"method '{METHOD}' comes from {METHOD}, which clinic does not allow; {REMEDY}"
     assert METHOD not in sys.modules
 
 
-def test_one_that_is_listed_is_not(tmp_path: Path) -> None:
-    authorize((METHOD, METHOD), party(tmp_path, "medflare.", f"{METHOD}."))
-    authorize((METHOD,), party(tmp_path, "*"))
-    authorize((METHOD,), party(tmp_path, "medflare.", byoc=True))  # a job that may bring its own code may name installed code
+def test_one_that_is_trusted_is_not(tmp_path: Path) -> None:
+    authorize((METHOD, METHOD), party(tmp_path, METHOD))
+    authorize((METHOD,), party(tmp_path, byoc=True))  # a job that may bring its own code may name installed code
     assert METHOD not in sys.modules
 
 
 def test_our_own_methods_need_nothing_more(tmp_path: Path) -> None:
-    authorize(("fedavg", "moon"), party(tmp_path, "medflare."))
+    authorize(("fedavg", "moon"), party(tmp_path))
     with pytest.raises(ConfigError, match="did you mean fedavg"):
-        authorize(("fedavgg",), party(tmp_path, "medflare."))
+        authorize(("fedavgg",), party(tmp_path))
 
 
 def test_nothing_of_it_is_imported_ahead() -> None:
@@ -91,9 +91,8 @@ def test_what_is_imported_ahead_is_shared_by_forks() -> None:
 def test_the_server_asks_its_own_list(tmp_path: Path) -> None:
     """A job whose controller may not run the method leaves results that say so."""
     server = Server(tmp_path, MethodAggregator(method=METHOD))
-    context = party(tmp_path, "medflare.")
-    names = (FLContextKey.WORKSPACE_OBJECT, FLContextKey.JOB_META)
-    server.properties = {name: context.get_prop(name) for name in names}
+    context = party(tmp_path)
+    server.properties = {FLContextKey.JOB_META: context.get_prop(FLContextKey.JOB_META)}
     server.run(MedflareController(rounds=1, seed=0))
     reason = f"method '{METHOD}' comes from {METHOD}, which server does not allow; {REMEDY}"
     assert load_results(tmp_path)["reason"] == reason and server.panics == [reason]
@@ -103,12 +102,12 @@ def test_the_server_asks_its_own_list(tmp_path: Path) -> None:
 def test_a_network_of_ones_own_is_asked_for_like_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "_trusted", set())
     task = small_task(network={"name": "lab_nets.small:Plain"})
-    remedy = 'who trusts it adds "lab_nets." to class_allow_list in local/resources.json'
+    remedy = 'who trusts it adds "lab_nets" to packages in local/medflare.json'
     with pytest.raises(ConfigError) as refused:
-        authorize_network(task, party(tmp_path, "medflare."))
+        authorize_network(task, party(tmp_path))
     assert str(refused.value) == f"network 'lab_nets.small:Plain' comes from lab_nets.small, which clinic does not allow; {remedy}"
     assert not own._trusted
-    assert authorize_network(task, party(tmp_path, "medflare.", "lab_nets.")) == "lab_nets.small"
+    assert authorize_network(task, party(tmp_path, "lab_nets")) == "lab_nets.small"
     assert own._trusted == {"lab_nets.small"}
     assert authorize_network(small_task(), party(tmp_path)) == ""
 
@@ -132,16 +131,16 @@ def test_a_site_that_slept_through_a_job_remembers_the_one_before(tmp_path: Path
         config = Path(workspace.get_app_config_dir(job)) / "config_fed_client.json"
         write_json(config, {"executors": [{"executor": {"args": {"resume": before}}}]})
     assert left_behind(workspace, "") == ""
-    assert left_behind(workspace, "third") == str(tmp_path / "third/medflare"), "nothing is remembered anywhere"
-    (tmp_path / "first/medflare/state").mkdir(parents=True)
-    assert left_behind(workspace, "third") == str(tmp_path / "first/medflare")
-    (tmp_path / "third/medflare/state").mkdir(parents=True)
-    assert left_behind(workspace, "third") == str(tmp_path / "third/medflare")
-    assert left_behind(workspace, "unknown") == str(tmp_path / "unknown/medflare")
+    assert left_behind(workspace, "third") == str(tmp_path / "medflare/third"), "nothing is remembered anywhere"
+    (tmp_path / "medflare/first/state").mkdir(parents=True)
+    assert left_behind(workspace, "third") == str(tmp_path / "medflare/first")
+    (tmp_path / "medflare/third/state").mkdir(parents=True)
+    assert left_behind(workspace, "third") == str(tmp_path / "medflare/third")
+    assert left_behind(workspace, "unknown") == str(tmp_path / "medflare/unknown")
     write_json(
         Path(workspace.get_app_config_dir("circle")) / "config_fed_client.json",
         {"executors": [{"executor": {"args": {"resume": "circle"}}}]},
     )
-    assert left_behind(workspace, "circle") == str(tmp_path / "circle/medflare")
+    assert left_behind(workspace, "circle") == str(tmp_path / "medflare/circle")
     with pytest.raises(ConfigError, match="is no job id"):
         left_behind(workspace, "../elsewhere")

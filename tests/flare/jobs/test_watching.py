@@ -85,6 +85,12 @@ def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
     assert [line.split()[5] for line in named] == ["11", "22", "45", "12"]
 
 
+def test_who_refused_a_job_that_the_others_run_is_named() -> None:
+    details = ("site-1: OK", "site-2: ERROR: component os.system refused: it is not listed")
+    ended, said = followed(Served(SUBMITTED, RUNNING, COMPLETED, details=details))
+    assert ended and sum("site-2" in line and "os.system" in line for line in said) == 1 and "os.system" not in said[-1]
+
+
 def test_a_failed_job_says_why() -> None:
     ended, said = followed(Served(RUNNING, FAILED, log="ERROR - medflare: FAILED: no site is present\n"))
     assert not ended and said[-1] == "the federation failed: no site is present"

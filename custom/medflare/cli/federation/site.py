@@ -200,7 +200,7 @@ def _job_lines(job: "JobState") -> list[str]:
     if job.round is not None and job.rounds is not None:
         step = f"{job.step}, round {min(job.round + 1, job.rounds)} of {job.rounds}"
         doing += f"; {'at work on' if job.working else 'last step:'} {step}, {'since' if job.working else 'at'} {job.begun}"
-    lines = [*(f"refused: {reason}" for reason in job.refused), *([] if job.refused and not job.begun else [doing])]
+    lines = [*job.refused, *([] if job.refused and not job.begun else [doing])]
     if job.folder:
         lines.append(f"this site's own files of it: {job.folder}")
     if job.left.entries or job.left.withheld:

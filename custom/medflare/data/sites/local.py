@@ -26,6 +26,8 @@ MODELS_GB: Final = 2.0
 def private_folder(run_folder: Path) -> Path:
     """Where a party keeps what is its own of a job: beside the jobs' folders, which FLARE hands to what a job names.
 
+    In the container of a job nothing else outlives the job than its folder, which is mounted there: then that holds it.
+
     Args:
         run_folder: the job's folder, named after its id.
 
@@ -33,7 +35,7 @@ def private_folder(run_folder: Path) -> Path:
         >>> private_folder(Path("site-1/4711")).as_posix()
         'site-1/medflare/4711'
     """
-    return run_folder.parent / FOLDER / run_folder.name
+    return run_folder / FOLDER if run_folder.is_mount() else run_folder.parent / FOLDER / run_folder.name
 
 
 def kept_of(run_folder: Path) -> Path:

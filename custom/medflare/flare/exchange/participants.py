@@ -239,7 +239,7 @@ def _ask(what: str, module: str, fl_ctx: FLContext) -> None:
     workspace: Workspace = fl_ctx.get_engine().get_workspace()
     trusted = local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE)).packages
     if reason := untrusted(module, [*trusted, module] if brings_code(fl_ctx) else trusted):
-        raise ConfigError(f"{what} comes from {module}, which {fl_ctx.get_identity_name()} does not allow: {reason}")
+        raise ConfigError(f"{what} comes from {module}, which {fl_ctx.get_identity_name()} does not allow; {reason}")
 
 
 def brings_code(fl_ctx: FLContext) -> bool:

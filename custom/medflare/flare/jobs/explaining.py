@@ -21,7 +21,7 @@ MEANINGS: Final[Mapping[str, str]] = {
         "{party} does not allow the component {what}; where it is one of medflare's, its administrator brings class_allow_list in "
         "{party}'s local/resources.json up to date (`medflare site setup KIT --replace-policies`), then submit the job again"
     ),
-    r"^(?P<kind>component|network) (?P<what>.+?) refused: (?P<why>.+)": (
+    r"^(?:\w+: )?(?P<kind>component|network) (?P<what>.+?) refused: (?P<why>.+)": (
         "{party} refused the {kind} {what} that the job names: {why}; where it is one of medflare's, the administrator of {party} runs "
         "`medflare site setup KIT --replace-policies`, then submit the job again"
     ),

@@ -60,17 +60,25 @@ class Follower:
         for site in [site for site in self._named if silent.get(site, 0.0) < _QUIET]:
             del self._named[site]
 
+    def tell(self, lines: Iterable[str]) -> None:
+        """Those that have not been said yet.
+
+        Args:
+            lines: one after the other.
+        """
+        for line in lines:
+            if line not in self._said:
+                self._say(line)
+                self._said.add(line)
+
     def complete(self, log: str) -> None:
         """The steps that ended after the last look, and what was noted meanwhile.
 
         Args:
             log: the server's, of the whole job.
         """
-        for line in log.splitlines():
-            found = _TOLD.search(line)
-            if found and (said := found["event"] or found["step"]) not in self._said:
-                self._say(said)
-                self._said.add(said)
+        matches = map(_TOLD.search, log.splitlines())
+        self.tell(found["event"] or found["step"] for found in matches if found)
 
 
 def watch_job(
@@ -134,17 +142,17 @@ def watch(
         every: seconds between two looks.
         follower: of the same job by an earlier session; None: there was none.
     """
-    follower, states, refusals = follower or Follower(say), [""], list[str]()
+    follower, states = follower or Follower(say), [""]
     heard = time.monotonic()
 
     def look(opened: Session, job: str, meta: Job) -> bool:
         nonlocal heard
         state = meta[JobMetaKey.STATUS.value]
-        _tell(explanations(deployment(meta)), refusals, say)  # who refused it, while the others may go on
         shown = state + _waits(meta)
         if shown != states[-1] and not state.startswith(_FINISHED):  # before that come the last steps
             say(f"{job} {shown}")
             states.append(shown)
+            follower.tell(explanations(deployment(meta)))  # who refused it, while the others go on
         refused = False
         if state == RUNNING:
             try:
@@ -171,16 +179,9 @@ def watch(
     if meta[JobMetaKey.STATUS.value] == RunStatus.ABANDONED.value:
         say(_RESUME)
         return False
-    _tell(explained(opened, job), refusals, say)
+    for line in explained(opened, job):
+        say(line)
     return False
-
-
-def _tell(lines: Iterable[str], told: list[str], say: Callable[[str], None]) -> None:
-    """Say what has not been told yet."""
-    for line in lines:
-        if line not in told:
-            say(line)
-            told.append(line)
 
 
 def _waits(meta: Job) -> str:

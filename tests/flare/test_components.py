@@ -1,0 +1,219 @@
+"""What a job without code may have built: exactly the classes that our own jobs name, asked for by full name before anything is called."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.workspace import Workspace
+from nvflare.private.fed.utils.fed_utils import authorize_build_component
+
+from e2e.simulation import ROOT
+from medflare.cli.federation.kits.setup import template
+from medflare.data.sites.local import kept_of, private_folder
+from medflare.flare.components import JobComponents, component_paths, refusal
+from medflare.flare.jobs.building import build_job
+from medflare.flare.names import COMPONENTS
+from medflare.flare.recipes import RECIPES
+from medflare.methods.catalogue import SURVEYS, get_method, method_names
+from small import small_task
+
+FILES = {"site": "config_fed_client.json", "server": "config_fed_server.json"}
+EXECUTOR = "medflare.flare.executors.FedAvgExecutor"
+STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
+
+
+def named_in(job: Path) -> dict[str, set[str]]:
+    return {kind: set(component_paths(json.loads((job / "app" / "config" / file).read_text()))) for kind, file in FILES.items()}
+
+
+# -- one table -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> None:
+    jobs = [path for path in sorted((ROOT / "jobs").iterdir()) if path.is_dir()]
+    options: dict[str, dict[str, Any]] = {
+        "grace": {"byoc": True, "outside": ["site-2"]},
+        "fedsm": {"track": "mlflow", "min_sites": 2},
+        "moon": {"server_half": "grace", "embed_code": True, "byoc": True},
+        "fedavg": {"hyper": {"dp_noise": 1.0}},
+    }
+    for method in (*method_names(), *SURVEYS):
+        if get_method(method).site_class.__module__.startswith("medflare."):
+            chosen = {"byoc": False, **options.get(method, {})}
+            task = small_task(network={"name": "unet", "channels": [4, 8], "norm": "instance" if method == "fedavg" else "batch"})
+            jobs.append(build_job(method, task, rounds=0 if method in SURVEYS else 4, out=tmp_path / method, **chosen))
+    for method, recipe in RECIPES.items():
+        recipe(task="phantom", rounds=4)._job.export_job(str(tmp_path / "recipes" / method))
+    jobs += [path.parent for path in (tmp_path / "recipes").rglob("meta.json")]
+    assert len(jobs) > 25
+    found = {kind: set().union(*(named_in(job)[kind] for job in jobs)) for kind in FILES}
+    assert found == {kind: set(names) for kind, names in COMPONENTS.items()}
+
+
+@pytest.mark.parametrize("kind", ["site", "server"])
+def test_kits_list_the_table_by_full_names(kind: Any) -> None:
+    allowed = template(kind, "resources.json")["class_allow_list"]
+    assert tuple(allowed) == COMPONENTS[kind]
+    assert {refusal(name, allowed) for name in allowed} == {""}, "every one can be built"
+
+
+# -- single components ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "medflare.networks.own.trust",
+        "medflare.cli.command.main",
+        f"{EXECUTOR}X",
+        f"{EXECUTOR}.execute",
+        "medflare.flare.executors.Preload",
+        "medflare.flare.executors",
+        STREAMER,
+        "TBWriter",
+        "",
+        None,
+        5,
+        [EXECUTOR],
+    ],
+)
+def test_a_component_that_is_not_listed_is_refused(name: Any) -> None:
+    assert "refused" in refusal(name, COMPONENTS["site"]) and str(name) in refusal(name, COMPONENTS["site"])
+
+
+@pytest.mark.parametrize("name", ["os.system", "medflare.cli.command.main", "medflare.core.message.Message", "nvflare.apis.dxo.DXO"])
+def test_a_listed_function_or_class_that_is_no_component_is_refused(name: str) -> None:
+    assert "FLComponent" in refusal(name, [name]) and name in refusal(name, [name])
+
+
+def test_an_entry_that_is_a_prefix_allows_nothing_below_it() -> None:
+    assert "refused" in refusal(EXECUTOR, ["medflare.", "medflare.flare.executors", "*"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"components": [{"id": "a", "path": "os.system"}]},
+        {"components": [{"id": "a", "class_path": "os.system"}]},
+        {"components": [{"id": "a", "name": "os.system"}]},
+        {"components": [{"id": "a", "path": "os.system", "config_type": "dict"}]},
+        {"workflows": [{"id": "a", "path": "os.system"}]},
+        {"executors": [{"tasks": ["*"], "executor": {"path": "os.system"}}]},
+        {"task_data_filters": [{"tasks": ["*"], "filters": [{"path": "os.system"}]}]},
+        {"task_result_filters": [{"tasks": ["*"], "filters": [{"name": "os.system"}]}]},
+        {"executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {"hyper": {"path": "os.system"}}}}]},
+        {"executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {"hyper": [{"a": {"class_path": "os.system"}}]}}}]},
+    ],
+)
+def test_wherever_a_configuration_names_it(config: dict[str, Any]) -> None:
+    assert "os.system" in set(component_paths(config))
+
+
+# -- a party -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def party(tmp_path: Path) -> Path:
+    """The kit of a site with a job's folder in it."""
+    root = tmp_path / "site-1"
+    (root / "startup").mkdir(parents=True)
+    (root / "local").mkdir()
+    (root / "local" / "resources.json").write_text(json.dumps(template("site", "resources.json")))
+    build_job("fedavg", "phantom", byoc=False, out=tmp_path / "job")
+    shutil.copytree(tmp_path / "job" / "app", root / "4711" / "app_site-1")
+    return root
+
+
+def change(file: Path, how: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(file.read_text())
+    how(content)
+    file.write_text(json.dumps(content))
+
+
+def test_a_job_of_ours_is_taken(party: Path) -> None:
+    assert JobComponents().validate(str(party / "4711" / "app_site-1")) == ("", {})
+    assert not (party / "audit.log").exists()
+
+
+def test_a_refused_job_stands_in_the_audit_log(party: Path) -> None:
+    app = party / "4711" / "app_site-1"
+    change(app / "config" / "config_fed_client.json", lambda config: config["components"].append({"id": "a", "path": STREAMER}))
+    reason, _ = JobComponents().validate(str(app))
+    assert STREAMER in reason
+    (line,) = (party / "audit.log").read_text().splitlines()
+    assert "[R:4711]" in line and "refused" in line and STREAMER in line
+
+
+@pytest.mark.parametrize("name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "lab_nets:Net"])
+def test_a_network_of_a_package_that_the_party_does_not_name_is_refused(party: Path, name: str) -> None:
+    app = party / "4711" / "app_site-1"
+    change(app / "config" / "task.json", lambda task: task.update(network={"name": name}))
+    reason, _ = JobComponents().validate(str(app))
+    assert f"network {name} refused" in reason
+    (party / "local" / "medflare.json").write_text('{"packages": ["lab_nets"]}')
+    assert (JobComponents().validate(str(app))[0] == "") == name.startswith("lab_nets")
+
+
+def test_what_cannot_be_read_is_refused(party: Path) -> None:
+    app = party / "4711" / "app_site-1"
+    (app / "config" / "task.json").write_text("{")
+    assert "refused" in JobComponents().validate(str(app))[0]
+
+
+def test_a_job_that_brings_code_is_left_to_flares_own_policy(party: Path) -> None:
+    app = party / "4711" / "app_site-1"
+    change(app / "config" / "config_fed_client.json", lambda config: config["components"].append({"id": "a", "path": "mine.Widget"}))
+    (app / "custom").mkdir()
+    assert JobComponents().validate(str(app)) == ("", {})
+
+
+def asked(party: Path, config: dict[str, Any], byoc: bool = False) -> str:
+    """What FLARE answers in a job's process before it builds a component: why it does not, or ""."""
+    fl_ctx = FLContext()
+    fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, Workspace(str(party), "site-1"), private=True)
+    fl_ctx.set_prop(FLContextKey.CURRENT_JOB_ID, "4711", private=False)
+    fl_ctx.set_prop(FLContextKey.JOB_META, {"byoc": byoc}, private=True)
+    said: str = authorize_build_component(config, None, None, fl_ctx, [JobComponents()])
+    return said
+
+
+def test_flare_asks_before_it_builds(party: Path) -> None:
+    """Also where the party's list still has the prefix below which FLARE would call anything."""
+    change(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("medflare."))
+    assert asked(party, {"path": EXECUTOR}) == ""
+    assert "medflare.networks.own.trust" in asked(party, {"path": "medflare.networks.own.trust", "args": {"module": "os"}})
+    built, refused = (party / "audit.log").read_text().splitlines()
+    assert "built" in built and EXECUTOR in built and "refused" in refused and "medflare.networks.own.trust" in refused
+    assert asked(party, {"path": "mine.Widget"}, byoc=True) == "" and "mine.Widget" in (party / "audit.log").read_text()
+
+
+def test_a_list_that_cannot_be_read_lets_nothing_be_built(party: Path) -> None:
+    fl_ctx = FLContext()
+    fl_ctx.set_prop(FLContextKey.COMPONENT_CONFIG, {"path": EXECUTOR})
+    fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, None)
+    with pytest.raises(Exception, match="refused") as refused:
+        JobComponents().handle_event("_before_build_component", fl_ctx)
+    assert type(refused.value).__name__ == "UnsafeComponentError"
+
+
+def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(party: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone is mounted there: a site's own files and the audit log would be lost anywhere else."""
+    run = party / "4711"
+    assert private_folder(run) == kept_of(run) == party / "medflare" / "4711"
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == run)
+    assert private_folder(run) == run / "medflare"
+    assert asked(party, {"path": EXECUTOR}) == "" and EXECUTOR in (run / "audit.log").read_text() and not (party / "audit.log").exists()
+
+
+def test_what_an_earlier_medflare_kept_is_found(party: Path) -> None:
+    run = party / "4711"
+    (run / "medflare").mkdir()
+    assert kept_of(run) == run / "medflare"
+    private_folder(run).mkdir(parents=True)
+    assert kept_of(run) == private_folder(run)
