@@ -1,8 +1,8 @@
 """FedSM's site half: every round a site trains two models on the same images, one after the other.
 
 The global model w_g (averaged as in FedAvg) and its personal model w_p,k (pulled towards the others' by SoftPull, Eq. 11); a selector w_s
-that is trained too (cross entropy with the site's own label, Eq. 2). After the last round it sends what the ridge selector is solved from, and
-measures the selector's calibration and the candidates of γ on its validation images.
+that is trained too (cross entropy with the site's own label, Eq. 2). After the last round it sends what the ridge selector is solved from,
+and measures the selector's calibration and the candidates of γ on its validation images.
 """
 
 import math
