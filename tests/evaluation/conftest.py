@@ -83,6 +83,18 @@ def classified(task: TaskConfig) -> RunRecord:
 
 
 @pytest.fixture
+def selecting(record: RunRecord) -> RunRecord:
+    """The record of a super model: B keeps its numbers back, X is outside and recognised as A."""
+    taken = {"A": {"A": 2, "B": 1}, "B": {"A": None, "B": None}, "X": {"A": 9, "B": 0}}
+    sites = {
+        name: dataclasses.replace(site, reports={"deployed": {"selector": taken[name]}} if name in taken else {})
+        for name, site in record.sites.items()
+    }
+    selector = {"gamma": 0.3, "temperature": 0.25, "candidates": [0.0, 0.3, 1.0], "votes": {"A": [0.02, 0.0425, 0.0]}, "mean_gain": 0.0425}
+    return dataclasses.replace(record, sites=sites, selector=selector)
+
+
+@pytest.fixture
 def record(task: TaskConfig, history: list[dict[str, Any]]) -> RunRecord:
     def scores(dice: float, hd95: float) -> dict[str, float]:
         return {"dice": dice, "iou": dice / (2 - dice), "hd95": hd95}

@@ -57,6 +57,15 @@ def test_what_a_method_tells_of_its_sites_stands_below(record: RunRecord) -> Non
     assert "Training images" in terminal.getvalue()
 
 
+def test_one_line_says_how_a_super_model_selects(selecting: RunRecord) -> None:
+    def last_line(**changes: Any) -> str:
+        return results_table(build_results(dataclasses.replace(selecting, selector={**selecting.selector, **changes}))).splitlines()[-1]
+
+    assert last_line() == "gamma 0.30 (3 candidates; mean paired gain +0.043 over the global model); the selector knows 2 of 3 test images"
+    assert last_line(votes={}, mean_gain=None).startswith("gamma 0.30 (3 candidates);")
+    assert last_line(candidates=[], votes={}, mean_gain=None).startswith("gamma 0.30 (as set);")
+
+
 def test_without_rich_one_line_says_how_it_ended(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "installed", lambda module: False)
     results = build_results(dataclasses.replace(record, reason="site B: mask of another size"))

@@ -45,6 +45,11 @@ def test_every_site_names_every_model_and_metric_and_undefined_is_null(record: R
     assert sites["X"]["reports"]["deployed"] == {"global": 5, "A": 1, "B": 3}
 
 
+def test_confusion_of_a_selector_is_of_inside_sites_that_tell_it(selecting: RunRecord, record: RunRecord) -> None:
+    assert build_results(selecting)["selector"] == {**selecting.selector, "confusion": {"A": {"A": 2, "B": 1}}}
+    assert "selector" not in build_results(record)
+
+
 def test_means_by_hand(record: RunRecord) -> None:
     mean = build_results(record)["mean"]
     assert mean["inside"]["global"]["dice"] == pytest.approx((0.4 + 0.6) / 2), "C is left out"

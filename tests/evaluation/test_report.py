@@ -59,6 +59,17 @@ def test_the_page_shows_the_chosen_round_and_every_vote(record: RunRecord) -> No
     assert table[1:] == [["1delivered", "0.700", "0.700", "0.700", "–"], ["2", "0.500", "0.500", "0.400", "0.900"]]
 
 
+def test_the_page_shows_gamma_its_candidates_all_votes_and_the_confusion(selecting: RunRecord) -> None:
+    html = render_report(build_results(selecting))
+    page = Page(html)
+    tables = {caption.split()[0]: table for caption, table in zip(page.captions, page.tables, strict=True)}
+    assert tables["Mean"] == [["gamma", "A"], ["0.0", "0.020"], ["0.3chosen", "0.043"], ["1.0", "0.000"]]
+    assert [table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Test images of each site")] == [
+        [["site", "A", "B"], ["A", "2", "1"]]
+    ]
+    assert faults(html) == []
+
+
 def test_what_a_method_tells_of_its_sites_is_a_table(record: RunRecord) -> None:
     rows: dict[str, Any] = {"A": {"images": 4, "size": "8 x 8"}, "B": {"images": 5, "class <b>": 1}}
     page = Page(render_report(build_results(dataclasses.replace(record, tables={"Training images": rows}))))

@@ -86,7 +86,8 @@ class TestWhatTravels:
         ("method", "phase", "rounded", "exact"),
         [
             ("scaffold", "train", {"model"}, {"control_update"}),
-            ("fedsm", "train", {"model", "personal"}, {"selector_gradient"}),
+            ("fedsm", "train", {"model", "personal"}, set()),
+            ("fedsm", "describe", set(), {"selector_statistics"}),
             ("prr", "train", {"model"}, {"prototypes"}),
             ("prr", "share_normalisation", set(), {"normalisation"}),
             ("fedrep", "share", set(), {"own"}),

@@ -10,6 +10,7 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import copy_state, weighted_mean
+from medflare.federation.screening.withholding import withhold
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
@@ -97,6 +98,23 @@ def test_gamma_is_tuned_at_the_end_or_given() -> None:
     given = federation(gamma=0.25)
     assert given.log[-1].step.phase == "calibrate" and given.server.configure_delivery("A").facts["gamma"] == 0.25
     assert federation(gamma="grid").server.gamma == tuned.server.gamma, "what older versions say"
+
+
+def test_votes_and_temperature_are_kept_for_the_record() -> None:
+    """Of site B, whose validation patients are too few to be told of, there is neither; nobody's vote is not read as 0."""
+    played = federation()
+    calibrate, tune = played.log[-2:]
+    for turn in (calibrate, tune):
+        withhold(turn.replies["B"].facts, FedSMSite.phase(turn.step.phase).reports, ("validation",))
+        played.server.aggregate(turn.step, turn.replies)
+    summary = played.server.selector_summary()
+    assert list(summary["votes"]) == ["A", "C"] and summary["candidates"] == list(GAMMAS)
+    votes = {site: dict(zip(map("{:g}".format, GAMMAS), values, strict=True)) for site, values in summary["votes"].items()}
+    assert summary["gamma"] == tuned_gamma(votes)
+    chosen = [of[f"{summary['gamma']:g}"] for of in votes.values()]
+    assert summary["mean_gain"] == pytest.approx(sum(chosen) / 2)
+    told = {site: calibrate.replies[site].facts["calibration"] for site in "AC"}
+    assert summary["temperature"] == fitted_temperature(told) and calibrate.replies["B"].facts["calibration"] == []
 
 
 def test_the_delivered_selector_is_calibrated() -> None:

@@ -150,7 +150,7 @@ def gains(**personal: float | dict[float, float] | None) -> dict[str, dict[str, 
 
 class TestTunedGamma:
     def test_the_demos_votes_give_the_personal_models(self) -> None:
-        """Dice of γ = 0 and 0.7755 on validation, phantom, seed 0: the median over sites took the second one, 0.024 below the first on test."""
+        """Dice of γ = 0 and 0.7755 on validation, seed 0: the median over sites took the second one, 0.024 below the first on test."""
         levels = {"a": (0.890, 0.784), "b": (0.938, 0.943), "c": (0.946, 0.934), "d": (0.930, 0.930)}
         votes = {site: {gamma: low - high if gamma < 0.7 else 0.0 for gamma in GAMMAS} for site, (low, high) in levels.items()}
         assert tuned_gamma(gains(**votes)) == 0.0

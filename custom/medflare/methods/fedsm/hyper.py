@@ -26,8 +26,8 @@ class FedSMSiteHyper(FedAvgSiteHyper):
     )
     selector: Literal["auto", "compact_selector", "vgg11", "ridge"] = param(
         "auto",
-        "selector; ridge: solved in one exchange; auto: ridge, but where a setting of trained selectors is changed, VGG-11, or the compact "
-        "one where VGG-11 is larger than the task's network",
+        "selector; ridge: solved in one exchange; auto: ridge; in fedsm_extra, and where a setting of trained selectors is changed, VGG-11 "
+        "or, where that is larger than the task's network, the compact one",
     )
     selector_lr: Annotated[float, Field(ge=0)] | Literal["auto"] = param(
         "auto", "Adam rate of the selector; auto: 0.001 for VGG-11, 0.01 for the compact one"

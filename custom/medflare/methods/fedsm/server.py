@@ -127,7 +127,7 @@ class PersonalServer(FedAvgServer[W]):
 
 
 class FedSMServer(PersonalServer[FedSMServerHyper]):
-    """The selector learns in every round; γ is tuned on the sites' validation images at the end."""
+    """At the end the selector is solved, unless it has learnt in every round, and calibrated; then γ is tuned on validation images."""
 
     Hyper: ClassVar[type] = FedSMServerHyper
     site_hyper: ClassVar[type] = FedSMSiteHyper

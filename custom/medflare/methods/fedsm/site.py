@@ -1,7 +1,8 @@
-"""FedSM's site half: every round a site trains three models on the same images, one after the other.
+"""FedSM's site half: every round a site trains two models on the same images, one after the other.
 
-The global model w_g (averaged as in FedAvg), its personal model w_p,k (pulled towards the others' by SoftPull, Eq. 11) and the
-selector w_s (cross entropy with the site's own label, Eq. 2).
+The global model w_g (averaged as in FedAvg) and its personal model w_p,k (pulled towards the others' by SoftPull, Eq. 11); a selector w_s
+that is trained too (cross entropy with the site's own label, Eq. 2). After the last round it sends what the ridge selector is solved from,
+and measures the selector's calibration and the candidates of γ on its validation images.
 """
 
 import math
@@ -77,7 +78,7 @@ class PersonalSite(FedAvgSite[H]):
         kind: of the deployed model.
     """
 
-    unprotected = "the selector learns from the same images, and its gradient or weights leave the site without noise"
+    unprotected = "what the selector learns from (statistics of the images, a gradient or weights) leaves the site without noise"
     kind: ClassVar[str]
     apfl_local = Kept("apfl_local")
 
@@ -180,7 +181,7 @@ class PersonalSite(FedAvgSite[H]):
 
 
 class FedSMSite(PersonalSite[FedSMSiteHyper]):
-    """Trains the selector in every round beside the global and the personal model."""
+    """Helps to solve the selector, or trains it beside the global and the personal model; then to calibrate it and to tune γ."""
 
     Hyper: ClassVar[type] = FedSMSiteHyper
     server_hyper: ClassVar[type] = FedSMServerHyper
