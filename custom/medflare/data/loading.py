@@ -142,8 +142,10 @@ def load_site_data(
         else:
             missing = [name for name in missing if annotation is None or name not in annotation.missing]
             notes += [f"class {name} is absent from the training images" for name in missing]
+    first = {number: row for row, number in reversed([*enumerate(decoded.entries)]) if entries[number].split == "training"}
+    acquired = decoded.acquired[sorted(first.values())]
     told, left_out = (*notes, *absent), tuple(decoded.failed.values())
-    return SiteData(splits["training"], splits["validation"], splits["test"], told, left_out, named, tuple(absent))
+    return SiteData(splits["training"], splits["validation"], splits["test"], told, left_out, named, tuple(absent), acquired)
 
 
 def annotation_of(site: str, task: TaskConfig, source: Source) -> Annotation | None:

@@ -27,6 +27,7 @@ class Decoded:
     names: list[str]  # row -> name
     spacings: list[Spacing | None]  # row -> millimetres between the voxels of a volume; none at all for pictures
     failed: dict[int, str]  # index of an entry that cannot be used -> why
+    acquired: Tensor  # float64 (rows, ...), `data.files.acquisition.Acquisition.row` of every row's file
 
 
 class DecodedRow(NamedTuple):
@@ -37,6 +38,7 @@ class DecodedRow(NamedTuple):
     entry: int
     name: str
     spacing: Spacing | None
+    acquired: list[float]
 
 
 def decode(task: TaskConfig, source: Source, entries: Iterable[Entry]) -> Decoded:
@@ -70,11 +72,12 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[Entry], fai
                 raise
             failed[number] = str(error)
             continue
+        acquired = source.acquisition(entry, image).row()
         for name, picture, label in pictures_of(task, entry, image, target):
             ready = preprocessing.image(picture)
             wanted = _for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task)
             spacing = resized_spacing(source.spacing(entry), picture.shape[1:], ready.shape[1:]) if task.spatial_dims == 3 else None
-            yield DecodedRow(ready, wanted, number, name, spacing)
+            yield DecodedRow(ready, wanted, number, name, spacing, acquired)
 
 
 def gathered(rows: Iterable[DecodedRow], task: TaskConfig, failed: dict[int, str]) -> Decoded:
@@ -89,12 +92,13 @@ def gathered(rows: Iterable[DecodedRow], task: TaskConfig, failed: dict[int, str
     images, targets = [row.image for row in kept], [row.target for row in kept]
     numbers, names = [row.entry for row in kept], [row.name for row in kept]
     spacings = [row.spacing for row in kept] if task.spatial_dims == 3 else []
+    acquired = torch.tensor([row.acquired for row in kept], dtype=torch.float64)
     if task.spatial_dims == 3 or task.fit == "patch":
-        return Decoded(images, targets, numbers, names, spacings, failed)
+        return Decoded(images, targets, numbers, names, spacings, failed, acquired)
     if not images:
         empty = torch.zeros(0, task.image_channels, *task.size)
-        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), numbers, names, spacings, failed)
-    return Decoded(torch.stack(images), torch.stack(targets), numbers, names, spacings, failed)
+        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), numbers, names, spacings, failed, acquired)
+    return Decoded(torch.stack(images), torch.stack(targets), numbers, names, spacings, failed, acquired)
 
 
 def resized_spacing(spacing: Spacing | None, before: Sequence[int], after: Sequence[int]) -> Spacing | None:
