@@ -186,14 +186,13 @@ class Participant:
             self.working.clear()
         counts = [] if (rare := rare_classes(site, self.minimum_patients)) else site.class_counts().tolist()
         notes = _notes(site, self.minimum_patients, rare)
-        seen = site.trained_on(self.minimum_patients) if role == "inside" else None
+        seen = site.trained_on(self.minimum_patients) if role == "inside" and not self._private(site) else None
         told: dict[str, Any] = {} if seen is None else {RANGE: seen.to_dict()}
         return Message({}, {"n": site.n, "class_counts": counts, VERSIONS: versions_here(), **told, "events": notes})
 
     def _agree(self, site: Site, role: str, theirs: Mapping[str, Any]) -> None:
         """ConfigError where site and server do not mean the same run, or the site's own rules forbid it."""
-        hyper = self.method.plan(site.task, (), self.hyper).site_hyper
-        if self.account.budget is not None and role == "inside" and not is_private(hyper):
+        if self.account.budget is not None and role == "inside" and not self._private(site):
             raise ConfigError(
                 f"site {self.name} trains with differential privacy only (privacy in its local/medflare.json), this job without: "
                 f"{self.method.unprotected or 'set dp_noise'}"
@@ -205,6 +204,10 @@ class Participant:
                     f"site {self.name} and the server differ in {what}: {here!r} here, {there!r} there; "
                     "submit one job folder to all, and do not edit the site's copy"
                 )
+
+    def _private(self, site: Site) -> bool:
+        """Whether the run tells of training patients with noise alone."""
+        return is_private(self.method.plan(site.task, (), self.hyper).site_hyper)
 
     def _opened(self, role: str) -> Site:
         """The site with its data, read once in this process."""
