@@ -3,7 +3,6 @@
 import csv
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from PIL import Image
 from medflare.cli import main
 from medflare.core.message import Message
 from medflare.data.sites.opening import open_site
+from medflare.data.sites.site import Site
 from medflare.federation.local import run_local
 from medflare.federation.participant import Participant
 from medflare.inference.deployed import load_model
@@ -134,11 +134,13 @@ def test_a_card_that_does_not_say_is_said_and_refused_when_strict(
 def test_a_site_of_few_patients_tells_nothing_of_its_images(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight training images are of four patients at every site."""
 
-    task = small_task(label_values={"square": [3, 4]})
-    told = {}
+    task, told = small_task(label_values={"square": [3, 4]}), {}
+
+    def opened(role: str) -> Site:
+        return open_site("A", task, role=role, data_root=data_root)
+
     for minimum, hyper in ((0, {}), (4, {}), (5, {}), (1, {"site": {"dp_noise": 1.0, "dp_clip": 1.0, "dp_delta": 1e-5}})):
-        opened = partial(open_site, "A", task, data_root=data_root)
-        site = Participant("A", lambda role, opened=opened: opened(role=role), get_method("fedavg"), hyper, minimum_patients=minimum)
+        site = Participant("A", opened, get_method("fedavg"), hyper, minimum_patients=minimum)
         told[minimum] = site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})).facts
     assert [TOLD in told[minimum] for minimum in (0, 4, 5, 1)] == [True, True, False, False]
     assert told[4][TOLD]["medians"] != told[0][TOLD]["medians"]

@@ -65,7 +65,15 @@ def _key(task: TaskConfig, source: Source, entries: list[Entry]) -> str:
     )
     labels = [str(entry.label) for entry in entries]
     chosen = [entry.split for entry in entries] if task.slices["keep"] == "foreground" else []  # slices are chosen for training alone
-    content = [_FORMAT, versions(_DECODERS), {name: settings[name] for name in used}, source.state(entries), labels, *chosen]
+    content = [
+        _FORMAT,
+        versions(_DECODERS),
+        {name: settings[name] for name in used},
+        source.state(entries),
+        source.annotated(),
+        labels,
+        *chosen,
+    ]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from medflare.core.errors import DataError
 from medflare.data.datalist import Entry
 from medflare.data.files.sources import Source, size_of
-from medflare.data.targets import encode_label, encode_mask
+from medflare.data.targets import annotation_of, encode_label, encode_mask, with_empty_masks
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
@@ -144,8 +144,9 @@ def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray)
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # entries without a target were left out before
         return target
-    mask = source.mask(entry)
-    place = str(entry.masks[0])
+    mask, place = source.mask(entry), str(entry.masks[0])
+    if task.target == "multilabel" and not task.label_values and (annotation := annotation_of(source.annotated(), task, entry.place)):
+        mask = with_empty_masks(mask, annotation)
     if mask.shape[1:] != image.shape[1:]:
         raise DataError(f"{place}: the mask is {size_of(mask)}, its image {entry.image} is {size_of(image)}; store both at one size")
     return encode_mask(mask, task, place)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any, Protocol
@@ -84,7 +84,11 @@ class FileSource:
         return listed_names(self._root)
 
     def annotated(self) -> tuple[str, ...] | None:
-        """The structures that datalist.json says were annotated."""
+        """The structures that datalist.json says were annotated; it is read once."""
+        return self._annotated
+
+    @cached_property
+    def _annotated(self) -> tuple[str, ...] | None:
         return listed_annotated(self._root)
 
     def image(self, entry: Entry) -> np.ndarray:
