@@ -131,9 +131,8 @@ def test_a_card_that_does_not_say_is_said_and_refused_when_strict(
     assert "--strict" in capsys.readouterr().err
 
 
-def test_a_site_of_few_patients_tells_nothing_of_its_images(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_of_few_patients_and_one_with_noise_tell_nothing_of_their_images(data_root: Path) -> None:
     """Eight training images are of four patients at every site."""
-
     task, told = small_task(label_values={"square": [3, 4]}), {}
 
     def opened(role: str) -> Site:

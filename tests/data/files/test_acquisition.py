@@ -149,6 +149,13 @@ def test_sizes_in_pixels_count_where_nobody_knows_millimetres() -> None:
     assert outside(picture, trained) == {} and list(outside(dataclasses.replace(picture, sides=(90.0, 601.0)), trained)) == ["size"]
 
 
+def test_a_grey_picture_is_unlike_coloured_ones_where_colours_are_channels() -> None:
+    assert outside(WITHIN, dataclasses.replace(RANGE, coloured=(True,))) == {}
+    three = dataclasses.replace(RANGE, medians=((10.0,) * 3, (40.0,) * 3), contrasts=((80.0,) * 3, (100.0,) * 3), coloured=(True,))
+    grey = dataclasses.replace(WITHIN, medians=(25.0,) * 3, contrasts=(90.0,) * 3)
+    assert list(outside(grey, three)) == ["colour"] and outside(grey, dataclasses.replace(three, coloured=(False, True))) == {}
+
+
 def test_channels_are_named() -> None:
     trained = dataclasses.replace(RANGE, medians=((10.0, 10.0), (40.0, 40.0)), contrasts=((80.0, 80.0), (100.0, 100.0)))
     two = dataclasses.replace(WITHIN, medians=(25.0, 900.0), contrasts=(90.0, 90.0))

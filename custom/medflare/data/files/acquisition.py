@@ -284,7 +284,7 @@ def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()
             lines.append(f"span {of}{contrast:.4g}, trained on {least:.4g} to {most:.4g}")
     if lines:
         found["intensities"] = "; ".join(lines)
-    if image.coloured not in trained.coloured:
+    if image.coloured not in trained.coloured and (image.coloured or several):  # one channel is grey either way
         found["colour"] = "in colour, trained on grey images" if image.coloured else "grey, trained on images in colour"
     return found
 
