@@ -104,6 +104,18 @@ def test_a_classification_is_refused_in_one_line(make_site: Callable[..., Path],
         open_site("A", make_task("classification"), data_root=folder)
 
 
+def test_a_mask_each_is_needed_of_what_was_annotated_alone(make_task: TaskOf, tmp_path: Path, edit: Any) -> None:
+    task = make_task(target="multilabel", labels=["stripe", "square"], size=[24, 24])
+    folder = write_site(tmp_path / "A", 0, kept=(1,), annotated=["square"])
+    for file in folder.glob("*_mask.png"):
+        Image.fromarray((np.asarray(Image.open(file)) == 1).astype(np.uint8)).save(file)
+    site = open_site("A", task, data_root=folder)
+    batch = next(site.ordered("train"))
+    assert not batch.targets[:, 0].any() and batch.targets[:, 1].flatten(1).any(dim=1).all()
+    edit(folder, lambda content: content.pop("annotated"))
+    assert "1 mask(s)" in check_site(folder, task).sites["A"].problems[0]
+
+
 def test_what_masks_show_beyond_the_word_is_neither_learnt_nor_measured(two: TaskConfig, tmp_path: Path) -> None:
     """Stripes were drawn in some images only: the word says to do without them."""
     whole = open_site("A", two, data_root=write_site(tmp_path / "A", 0))

@@ -17,6 +17,7 @@ from delivered import probabilities
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.data.files.acquisition import acquisition_of
 from medflare.data.files.bounds import ImageBounds
 from medflare.data.loading import FOLDERS
 from medflare.data.sites.opening import open_site
@@ -138,8 +139,9 @@ def test_slices_of_one_volume_are_one_patients(segmentation: TaskConfig) -> None
     model = SuperModel(segmentation, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
     expected = torch.cat([answer[0] for answer in Site("S", segmentation, SiteData(data, data, data)).answers(model, "test")])
-    volume = Prepared(Input(Path("v.nii"), "v"), images, (4, 4), True)
-    pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False) for image in images[:2]]
+    acquired = acquisition_of(images[0].numpy(), segmentation)
+    volume = Prepared(Input(Path("v.nii"), "v"), images, (4, 4), True, acquired)
+    pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False, acquired) for image in images[:2]]
     whole, *alone = predictions(model, [volume, *pictures], segmentation)
     assert torch.equal(whole.probabilities, expected) and len(set(whole.answered)) == 1 and len(whole.answered) == 10
     assert len({one.answered for one in alone}) == 2, "files may be of several patients, and are asked for one by one"
@@ -153,7 +155,7 @@ def test_masks_and_table(trained: Callable[..., Path], data_root: Path, tmp_path
     summary = predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
     rows = rows_of(tmp_path)
     assert summary.images == len(rows) == 9 and not summary.failed and sum(summary.answered.values()) == 9
-    assert list(rows[0]) == ["image", "slice", "mask", "pixels_square", "model"]
+    assert list(rows[0]) == ["image", "slice", "mask", "pixels_square", "model", "outside_training"]
     for row, p in zip(rows, probabilities(stored, data_root / "A/test", tmp_path), strict=True):
         mask = np.asarray(Image.open(tmp_path / row["mask"]))
         np.testing.assert_array_equal(mask, np.where(p[0] > 0.5, 3, 0))  # the first value of the task's label

@@ -25,6 +25,7 @@ def _add_predict(commands: Commands) -> None:
         description="Writes masks in the images' own geometry (PNG; NIfTI for volumes) and predictions.csv with a row for every picture.",
         examples=(
             "medflare predict MODEL images/ --out masks",
+            "medflare predict MODEL images/ --strict --out masks",
             "medflare predict MODEL scans/*.nii.gz --adapt none --device cuda --out masks",
         ),
     )
@@ -42,6 +43,7 @@ def _add_predict(commands: Commands) -> None:
         help = f"the most {unit} of an image, which are counted before it is unpacked (default: {default})"
         parser.add_argument(f"--max-{unit}", type=int, metavar="N", help=help)
     _add_unsealed(parser)
+    parser.add_argument("--strict", action="store_true", help="images outside what the model was trained on fail and are not predicted")
     parser.add_argument("--dicom-seg", action="store_true", help="masks of DICOM series as DICOM segmentations; needs highdicom")
 
 
@@ -68,6 +70,7 @@ def _predict(options: argparse.Namespace) -> int:
         device=options.device,
         seg=options.dicom_seg,
         bounds=bounds,
+        strict=options.strict,
         say=lambda line: print(f"medflare: {line}", file=sys.stderr),
     )
     print(summary.render())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings
@@ -19,8 +19,8 @@ from medflare.data.files.bounds import ImageBounds
 from medflare.data.files.decoding import Decoded
 from medflare.data.files.sources import FileSource, PhantomSource, Source
 from medflare.data.splits import OnDisk, OneByOne, Samples, SiteData, Split
-from medflare.data.targets import class_counts, encode_label, stored_values
-from medflare.tasks.annotation import Annotation, structures_of
+from medflare.data.targets import annotation_of, class_counts, encode_label, plain_name, stored_values
+from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
@@ -124,7 +124,7 @@ def load_site_data(
     """
     source = source_of(site, task, root, folders, bounds)
     entries, notes = used_entries(site, task, source, role=role)
-    annotation = annotation_of(site, task, source)
+    annotation = annotation_of(source.annotated(), task, f"site {site}: {FILE}")
     _refuse_empty(Counter(entry.split for entry in entries), site, role)
     decoded = decoded_once(site, task, source, entries, cache)
     refuse_too_many(decoded.failed, len(entries), task, site)
@@ -142,29 +142,10 @@ def load_site_data(
         else:
             missing = [name for name in missing if annotation is None or name not in annotation.missing]
             notes += [f"class {name} is absent from the training images" for name in missing]
+    first = {number: row for row, number in reversed([*enumerate(decoded.entries)]) if entries[number].split == "training"}
+    acquired = decoded.acquired[sorted(first.values())]
     told, left_out = (*notes, *absent), tuple(decoded.failed.values())
-    return SiteData(splits["training"], splits["validation"], splits["test"], told, left_out, named, tuple(absent))
-
-
-def annotation_of(site: str, task: TaskConfig, source: Source) -> Annotation | None:
-    """The structures that a site says it annotated; None where it does not say.
-
-    Args:
-        site: its name.
-        task: what is learnt; its names count, case and "_" for a space do not.
-        source: the site's data.
-
-    Raises:
-        DataError: "annotated" of the datalist names none of the task's structures, or something else.
-    """
-    names = source.annotated()
-    if names is None:
-        return None
-    labels = {_plain(label): label for label in task.labels}
-    try:
-        return Annotation(task, [labels.get(_plain(name), name) for name in names])
-    except ConfigError as error:
-        raise DataError(f"site {site}: {FILE}: {error}") from error
+    return SiteData(splits["training"], splits["validation"], splits["test"], told, left_out, named, tuple(absent), acquired)
 
 
 def unexplained(missing: Collection[str], task: TaskConfig) -> list[str]:
@@ -274,17 +255,17 @@ def renumbering(names: Mapping[str, Sequence[int]], used: Collection[int], task:
     meant = {number: label for label, numbers in values.items() for number in numbers}
     own: defaultdict[str, set[int]] = defaultdict(set)
     for label, numbers in values.items():
-        own[_plain(label)].update(numbers)
+        own[plain_name(label)].update(numbers)
     a_mask_each = task.kind == "segmentation" and task.target == "multilabel" and not task.label_values
     called = list(enumerate(names_of_masks(names))) if a_mask_each else sorted((n, name) for name, of in names.items() for n in of)
     background = {0} if task.target == "binary" or (task.kind == "segmentation" and not a_mask_each) else set()
     classes = meant.keys() - background
 
-    same = {number for number, name in called if number in own.get(_plain(name), ())}
-    moved = {number: name for number, name in called if _plain(name) in own and number not in own[_plain(name)]}
-    strange = {number: name for number, name in called if _plain(name) not in own and name != str(number) and number in classes}
+    same = {number for number, name in called if number in own.get(plain_name(name), ())}
+    moved = {number: name for number, name in called if plain_name(name) in own and number not in own[plain_name(name)]}
+    strange = {number: name for number, name in called if plain_name(name) not in own and name != str(number) and number in classes}
     if moved and task.kind == "classification" and task.target == "multiclass" and set(used) & meant.keys() <= same | moved.keys():
-        theirs = {number: min(own[_plain(name)]) for number, name in moved.items()}
+        theirs = {number: min(own[plain_name(name)]) for number, name in moved.items()}
         return theirs, _counted_as((number, name, theirs[number], meant[theirs[number]]) for number, name in moved.items())
     in_other_words = same <= background and classes <= dict(called).keys()
     if not moved and (not strange or in_other_words or task.label_values):  # a task that says what numbers mean may name them otherwise
@@ -293,10 +274,6 @@ def renumbering(names: Mapping[str, Sequence[int]], used: Collection[int], task:
     has = ", ".join(f"{number} {label}" for number, label in sorted(meant.items()))
     remedy = "write the task's name there if it means the same, or say in the task's label_values what numbers mean"
     raise DataError(f'{place}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {has}; {remedy}')
-
-
-def _plain(name: str) -> str:
-    return " ".join(name.replace("_", " ").split()).casefold()
 
 
 def _counted_as(classes: Iterable[tuple[int, str, int, str]]) -> str:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -275,6 +275,7 @@ class SiteData:
         notes: one line each.
         left_out: one line for each unusable image.
         annotated: the structures that the site annotated; None: it does not say, and all are taken for annotated.
+        acquired: float64 (N, ...), `data.files.acquisition.Acquisition.row` of every training file; none where nobody looked.
         absent: of a site that does not say so, what is in none of its training masks, one line each with the remedy.
     """
 
@@ -285,6 +286,7 @@ class SiteData:
     left_out: tuple[str, ...] = ()
     annotated: tuple[str, ...] | None = None
     absent: tuple[str, ...] = ()
+    acquired: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
     def split(self, name: str) -> Samples:
         """A split by name.

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.core.errors import DataError
+from medflare.core.errors import ConfigError, DataError
+from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images
 
@@ -79,6 +80,45 @@ def stored_values(task: TaskConfig) -> list[list[int]]:
     if task.label_values:
         return [task.label_values[label] for label in task.labels]
     return [[1]] if task.target == "binary" else [[index] for index in range(len(task.labels))]
+
+
+def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> Annotation | None:
+    """The structures that a site says it annotated; None where it does not say.
+
+    Args:
+        names: "annotated" of its datalist; case and "_" for a space do not matter.
+        task: gives the structures.
+        place: the beginning of a message.
+
+    Raises:
+        DataError: the task has no such structure, or classifies.
+    """
+    if names is None:
+        return None
+    labels = {plain_name(label): label for label in task.labels}
+    try:
+        return Annotation(task, [labels.get(plain_name(name), name) for name in names])
+    except ConfigError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def with_empty_masks(masks: np.ndarray, annotation: Annotation) -> np.ndarray:
+    """Masks of the annotated structures, one each, with an empty one for each of the others.
+
+    Args:
+        masks: (M, ...); as many as were annotated, in the task's order, or others, which stay as they are.
+        annotation: of a task that takes a mask for every label.
+    """
+    if annotation.complete or len(masks) != len(annotation.names):
+        return masks
+    whole = np.zeros((len(annotation.task.labels), *masks.shape[1:]), masks.dtype)
+    whole[list(annotation.outputs)] = masks
+    return whole
+
+
+def plain_name(name: str) -> str:
+    """A label's name as it is compared: without case, "_" a space."""
+    return " ".join(name.replace("_", " ").split()).casefold()
 
 
 class Targets(Sequence[Tensor]):

@@ -15,6 +15,7 @@ from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
+from medflare.data.files.acquisition import TRAINED_ON
 from medflare.data.sites.local import PLACE, PROGRESS
 from medflare.data.sites.montage import fullest_row, montage, overlay
 from medflare.data.sites.site import Site
@@ -105,8 +106,8 @@ class SiteFolder(Keeper):
         """Write a delivered model and its card into a folder of the role's name, and what it scored patient by patient."""
         card = {"method": self.method.name, "site": self.site, "role": role, "seed": self.seed, "metrics": dict(metrics)}
         card["round"] = model.facts.get(SELECTED_ROUND)
-        chosen = {KEPT: model.facts[KEPT]} if KEPT in model.facts else {}
-        save_model(self.folder / role, self.task, model, {**card, **chosen})
+        told = {name: model.facts[name] for name in (KEPT, TRAINED_ON) if name in model.facts}
+        save_model(self.folder / role, self.task, model, {**card, **told})
         write_json(self.folder / SCORES / f"{role}.json", cases.to_dict())
         self.delivered[role] = metrics, cases
 

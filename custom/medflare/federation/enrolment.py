@@ -8,9 +8,10 @@ import medflare
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.core.packages import installed_versions
+from medflare.data.files.acquisition import joined_range, read_range
 from medflare.evaluation.record import shares
 from medflare.federation.exchange import START, Courier
-from medflare.federation.screening.replies import VERSIONS
+from medflare.federation.screening.replies import RANGE, VERSIONS
 from medflare.federation.screening.shares import capped
 from medflare.federation.settings import ENROL
 from medflare.methods.base import ServerContext, Step
@@ -146,6 +147,8 @@ class Enrolment:
         images, known = facts["n"], self.returning.get(site, facts["n"])
         if images != known:
             return f"it came back with {_counts(images)} instead of {_counts(known)}; counts do not change during a run"
+        if RANGE in facts and (problem := read_range(facts[RANGE]).misfit(self.context.task)):
+            return problem
         return impossible_counts(self.context.task, facts)
 
     def _weigh(self, round: int) -> None:
@@ -160,6 +163,16 @@ class Enrolment:
             text = f"has {found[heaviest]:.0%} of all training images, so that the others hardly count; max_share limits its weight"
             self.context.events.add("warning", text, site=heaviest, round=round)
             self._heaviest = heaviest
+
+
+def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The range of the training images of all sites that tell theirs, as JSON values; None where none does.
+
+    Args:
+        enrolled: site -> what it enrolled with.
+    """
+    found = joined_range(read_range(facts[RANGE]) for _, facts in sorted(enrolled.items()) if RANGE in facts)
+    return None if found is None else found.to_dict()
 
 
 def _counts(images: Mapping[str, int]) -> str:

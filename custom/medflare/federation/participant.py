@@ -18,7 +18,7 @@ from medflare.federation.enrolment import versions_here
 from medflare.federation.exchange import START
 from medflare.federation.memory import RememberedHalf, WorkingTime
 from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
-from medflare.federation.screening.replies import DELIVERS, VERSIONS
+from medflare.federation.screening.replies import DELIVERS, RANGE, VERSIONS
 from medflare.federation.screening.rounding import Rounding
 from medflare.federation.screening.withholding import Suppression, rare_classes, too_few, withhold
 from medflare.federation.settings import DELIVER, ENROL, FACTS_LIMIT, PHASES_OF_ALL
@@ -147,6 +147,7 @@ class Participant:
 
     def _step(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to a step of the run or to the delivery."""
+        trained_on = self._gate.trained_on(phase, round, incoming)
         step, rounds, rounded = self._gate.numbers(phase, round, incoming, self._half.steps)
         self._gate.refuse(phase, round, incoming, self._half.recall(step), rounded)
         self.keeper.tell(phase, round, rounds, True)
@@ -156,7 +157,7 @@ class Participant:
                 incoming = incoming if rounding is None else rounding.widened(incoming)
                 half.site.rate_factor = rate_factor(half.site.task.schedule, round, rounds)
                 if phase == DELIVER:
-                    return self._deliver(half, incoming)
+                    return self._deliver(half, incoming, trained_on)
                 reply = half.perform(phase, round, incoming)
                 reply = self._suppression.suppressed(reply, half.phase(phase))
                 reply = reply if rounding is None else rounding.up(half.phase(phase), reply, incoming)
@@ -185,12 +186,13 @@ class Participant:
             self.working.clear()
         counts = [] if (rare := rare_classes(site, self.minimum_patients)) else site.class_counts().tolist()
         notes = _notes(site, self.minimum_patients, rare)
-        return Message({}, {"n": site.n, "class_counts": counts, VERSIONS: versions_here(), "events": notes})
+        seen = site.trained_on(self.minimum_patients) if role == "inside" and not self._private(site) else None
+        told: dict[str, Any] = {} if seen is None else {RANGE: seen.to_dict()}
+        return Message({}, {"n": site.n, "class_counts": counts, VERSIONS: versions_here(), **told, "events": notes})
 
     def _agree(self, site: Site, role: str, theirs: Mapping[str, Any]) -> None:
         """ConfigError where site and server do not mean the same run, or the site's own rules forbid it."""
-        hyper = self.method.plan(site.task, (), self.hyper).site_hyper
-        if self.account.budget is not None and role == "inside" and not is_private(hyper):
+        if self.account.budget is not None and role == "inside" and not self._private(site):
             raise ConfigError(
                 f"site {self.name} trains with differential privacy only (privacy in its local/medflare.json), this job without: "
                 f"{self.method.unprotected or 'set dp_noise'}"
@@ -202,6 +204,10 @@ class Participant:
                     f"site {self.name} and the server differ in {what}: {here!r} here, {there!r} there; "
                     "submit one job folder to all, and do not edit the site's copy"
                 )
+
+    def _private(self, site: Site) -> bool:
+        """Whether the run tells of training patients with noise alone."""
+        return is_private(self.method.plan(site.task, (), self.hyper).site_hyper)
 
     def _opened(self, role: str) -> Site:
         """The site with its data, read once in this process."""
@@ -219,9 +225,11 @@ class Participant:
 
     # -- delivery --------------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, half: SiteHalf[Any], incoming: Message) -> Message:
-        """Final models and pictures made, measured and handed to the engine to keep."""
+    def _deliver(self, half: SiteHalf[Any], incoming: Message, trained_on: Mapping[str, Any] | None) -> Message:
+        """Final models and pictures made, measured and handed to the engine to keep; their cards say what they were trained on."""
         models, said = chosen_here(half.site, half.deliver(incoming), self.chosen)
+        for model in models.values():
+            model.facts.update({} if trained_on is None else {RANGE: trained_on})
         facts = evaluated(half.site, models, self.keeper.keep, self.minimum_patients, method=self.method, inside=half.inside)
         facts["events"] += [{"kind": "warning", "message": line} for line in said]
         withhold(facts, DELIVERS, too_few(half.site, self.minimum_patients))

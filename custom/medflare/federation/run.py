@@ -15,11 +15,13 @@ from medflare.core.events import Event, EventLog
 from medflare.core.manifest import Manifest
 from medflare.core.states import state_bytes
 from medflare.core.store import make_folder, write_json
+from medflare.data.files.acquisition import TRAINED_ON
 from medflare.data.sites.local import MODELS_GB
 from medflare.evaluation.console import round_line
 from medflare.evaluation.names import RESULTS_FILE, ROUNDS_FILE
 from medflare.evaluation.results import UNKNOWN, LiveReport, RunRecord, SiteRecord, append_round, build_results, write_results
 from medflare.federation.checkpoint import Checkpoint
+from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
 from medflare.federation.outcome import Outcome, Selecting, StepReport, Telling
 from medflare.federation.participant import identity_of
@@ -212,9 +214,12 @@ def keep_what_is_left(run: Run, server: ServerHalf[Any], outcome: Outcome) -> No
         outcome.selector = server.selector_summary()
     if run.folder is None:
         return
+    seen = trained_on(outcome.enrolled)
     for path, model in server.models().items():
-        card = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed, "rounds": server.context.rounds}
+        card: dict[str, Any] = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed}
+        card["rounds"] = server.context.rounds
         card["round"] = model.facts.get(SELECTED_ROUND)
+        card |= {TRAINED_ON: seen} if seen is not None else {}
         save_model(run.folder / MODELS / path, run.task, model, card)
     for name, content in (server.documents() if isinstance(server, Telling) else {}).items():
         write_json(run.folder / name, content, public=True)

@@ -19,10 +19,11 @@ from medflare.core.events import EventLog
 from medflare.core.manifest import EntrySpec, Fact, Manifest, Phase, violation
 from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
-from medflare.federation.enrolment import Enrolment, listed
+from medflare.federation.enrolment import Enrolment, listed, trained_on
 from medflare.federation.exchange import Courier, Exchange, Reply, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.screening.incoming import STEPS
+from medflare.federation.screening.replies import RANGE
 from medflare.federation.screening.rounding import BF16, Rounding
 from medflare.federation.screening.shares import capped
 from medflare.federation.screening.updates import Past, Screened, lost_votes, screen
@@ -176,6 +177,8 @@ class Federation:
         step = Step(DELIVER, self.server.context.rounds, everyone=True)
         enrolment.admit(step.round)
         outgoing = {site: numbered(self.server.configure_delivery(site), index, step.round) for site in sorted(self.outcome.enrolled)}
+        if seen := trained_on(self.outcome.enrolled):
+            outgoing = {site: Message(message.states, {**message.facts, RANGE: seen}) for site, message in outgoing.items()}
         for site, reply in self._courier.ask(step, outgoing).items():
             if reply.message is None:
                 self.events.add(reply.kind, f"final models not evaluated: {reply.problem}", site=site, round=step.round)

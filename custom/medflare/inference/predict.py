@@ -7,7 +7,7 @@ model that looks at whole patients (FedSM's) is asked for all slices of a volume
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
 from medflare.core.store import csv_text, make_folder, write_atomically
+from medflare.data.files.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
-from medflare.data.files.channels import files_of, read_picture
+from medflare.data.files.channels import files_of, in_colour, read_picture
 from medflare.data.files.geometry import Grid
 from medflare.data.files.volumes import read_channels, turned
 from medflare.data.progress import counted
@@ -30,7 +31,7 @@ from medflare.data.sites.fitting import windows_of
 from medflare.data.sites.scoring import PatientWise, asks_patients, predict_each, scoring_batch
 from medflare.data.transforms import Preprocessing
 from medflare.inference.batch_statistics import TargetStatistics
-from medflare.inference.deployed import Adaptive, Builder, Repeated, StoredModel, build
+from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import check_values, in_place, label_map, pixels, sizes, write_masks
@@ -40,6 +41,9 @@ from medflare.tasks.config import TaskConfig
 
 ADAPTATIONS = ("auto", "none", "tent", "dsbn")
 TABLE = "predictions.csv"
+OUTSIDE = "outside_training"  # column of the table: in what an image lies outside what the model was trained on
+_UNSEEN = "outside what the model was trained on"
+_TOLD = 10  # images that are told one by one
 _BOUND = "--max-{}"  # of the command
 
 
@@ -58,6 +62,7 @@ class Prepared:
         images: float32 (S, C, ...); S = 1, or the slices of a volume.
         size: of a picture, slice or volume before the network's size.
         volume: whether it was cut into slices.
+        acquired: as it was read.
         grids: for a task of volumes, where the voxels lie: as stored, and along the task's axes.
     """
 
@@ -65,6 +70,7 @@ class Prepared:
     images: Tensor
     size: tuple[int, ...]
     volume: bool
+    acquired: Acquisition
     grids: tuple[Grid, Grid] | None = None
 
 
@@ -91,6 +97,8 @@ class Summary:
         say: see `predict`.
         images, pictures: inputs predicted; their pictures, counting every slice of a volume.
         failed: one line for each input that could not be predicted.
+        outside: image -> in what it lies outside what the model was trained on, see `acquisition.outside`; None: the card does not say what
+            that was.
         answered: for a super model, how many pictures each member answered.
         adapted: how the model adapted to the images; "" where it did not.
     """
@@ -100,6 +108,7 @@ class Summary:
     images: int = 0
     pictures: int = 0
     failed: list[str] = field(default_factory=list)
+    outside: dict[str, dict[str, str]] | None = None
     answered: Counter[str] = field(default_factory=Counter)
     adapted: str = ""
 
@@ -108,6 +117,15 @@ class Summary:
         self.images += 1
         self.pictures += len(answered)
         self.answered.update(filter(None, answered))
+
+    def differs(self, image: str, differences: Mapping[str, str]) -> None:
+        """One input lies outside what the model was trained on; the first ones are told one by one."""
+        assert self.outside is not None
+        self.outside[image] = dict(differences)
+        if len(self.outside) <= _TOLD:
+            self.say(f"{image}: {_UNSEEN}: {_listed(differences)}")
+        elif len(self.outside) == _TOLD + 1:
+            self.say(f"and further images, see the column {OUTSIDE} of {self.table.name}")
 
     def fail(self, line: str) -> None:
         """One input was not, for the reason that the line gives."""
@@ -118,6 +136,13 @@ class Summary:
         """What became of the images, how the model adapted and which members answered, a line each."""
         slices = f" ({self.pictures} pictures with every slice of the volumes)" if self.pictures > self.images else ""
         lines = [f"{self.images} image{'s' * (self.images != 1)} predicted{slices}, {len(self.failed)} failed; table: {self.table}"]
+        if self.outside is None:
+            lines.append("nothing is known of what the model was trained on: its card is of an older medflare, or its sites did not tell")
+        elif self.outside:
+            kinds = Counter(kind for differences in self.outside.values() for kind in differences)
+            first = {kind: next(found[kind] for found in self.outside.values() if kind in found) for kind in kinds}
+            told = "; ".join(f"{kind} of {count}, the first: {first[kind]}" for kind, count in kinds.most_common())
+            lines.append(f"{len(self.outside)} of {self.images} images lie outside what the model was trained on: {told}")
         if self.adapted:
             lines.append(f"adapted to these images: {self.adapted}")
         if self.answered:
@@ -135,6 +160,7 @@ def predict(
     device: str = "cpu",
     seg: bool = False,
     bounds: ImageBounds = ImageBounds(),
+    strict: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Summary:
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
@@ -148,11 +174,12 @@ def predict(
         device: as torch spells it.
         seg: write the masks of a DICOM series as a DICOM segmentation.
         bounds: how large an image may be.
+        strict: an image outside what the model was trained on, see `acquisition.outside`, fails; else it is predicted and named.
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
 
     Raises:
-        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, or label values that no mask
-            of these images holds.
+        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, label values that no mask of these
+            images holds, or `strict` with a card that does not say what the model was trained on.
         StateError: weights that do not fit the task, or an output folder that cannot be written.
     """
     task = stored.task
@@ -160,7 +187,8 @@ def predict(
         check_writable()
     inputs, problems = find_inputs(images, out, task.channel_names)
     check_values(inputs, task)
-    summary = Summary(out / TABLE, say)
+    trained = _trained_on(stored, strict)
+    summary = Summary(out / TABLE, say, outside=None if trained is None else {})
     model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
     try:
         make_folder(out)
@@ -168,7 +196,8 @@ def predict(
         raise StateError(f"{out}: nothing can be written here ({error.strerror or error}); give --out another folder") from error
     for problem in problems:
         summary.fail(problem)
-    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail))  # not kept: all of them need not fit into memory
+    usable = trained if strict else None
+    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, usable))  # not kept: all of them need not fit into memory
     if isinstance(model, Adaptive) and adapt != "none":
         summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
     elif isinstance(model, Tent):
@@ -177,14 +206,36 @@ def predict(
     for prediction in predictions(model, prepared, task, device):
         if torch.isfinite(prediction.probabilities).all():
             try:
-                rows += _written(prediction, task, out, seg)
+                written = _written(prediction, task, out, seg)
                 summary.add(prediction.answered)
+                if trained is not None:
+                    differences = outside(prediction.prepared.acquired, trained, task.channel_names)
+                    if differences:
+                        summary.differs(str(prediction.prepared.source.path), differences)
+                    written = [{**row, OUTSIDE: _listed(differences)} for row in written]
+                rows += written
             except DataError as error:
                 summary.fail(str(error))
         else:
             summary.fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
     _write_table(summary.table, rows)
     return summary
+
+
+def _trained_on(stored: StoredModel, strict: bool) -> TrainedOn | None:
+    """What the card says that the model was trained on; None where it does not say."""
+    if TRAINED_ON not in stored.card:
+        if strict:
+            raise ConfigError("strict: the card does not say what the model was trained on; leave out --strict, and look at the masks")
+        return None
+    trained = read_range(stored.card[TRAINED_ON])
+    if problem := trained.misfit(stored.task):
+        raise ConfigError(f"{CARD_FILE}: {problem}; fetch the model again")
+    return trained
+
+
+def _listed(differences: Mapping[str, str]) -> str:
+    return "; ".join(f"{kind} {text}" for kind, text in differences.items())
 
 
 def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str = "auto") -> nn.Module:
@@ -259,20 +310,27 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
     if task.spatial_dims == 3:
         array, stored = read_channels(files, task.image_channels, task.pick)
         refuse_resampled(source.path, stored, task, bounds, _BOUND)
+        acquired = acquisition_of(array, task, stored)
         array, here = turned(array, stored, task)
-        return Prepared(source, preprocessing.image(array)[None], here.shape, False, (stored, here))
+        return Prepared(source, preprocessing.image(array)[None], here.shape, False, acquired, (stored, here))
     array = read_picture(files, task)
+    acquired = acquisition_of(array, task, coloured=in_colour(files, task))
     volume, axis = array.ndim == 4, task.slices["axis"] + 1
     pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])] if volume else [array]
     height, width = pictures[0].shape[1:]
-    return Prepared(source, torch.stack([preprocessing.image(picture) for picture in pictures]), (height, width), volume)
+    return Prepared(source, torch.stack([preprocessing.image(picture) for picture in pictures]), (height, width), volume, acquired)
 
 
-def _readable(inputs: list[Input], task: TaskConfig, bounds: ImageBounds, fail: Callable[[str], None]) -> Iterator[Prepared]:
-    """Inputs as they are read; one that cannot be read is told, and left out from then on."""
+def _readable(
+    inputs: list[Input], task: TaskConfig, bounds: ImageBounds, fail: Callable[[str], None], trained: TrainedOn | None
+) -> Iterator[Prepared]:
+    """Inputs as they are read; one that cannot be read, or lies outside `trained`, is told, and left out from then on."""
     for source in counted(list(inputs), len(inputs), "images read"):
         try:
-            yield prepare(source, task, bounds)
+            prepared = prepare(source, task, bounds)
+            if trained is not None and (differences := outside(prepared.acquired, trained, task.channel_names)):
+                raise DataError(f"{source.path}: {_UNSEEN}: {_listed(differences)}")
+            yield prepared
         except DataError as error:
             inputs.remove(source)
             fail(str(error))

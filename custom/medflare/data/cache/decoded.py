@@ -25,7 +25,7 @@ from medflare.data.targets import class_counts
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-_FORMAT: Final = 7  # raise when the meaning of cached tensors or of the index changes, or what is refused of images
+_FORMAT: Final = 8  # raise when the meaning of cached tensors or of the index changes, or what is refused of images
 _KEPT_SITES: Final = 16  # decoded sites that one process keeps
 _INDEX: Final = "index.safetensors"  # of an entry: everything but images and targets
 _BLOCK: Final = 256  # rows that are read at once into memory
@@ -65,7 +65,15 @@ def _key(task: TaskConfig, source: Source, entries: list[Entry]) -> str:
     )
     labels = [str(entry.label) for entry in entries]
     chosen = [entry.split for entry in entries] if task.slices["keep"] == "foreground" else []  # slices are chosen for training alone
-    content = [_FORMAT, versions(_DECODERS), {name: settings[name] for name in used}, source.state(entries), labels, *chosen]
+    content = [
+        _FORMAT,
+        versions(_DECODERS),
+        {name: settings[name] for name in used},
+        source.state(entries),
+        source.annotated(),
+        labels,
+        *chosen,
+    ]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
@@ -138,12 +146,14 @@ def _write(folder: Path, rows: _Weighed, failed: dict[int, str], task: TaskConfi
     """All rows, decoded, counted and written in one pass."""
     numbers, names, spacings, dtypes = list[int](), list[str](), list[Spacing | None](), set[str]()
     counts: list[list[int]] = []
+    acquired: list[list[float]] = []
 
     def noted() -> Iterator[tuple[Tensor, Tensor]]:
         for row in rows:
             numbers.append(row.entry)
             names.append(row.name)
             spacings.append(row.spacing)
+            acquired.append(row.acquired)
             counts.append(class_counts(row.target[None], task).tolist())
             dtypes.add(str(row.target.dtype).removeprefix("torch."))
             yield row.image, row.target
@@ -158,7 +168,7 @@ def _write(folder: Path, rows: _Weighed, failed: dict[int, str], task: TaskConfi
         "failed": {str(number): why for number, why in failed.items()},
     }
     found = torch.tensor(counts, dtype=torch.int64).reshape(-1, len(task.classes))
-    index = {"entries": torch.tensor(numbers, dtype=torch.int64), "counts": found}
+    index = {"entries": torch.tensor(numbers, dtype=torch.int64), "counts": found, "acquired": torch.tensor(acquired, dtype=torch.float64)}
     write_message(folder / _INDEX, Message({"rows": index}, facts))
 
 
@@ -196,9 +206,13 @@ def _decoded(shards: Shards, message: Message, task: TaskConfig, *, resident: bo
     facts, entries = message.facts, message.states["rows"]["entries"].tolist()
     spacings = [None if spacing is None else tuple(spacing) for spacing in facts["spacings"]]
     failed = {int(number): why for number, why in facts["failed"].items()}
+    acquired = message.states["rows"]["acquired"]
     if resident:
         blocks = ((rows, shards.images(rows), shards.targets(rows)) for rows in shards.portions(_BLOCK))
-        pairs = ((row, image, target) for rows, images, targets in blocks for row, image, target in zip(rows, images, targets, strict=True))
-        return gathered((DecodedRow(image, target, entries[n], facts["names"][n], spacings[n]) for n, image, target in pairs), task, failed)
+        pairs = (
+            (row, image, target) for block, images, targets in blocks for row, image, target in zip(block, images, targets, strict=True)
+        )
+        rows = (DecodedRow(image, target, entries[n], facts["names"][n], spacings[n], acquired[n].tolist()) for n, image, target in pairs)
+        return gathered(rows, task, failed)
     labels = torch.cat([shards.targets(rows) for rows in shards.portions(_BLOCK)]) if task.kind == "classification" else ()
-    return Decoded(shards, labels, entries, facts["names"], spacings if task.spatial_dims == 3 else [], failed)
+    return Decoded(shards, labels, entries, facts["names"], spacings if task.spatial_dims == 3 else [], failed, acquired)

@@ -1,11 +1,14 @@
 """Images whose channels may lie in files of their own: which files stand for which channel, and the image that they make."""
 
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from medflare.core.errors import DataError
+from medflare.data.files.acquisition import differ
 from medflare.data.files.geometry import by
+from medflare.data.files.kinds import PICTURES, suffix
 from medflare.data.files.readers import read_image
 from medflare.data.files.volumes import slices_apart
 from medflare.tasks.config import TaskConfig
@@ -79,3 +82,24 @@ def read_picture(files: Files, task: TaskConfig) -> np.ndarray:
         if file != name and (difference := slices_apart(name, file)):
             raise DataError(f"{file}: lies on another grid than {name.name} ({difference}); resample one to the other first")
     return np.concatenate([np.zeros_like(first) if file is None else arrays[file] for file in files])
+
+
+def in_colour(files: Files, task: TaskConfig) -> bool:
+    """Whether a picture that a task reads as one grey channel is stored in colours; of a small copy, since it is read once more for it.
+
+    Args:
+        files: of the picture.
+        task: gives the channels.
+    """
+    if task.image_channels != 1 or len(files) != 1 or files[0] is None or suffix(files[0]) not in PICTURES:
+        return False
+    from PIL import Image
+
+    with Image.open(files[0]) as picture:
+        if len(picture.getbands()) < 3 and picture.mode != "P":
+            return False
+        colours = np.asarray(picture.convert("RGB").resize((_SMALL, _SMALL)), np.float64)
+    return differ(colours.reshape(-1, 3).T)
+
+
+_SMALL: Final = 64  # pixels

@@ -11,7 +11,7 @@ from torch import Tensor
 from medflare.core.errors import DataError
 from medflare.data.datalist import Entry
 from medflare.data.files.sources import Source, size_of
-from medflare.data.targets import encode_label, encode_mask
+from medflare.data.targets import annotation_of, encode_label, encode_mask, with_empty_masks
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
@@ -27,6 +27,7 @@ class Decoded:
     names: list[str]  # row -> name
     spacings: list[Spacing | None]  # row -> millimetres between the voxels of a volume; none at all for pictures
     failed: dict[int, str]  # index of an entry that cannot be used -> why
+    acquired: Tensor  # float64 (rows, ...), `data.files.acquisition.Acquisition.row` of every row's file
 
 
 class DecodedRow(NamedTuple):
@@ -37,6 +38,7 @@ class DecodedRow(NamedTuple):
     entry: int
     name: str
     spacing: Spacing | None
+    acquired: list[float]
 
 
 def decode(task: TaskConfig, source: Source, entries: Iterable[Entry]) -> Decoded:
@@ -70,11 +72,12 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[Entry], fai
                 raise
             failed[number] = str(error)
             continue
+        acquired = source.acquisition(entry, image).row()
         for name, picture, label in pictures_of(task, entry, image, target):
             ready = preprocessing.image(picture)
             wanted = _for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task)
             spacing = resized_spacing(source.spacing(entry), picture.shape[1:], ready.shape[1:]) if task.spatial_dims == 3 else None
-            yield DecodedRow(ready, wanted, number, name, spacing)
+            yield DecodedRow(ready, wanted, number, name, spacing, acquired)
 
 
 def gathered(rows: Iterable[DecodedRow], task: TaskConfig, failed: dict[int, str]) -> Decoded:
@@ -89,12 +92,13 @@ def gathered(rows: Iterable[DecodedRow], task: TaskConfig, failed: dict[int, str
     images, targets = [row.image for row in kept], [row.target for row in kept]
     numbers, names = [row.entry for row in kept], [row.name for row in kept]
     spacings = [row.spacing for row in kept] if task.spatial_dims == 3 else []
+    acquired = torch.tensor([row.acquired for row in kept], dtype=torch.float64)
     if task.spatial_dims == 3 or task.fit == "patch":
-        return Decoded(images, targets, numbers, names, spacings, failed)
+        return Decoded(images, targets, numbers, names, spacings, failed, acquired)
     if not images:
         empty = torch.zeros(0, task.image_channels, *task.size)
-        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), numbers, names, spacings, failed)
-    return Decoded(torch.stack(images), torch.stack(targets), numbers, names, spacings, failed)
+        return Decoded(empty, torch.zeros(0, len(task.labels), *task.size), numbers, names, spacings, failed, acquired)
+    return Decoded(torch.stack(images), torch.stack(targets), numbers, names, spacings, failed, acquired)
 
 
 def resized_spacing(spacing: Spacing | None, before: Sequence[int], after: Sequence[int]) -> Spacing | None:
@@ -140,8 +144,9 @@ def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray)
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # entries without a target were left out before
         return target
-    mask = source.mask(entry)
-    place = str(entry.masks[0])
+    mask, place = source.mask(entry), str(entry.masks[0])
+    if task.target == "multilabel" and not task.label_values and (annotation := annotation_of(source.annotated(), task, entry.place)):
+        mask = with_empty_masks(mask, annotation)
     if mask.shape[1:] != image.shape[1:]:
         raise DataError(f"{place}: the mask is {size_of(mask)}, its image {entry.image} is {size_of(image)}; store both at one size")
     return encode_mask(mask, task, place)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any, Protocol
@@ -12,8 +12,9 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.data import phantom
 from medflare.data.datalist import SPLITS, Entry, listed_annotated, listed_names, listed_splits, read_datalist
+from medflare.data.files.acquisition import Acquisition, acquisition_of
 from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
-from medflare.data.files.channels import files_of, read_picture, refuse_empty
+from medflare.data.files.channels import files_of, in_colour, read_picture, refuse_empty
 from medflare.data.files.geometry import Grid, by
 from medflare.data.files.readers import read_mask, whole_numbers
 from medflare.data.files.segmentations import is_segmentation, read_segmentation
@@ -48,6 +49,9 @@ class Source(Protocol):
     def spacing(self, entry: Entry) -> Spacing | None:
         """Millimetres between the voxels of a volume as `image` gives it; None for pictures and where nobody knows."""
 
+    def acquisition(self, entry: Entry, image: np.ndarray) -> Acquisition:
+        """How the entry's image, as `image` gives it, was acquired."""
+
     def state(self, entries: list[Entry]) -> Any:
         """JSON that changes whenever a picture or a mask does, or what is refused of them."""
 
@@ -80,7 +84,11 @@ class FileSource:
         return listed_names(self._root)
 
     def annotated(self) -> tuple[str, ...] | None:
-        """The structures that datalist.json says were annotated."""
+        """The structures that datalist.json says were annotated; it is read once."""
+        return self._annotated
+
+    @cached_property
+    def _annotated(self) -> tuple[str, ...] | None:
         return listed_annotated(self._root)
 
     def image(self, entry: Entry) -> np.ndarray:
@@ -106,6 +114,12 @@ class FileSource:
     def spacing(self, entry: Entry) -> Spacing | None:
         """Millimetres between the voxels of the entry's volume along the task's axes."""
         return self._placed(entry)[1].spacing if self._task.spatial_dims == 3 else None
+
+    def acquisition(self, entry: Entry, image: np.ndarray) -> Acquisition:
+        """Size and spacing as stored, intensities and colours."""
+        if self._task.spatial_dims == 3:
+            return acquisition_of(image, self._task, self._placed(entry)[0])
+        return acquisition_of(image, self._task, coloured=in_colour(entry.files, self._task))
 
     def _placed(self, entry: Entry) -> tuple[Grid, Grid]:
         """Where the entry's volume lies, as stored and as `image` gives it: that of the image that was read last, as a rule."""
@@ -197,6 +211,10 @@ class PhantomSource:
     def spacing(self, entry: Entry) -> Spacing | None:
         """None: nobody knows how large a generated picture is."""
         return None
+
+    def acquisition(self, entry: Entry, image: np.ndarray) -> Acquisition:
+        """Of a generated picture, whose mean is as coloured as it is."""
+        return acquisition_of(image, self._task, coloured=True)
 
     def state(self, entries: list[Entry]) -> Any:
         """The names that decide the images."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
+from medflare.data.files.acquisition import TrainedOn, range_of
 from medflare.data.files.sources import Source
 from medflare.data.progress import counted
 from medflare.data.sites import fitting, scoring
@@ -85,6 +86,11 @@ class Site:
     def class_counts(self) -> Tensor:
         """Training images, or pixels (segmentation), of each of `task.classes`; int64 (C,)."""
         return class_counts(self.data.train.targets, self.task)
+
+    def trained_on(self, minimum_patients: int = 0) -> TrainedOn | None:
+        """The range of its training images as they were acquired, see `acquisition.range_of`; None where it is not told."""
+        patients = len(set(self.data.train.patients))
+        return range_of(self.data.acquired, patients, self.task.spatial_dims, minimum_patients)
 
     # -- what trains -------------------------------------------------------------------------------------------------------------
 

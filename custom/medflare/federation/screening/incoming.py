@@ -10,7 +10,7 @@ from medflare.core.errors import MessageError
 from medflare.core.manifest import Entry, EntrySpec, Fact, Phase, count, listing, negative, non_finite, number, table, text, violation
 from medflare.core.message import Message
 from medflare.federation.screening.plain import not_plain, not_states, shown
-from medflare.federation.screening.replies import unfit
+from medflare.federation.screening.replies import RANGE, unfit
 from medflare.federation.screening.rounding import WIRE, Rounding
 from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.base import Plan, SiteHalf
@@ -153,6 +153,23 @@ class SiteGate:
         self._refuse(phase, round, misplaced((step, phase, round), self._latest, steps))
         self._latest = step, phase, round
         return step, rounds, wire is not None
+
+    def trained_on(self, phase: str, round: int, message: Message) -> dict[str, Any] | None:
+        """What the final models were trained on, taken out of the message that comes with them; None where it does not say.
+
+        Args:
+            phase: of the step.
+            round: of the step.
+            message: the server's.
+
+        Raises:
+            MessageError: nobody can work with the message, or it says something else there.
+        """
+        self._refuse(phase, round, _unreadable(round, message))
+        if phase != DELIVER or RANGE not in message.facts:
+            return None
+        self._refuse(phase, round, unfit(Message({}, {RANGE: message.facts[RANGE]}), (RANGE,)))
+        return message.facts.pop(RANGE)
 
     def refuse(self, phase: str, round: int, message: Message, half: SiteHalf[Any], rounded: bool = False) -> None:
         """Nothing where a message is as its phase declares and agrees with the half's plan.

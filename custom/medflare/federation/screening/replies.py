@@ -10,6 +10,7 @@ from typing import Final
 
 from medflare.core.manifest import Fact, count, listing, models, number, table, text
 from medflare.core.message import Message
+from medflare.data.files.acquisition import TRAINED_ON, no_range
 from medflare.federation.screening.answers import class_counts
 from medflare.federation.screening.plain import not_events, not_plain, not_states, shown
 from medflare.privacy.settings import cost
@@ -54,11 +55,14 @@ def _version(value: object) -> str | None:
 
 VERSIONS: Final = Fact("versions", "of the packages that its results depend on; medflare 0.2.0 does not tell them", table(_version))
 
+RANGE: Final = Fact(TRAINED_ON, "range of size, spacing and intensities of the training images, for the models' cards", no_range, "train")
+
 # What the phases of every method report, see `settings.PHASES_OF_ALL`.
 ENROLS: Final = (
     Fact("n", "images by split", _images),
     Fact("class_counts", "training images or pixels by class; none where the site keeps them", listing(count())),
     VERSIONS,
+    RANGE,
 )
 DELIVERS: Final = (
     Fact("metrics", "model -> metric -> value on test images", models(_measured, 1000), "test"),

@@ -1,0 +1,165 @@
+"""How images were acquired, the range over training images, and what lies outside of it."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medflare.core.errors import ConfigError
+from medflare.data.files.acquisition import (
+    Acquisition,
+    TrainedOn,
+    acquisition_of,
+    joined_range,
+    no_range,
+    outside,
+    range_of,
+    read_range,
+)
+from medflare.data.files.channels import in_colour
+from medflare.data.files.geometry import Grid
+from small import small_task
+
+VOLUMES = small_task(spatial_dims=3, size=[8, 8, 8], network={"name": "unet", "channels": [4, 8]}, spacing=[1, 1, 1])
+RANGE = TrainedOn(
+    9,
+    ((30.0, 30.0, 20.0), (60.0, 60.0, 40.0)),
+    ((1.0, 1.0, 1.0), (1.0, 1.0, 2.0)),
+    ((30.0, 30.0, 20.0), (60.0, 60.0, 60.0)),
+    ((10.0,), (40.0,)),
+    ((80.0,), (100.0,)),
+    (False,),
+)
+WITHIN = Acquisition((40.0, 40.0, 30.0), (1.0, 1.0, 1.0), (25.0,), (90.0,), False)
+
+
+def test_a_volume_is_measured_along_the_axes_of_the_task_as_stored() -> None:
+    affine = np.array([[0.0, 0, 5, 0], [2, 0, 0, 0], [0, 3, 0, 0], [0, 0, 0, 1]])  # stored along A, S, R
+    values = np.arange(4 * 6 * 8, dtype=np.float32).reshape(1, 4, 6, 8)
+    found = acquisition_of(values, VOLUMES, Grid((4, 6, 8), affine))
+    assert found.sides == (8, 4, 6) and found.spacing == (5, 2, 3) and found.extent == (40, 8, 18)
+    assert found.medians == (95.5,) and found.contrasts[0] == pytest.approx(0.9 * 191)
+    unknown = acquisition_of(values, VOLUMES, Grid((4, 6, 8), np.eye(4), known=False))
+    assert unknown.spacing is None and unknown.extent is None and unknown.sides == (4, 6, 8)
+
+
+def test_a_picture_is_as_large_however_it_is_turned_and_a_cut_volume_as_its_slices() -> None:
+    task = small_task()
+    assert acquisition_of(np.zeros((1, 30, 20)), task).sides == acquisition_of(np.zeros((1, 20, 30)), task).sides == (20, 30)
+    assert acquisition_of(np.zeros((1, 30, 20, 99)), task).sides == (20, 30)
+    assert acquisition_of(np.zeros((1, 30, 20, 99)), small_task(slices={"axis": 0})).sides == (20, 99)
+
+
+def test_colours_of_the_channels_or_of_the_file(tmp_path: Path) -> None:
+    grey = np.full((3, 8, 8), 100.0)
+    grey[:, 2:4] = 30
+    task = small_task(channels=3)
+    assert not acquisition_of(grey, task).coloured
+    assert acquisition_of(grey * np.array([1, 0.6, 0.3])[:, None, None], task).coloured
+    assert not acquisition_of(grey * np.array([1, 0.6, 0.3])[:, None, None], small_task(channels=["t1", "t2", "flair"])).coloured
+    for name, pixels in (("grey", grey), ("red", grey * np.array([1, 0.2, 0.2])[:, None, None])):
+        Image.fromarray(pixels.transpose(1, 2, 0).astype(np.uint8)).save(tmp_path / f"{name}.png")
+    assert [in_colour((tmp_path / f"{name}.png",), small_task()) for name in ("grey", "red")] == [False, True]
+    assert not in_colour((tmp_path / "red.png",), task), "its colours are channels"
+
+
+def rows(count: int = 101, **spread: float) -> list[list[float]]:
+    """Images whose median goes from 0 to 100."""
+    return [dataclasses.replace(WITHIN, medians=(100.0 * number / (count - 1),)).row() for number in range(count)]
+
+
+def test_a_range_tells_of_no_single_image() -> None:
+    told = range_of(rows(), 101, 3)
+    assert told is not None and told.medians == ((5.0,), (95.0,)) and told.images == 101 and told.extent == ((40, 40, 30), (40, 40, 30))
+    inner = range_of(rows(), 101, 3, minimum=5)
+    assert inner is not None and inner.medians == ((10.0,), (90.0,))
+    assert range_of(rows(4), 4, 3, minimum=5) is None and range_of([], 0, 3) is None
+
+
+def test_one_image_is_a_range_and_an_unknown_spacing_none() -> None:
+    unknown = dataclasses.replace(WITHIN, spacing=None)
+    one = range_of([unknown.row()], 1, 3)
+    assert one is not None and one.spacing is None and one.extent is None and outside(unknown, one) == {}
+    mixed = range_of([unknown.row(), WITHIN.row()], 2, 3)
+    assert mixed is not None and mixed.spacing == ((1, 1, 1), (1, 1, 1))
+    assert (
+        math.isnan(unknown.row()[3]) and Acquisition.of_row(unknown.row(), 3) == unknown and Acquisition.of_row(WITHIN.row(), 3) == WITHIN
+    )
+
+
+def test_sites_together_have_the_widest_range() -> None:
+    other = dataclasses.replace(RANGE, spacing=None, extent=None, medians=((-5.0,), (20.0,)), coloured=(True,))
+    both = joined_range([RANGE, other])
+    assert both is not None and both.images == 18 and both.medians == ((-5.0,), (40.0,)) and both.coloured == (False, True)
+    assert both.spacing == RANGE.spacing and joined_range([]) is None and joined_range([RANGE]) == RANGE
+    assert joined_range([other, other]).spacing is None  # type: ignore[union-attr]
+
+
+def test_what_is_told_is_read_back_and_nothing_else() -> None:
+    assert read_range(RANGE.to_dict()) == RANGE and no_range(RANGE.to_dict()) is None and RANGE.misfit(VOLUMES) == ""
+    for change in ({"images": 0}, {"sides": [[1, 1]]}, {"medians": [["a"], [1.0]]}, {"more": 1}, {"spacing": [[-1.0, 1, 1], [1, 1, 1]]}):
+        assert no_range({**RANGE.to_dict(), **change}), change
+    assert no_range(None) and no_range([]) and no_range({**RANGE.to_dict(), "contrasts": [[math.inf], [1.0]]})
+    with pytest.raises(ConfigError):
+        read_range({})
+    assert RANGE.misfit(small_task()) and dataclasses.replace(RANGE, medians=((1.0, 1.0), (2.0, 2.0))).misfit(VOLUMES)
+    assert no_range({**RANGE.to_dict(), "medians": [[0.0] * 65] * 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"sides": (240.0, 240.0, 30.0)}, "field of view"),
+        ({"sides": (19.0, 40.0, 30.0)}, "field of view"),
+        ({"sides": (10.0, 10.0, 8.0), "spacing": (4.0, 4.0, 4.0)}, "spacing"),
+        ({"medians": (250.0,)}, "intensities"),
+        ({"medians": (-50.0,)}, "intensities"),
+        ({"contrasts": (1.0,)}, "intensities"),
+        ({"contrasts": (0.0,)}, "intensities"),
+        ({"contrasts": (30_000.0,)}, "intensities"),
+        ({"coloured": True}, "colour"),
+    ],
+)
+def test_what_lies_outside_is_named(change: dict[str, Any], kind: str) -> None:
+    assert list(outside(dataclasses.replace(WITHIN, **change), RANGE)) == [kind]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"sides": (88.0, 21.0, 20.0)},
+        {"sides": (36.0, 36.0, 20.0), "spacing": (1.4, 1.4, 2.9)},
+        {"medians": (64.0,)},
+        {"contrasts": (290.0,)},
+        {"spacing": None},
+    ],
+)
+def test_a_little_further_is_within(change: dict[str, Any]) -> None:
+    assert outside(dataclasses.replace(WITHIN, **change), RANGE) == {}
+
+
+def test_sizes_in_pixels_count_where_nobody_knows_millimetres() -> None:
+    trained = dataclasses.replace(RANGE, sides=((100.0, 100.0), (200.0, 300.0)), spacing=None, extent=None)
+    picture = Acquisition((90.0, 500.0), None, (25.0,), (90.0,), False)
+    assert outside(picture, trained) == {} and list(outside(dataclasses.replace(picture, sides=(90.0, 601.0)), trained)) == ["size"]
+
+
+def test_a_grey_picture_is_unlike_coloured_ones_where_colours_are_channels() -> None:
+    assert outside(WITHIN, dataclasses.replace(RANGE, coloured=(True,))) == {}
+    three = dataclasses.replace(RANGE, medians=((10.0,) * 3, (40.0,) * 3), contrasts=((80.0,) * 3, (100.0,) * 3), coloured=(True,))
+    grey = dataclasses.replace(WITHIN, medians=(25.0,) * 3, contrasts=(90.0,) * 3)
+    assert list(outside(grey, three)) == ["colour"] and outside(grey, dataclasses.replace(three, coloured=(False, True))) == {}
+
+
+def test_channels_are_named() -> None:
+    trained = dataclasses.replace(RANGE, medians=((10.0, 10.0), (40.0, 40.0)), contrasts=((80.0, 80.0), (100.0, 100.0)))
+    two = dataclasses.replace(WITHIN, medians=(25.0, 900.0), contrasts=(90.0, 90.0))
+    assert (
+        "flair" in outside(two, trained, ("t1", "flair"))["intensities"]
+        and "t1" not in outside(two, trained, ("t1", "flair"))["intensities"]
+    )
