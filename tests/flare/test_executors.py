@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
@@ -30,6 +30,7 @@ from medflare.flare.exchange.signs import Pulse
 from medflare.flare.exchange.wire import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor
 from medflare.flare.guard import refuse_undeclared
+from medflare.flare.privacy import UpdatePrivacy
 from medflare.flare.simulator.relay import Relay
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
@@ -158,6 +159,14 @@ def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskCo
     assert (place / "local" / "privacy" / "privacy-CS.safetensors").is_file()
     reason = str(error_of(answered(FedAvgExecutor(seed=0, hyper=hyper), fl_ctx, "train", model(task, step=1), round=1)))
     assert reason.startswith("site CS does not train") and "its own budget is 4.8" in reason
+
+
+def test_a_job_with_result_filters_of_its_own_is_refused_before_it_starts_work(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    table = {f"train{FilterKey.DELIMITER}{FilterKey.OUT}": [UpdatePrivacy("percentile")]}
+    fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_result_filters=table), private=True)
+    reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
+    assert "medflare.flare.privacy.UpdatePrivacy" in reason and "CS" in reason
+    assert not (place / "medflare-cache").exists() and not (place / "run").exists(), "no image has been read"
 
 
 def test_an_unexpected_error_is_a_reason_too(fl_ctx: FLContext, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:
