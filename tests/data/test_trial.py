@@ -29,7 +29,7 @@ def test_one_that_takes_too_much_memory_is_refused(setting: str, value: Any) -> 
 def test_one_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_SECONDS", 1)
     task = load_task({**TASK, "augment": [{"name": "RandGridDistortion", "num_cells": 10**7}]})
-    with pytest.raises(ConfigError, match="augment RandGridDistortion: .* takes more than 1 s"):
+    with pytest.raises(ConfigError, match=r"augment RandGridDistortion: .* takes more than 1 s"):
         try_transforms(task, 4.0, "site A", "bounds.memory")
 
 

@@ -65,7 +65,8 @@ def _tried(task: str, memory: float, seconds: int) -> tuple[str, str]:
     if ended.returncode == -signal.SIGPROF:
         return name, f"takes more than {seconds} s of computing"
     if ended.returncode and not problem:
-        return name, f"ends the process that tries it ({(ended.stderr.strip().splitlines() or [ended.returncode])[-1]:.200})"
+        last = [str(ended.returncode), *ended.stderr.split("\n")[:-1]][-1]
+        return name, f"ends the process that tries it ({last:.200})"
     return name, problem
 
 
@@ -85,16 +86,21 @@ def main(memory: float, seconds: int) -> int:
     signal.setitimer(signal.ITIMER_PROF, seconds)
     for kind, settings in named:
         name = f"{kind} {settings['name']}"
-        print(json.dumps([name, ""]), flush=True)
+        _say(name, "")
         try:
             _pass(task, kind, settings)
         except MedflareError as error:
-            print(json.dumps([name, f"fails: {error}"]), flush=True)
+            _say(name, f"fails: {error}")
             return 1
         except Exception as error:
-            print(json.dumps([name, f"fails ({one_line(error)})"]), flush=True)
+            _say(name, f"fails ({one_line(error)})")
             return 1
     return 0
+
+
+def _say(name: str, problem: str) -> None:
+    sys.stdout.write(json.dumps([name, problem]) + "\n")
+    sys.stdout.flush()  # before the transform may end this process
 
 
 def _pass(task: TaskConfig, kind: str, settings: Mapping[str, Any]) -> None:

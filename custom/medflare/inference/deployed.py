@@ -252,8 +252,8 @@ def load_model(folder: Path | str, *, unsealed: bool = False, bounds: ImageBound
         raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
     if SEAL not in card and not unsealed:
         raise StateError(
-            f"{folder / CARD_FILE}: has no {SEAL}, so that nothing tells whether somebody changed it; fetch the model again, or allow it where "
-            "you know that it is of an older medflare (predict and export: --unsealed)"
+            f"{folder / CARD_FILE}: has no {SEAL}, so that nothing tells whether somebody changed it; fetch the model again, or allow it "
+            "where you know that it is of an older medflare (predict and export: --unsealed)"
         )
     if card.get(SEAL, resealed) != resealed:
         raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its seal does not fit; fetch the model again")
