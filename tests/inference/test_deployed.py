@@ -204,6 +204,12 @@ def test_a_card_with_images_beyond_the_bounds_is_refused_before_anything_is_buil
         load_model(tmp_path)
 
 
+def test_a_card_with_a_transform_beyond_any_memory_is_refused(tmp_path: Path, message: Message) -> None:
+    save_model(tmp_path, load_task({**TASK.to_dict(), "intensity": {"name": "GaussianSmooth", "sigma": 1e7}}), message, {})
+    with pytest.raises(ConfigError, match=r"card\.json: intensity GaussianSmooth"):
+        load_model(tmp_path)
+
+
 def test_texts_of_a_card_are_printable(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {"method": "fedavg\x1b[2J", "site": "A\u202eB"})
     assert load_model(tmp_path).card["method"] == "fedavg\\x1b[2J" and load_model(tmp_path).card["site"] == "A\\u202eB"

@@ -1,7 +1,5 @@
 """Installed packages: those that a site may do without, the versions of those that a result depends on, and how to be rid of them.
 
-Beside them, the memory that what they compute may take.
-
 A job that carries medflare's code runs on what torch, MONAI and FLARE bring along.
 """
 
@@ -9,12 +7,10 @@ import atexit
 import gc
 import platform
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 
 from medflare.core.errors import ConfigError, MedflareError
 
@@ -68,34 +64,6 @@ def end_quickly() -> None:
     """When this process ends it does not search what it has imported for circles of references; torch and MONAI cost a second there."""
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
-
-
-@contextmanager
-def most_memory(gib: float) -> Iterator[None]:
-    """Inside, this process gets no more memory than so much beyond what it has, or what the machine has left: asking for it is an error.
-
-    Not where the system cannot say how much a process has (/proc), as on macOS and Windows.
-
-    Args:
-        gib: GiB.
-    """
-    usage = Path("/proc/self/statm")
-    if not usage.exists():
-        yield
-        return
-    import resource
-
-    if installed("psutil"):
-        import psutil
-
-        gib = min(gib, psutil.virtual_memory().available / 2**30)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(usage.read_text().split()[0]) * resource.getpagesize() + int(gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def installed_versions() -> dict[str, str]:

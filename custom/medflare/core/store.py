@@ -127,7 +127,7 @@ def write_json(path: Path, content: Any, *, public: bool = False) -> None:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> str:
-    """Rows as CSV without control characters, in which a spreadsheet finds no formula: an apostrophe stands before it (OWASP, "CSV Injection").
+    """Rows as CSV without control characters; a text that looks like a formula gets an apostrophe (OWASP, "CSV Injection").
 
     Args:
         rows: column -> value; one that is missing stays empty.

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from stat import S_ISDIR
@@ -125,26 +125,28 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
         raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
     if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
         raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
-    entries: list[Entry] = []
-    first: dict[str, str] = {}  # file of an image -> where it stands
+    entries: dict[str, Entry] = {}
+    for entry in _listed_entries(folder, content, kind):
+        if (first := entries.setdefault(str(entry.image), entry)) is not entry:  # before a long list is looked up on the disk
+            raise _twice(entry, first)
+    places: dict[Path, str] = {}
+    for entry in entries.values():
+        for file in filter(None, (*entry.files, *(entry.masks if kind == "segmentation" else []))):
+            places.setdefault(file, entry.place)
+    for file, place in places.items():
+        _refuse_elsewhere(file, homes, place)
+    return list(entries.values())
+
+
+def _listed_entries(folder: Path, content: Mapping[str, Any], kind: str) -> Iterator[Entry]:
+    path = folder / FILE
     for split in SPLITS:
         listed = content.get(split)
         if listed is None:
             continue
         if not isinstance(listed, list):
             raise DataError(f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}")
-        for number, item in enumerate(listed):
-            entry = _entry(folder, item, split, f"{path} {split}[{number}]", kind)
-            if (place := first.setdefault(str(entry.image), entry.place)) != entry.place:  # before a long list is looked up on the disk
-                raise DataError(f"{entry.place}: image {entry.name} is also in {place}; list it once")
-            entries.append(entry)
-    places: dict[Path, str] = {}
-    for entry in entries:
-        for file in filter(None, (*entry.files, *(entry.masks if kind == "segmentation" else []))):
-            places.setdefault(file, entry.place)
-    for file, place in places.items():
-        _refuse_elsewhere(file, homes, place)
-    return entries
+        yield from (_entry(folder, item, split, f"{path} {split}[{number}]", kind) for number, item in enumerate(listed))
 
 
 def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:

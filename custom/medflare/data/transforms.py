@@ -3,9 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
-from threading import Thread
 from typing import Any, Final
 
 import numpy as np
@@ -13,64 +11,11 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError, one_line
-from medflare.core.packages import most_memory
 from medflare.core.settings import refuse_arguments
-from medflare.data.files.geometry import by
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.transforms import SIZING, is_usual, smooth_augmentations, spatial_augmentations
+from medflare.tasks.transforms import SIZING, smooth_augmentations, spatial_augmentations
 
-_SECONDS: Final = 30.0  # for one image; training takes thousands of them
 _DRAWS: Final = 8  # of such a one, before training
-
-
-def try_transforms(task: TaskConfig, memory: float, place: str, setting: str) -> None:
-    """Nothing where one image of the task's size passes all transforms of the task, each drawn, in time and within a memory.
-
-    Args:
-        task: gives transforms and size.
-        memory: GiB that this process may take beyond what it has.
-        place: the beginning of a message.
-        setting: what allows more memory.
-
-    Raises:
-        ConfigError: it does not, or a transform fails.
-    """
-    tried = [(name, each) for name, all_of in (("intensity", [task.intensity]), ("augment", task.augment)) for each in all_of]
-    for kind, settings in tried:
-        if not is_usual(settings):
-            _try_one(task, kind, settings, memory, f"{place}: {kind} {settings['name']}", setting)
-
-
-def _try_one(task: TaskConfig, kind: str, settings: Mapping[str, Any], memory: float, place: str, setting: str) -> None:
-    alone = replace(task, intensity=settings if kind == "intensity" else {"name": "NormalizeIntensity"})
-    takes = inspect.signature(_transform_class(settings["name"])).parameters  # the import of MONAI takes no part of the time
-    always = {**settings, "prob": 1.0} if "prob" in takes else settings
-    alone = replace(alone, augment=(always,) if kind == "augment" else ())
-    random = np.random.RandomState(0)
-    image = torch.tensor(random.random_sample((task.image_channels, *task.size)), dtype=torch.float32)
-    problem: list[Exception] = []
-
-    def run() -> None:
-        try:
-            if kind == "intensity":
-                Preprocessing(alone).image(image.numpy())
-            else:
-                Augmentation(alone)(image[None], torch.zeros(1, *task.size, dtype=torch.long), random)
-        except Exception as error:
-            problem.append(error)
-
-    thread = Thread(target=run, daemon=True)
-    with most_memory(memory):
-        thread.start()
-        thread.join(_SECONDS)
-    remedy = "make its arguments smaller"
-    if thread.is_alive():
-        raise ConfigError(f"{place}: takes more than {_SECONDS:g} s for one image of {by(task.size)}; {remedy}")
-    if problem and isinstance(problem[0], ConfigError):
-        raise problem[0]
-    if problem:
-        text = f"fails on an image of {by(task.size)} ({one_line(problem[0])}); {remedy}"
-        raise ConfigError(f"{place}: {text}, or raise {setting} where it takes more than {memory:.3g} GiB") from problem[0]
 
 
 class Preprocessing:

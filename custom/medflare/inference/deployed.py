@@ -8,7 +8,7 @@ network) and the adapted kinds of `adaptation.py`; a method's own kinds stand in
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -22,6 +22,7 @@ from medflare.core.states import StateDict, misfit
 from medflare.core.store import file_digest, read_message, write_json, write_message
 from medflare.core.text import printable_json
 from medflare.data.files.bounds import ImageBounds, refuse_large_size
+from medflare.data.trial import try_transforms
 from medflare.inference.adaptation import ADAPTATIONS, adapted_model
 from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities
@@ -31,6 +32,7 @@ MODEL = "model"  # the entry of a plain model that holds its weights
 KEPT = "kept"  # fact of a deployed model that was chosen at its site: how, for the card and the results
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
 CARD_SCHEMA = 1
+_TRIAL = 16.0  # GiB that the intensity transform of one image may take
 SEAL = "seal"  # the card's own checksum, which covers that of the weights
 _PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "fit", "orientation", "spacing")
 
@@ -251,8 +253,8 @@ def load_model(folder: Path | str, *, unsealed: bool = False, bounds: ImageBound
         raise StateError(f"{folder / CARD_FILE}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
     if SEAL not in card and not unsealed:
         raise StateError(
-            f"{folder / CARD_FILE}: has no {SEAL}, so that nothing tells whether somebody changed it; fetch the model again, or allow it where "
-            "you know that it is of an older medflare (predict and export: --unsealed)"
+            f"{folder / CARD_FILE}: has no {SEAL}, so that nothing tells whether somebody changed it; fetch the model again, or allow it "
+            "where you know that it is of an older medflare (predict and export: --unsealed)"
         )
     if card.get(SEAL, resealed) != resealed:
         raise StateError(f"{folder / CARD_FILE}: was changed after it was written, its seal does not fit; fetch the model again")
@@ -265,4 +267,5 @@ def load_model(folder: Path | str, *, unsealed: bool = False, bounds: ImageBound
         remedy = f"use the medflare that wrote it ({release})"
         raise StateError(f"{folder / CARD_FILE}: its task cannot be used here, {remedy}: {error}") from error
     refuse_large_size(task, bounds, str(folder / CARD_FILE), "--max-{}")
+    try_transforms(replace(task, augment=()), _TRIAL, str(folder / CARD_FILE))
     return StoredModel(task, read_message(folder / WEIGHTS_FILE), shown)

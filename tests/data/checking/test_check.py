@@ -1,5 +1,7 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from medflare.tasks.config import TaskConfig, load_task
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]
+Edit = Callable[..., None]
 
 
 def test_a_sound_site(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
@@ -40,6 +43,32 @@ def test_every_problem_is_listed(make_site: SiteOf, make_task: TaskOf) -> None:
     text = report.render()
     for word in ("0.png: file not found", "3.png: cannot be read", "5_mask.png: label value 7", "NOT OK"):
         assert word in text
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_among_the_images_is_a_problem_like_others(make_site: SiteOf, make_task: TaskOf) -> None:
+    folder = make_site()
+    for name in ("images/0.png", "images/5_mask.png"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    problems = check_site(folder, make_task()).sites["A"].problems
+    assert len(problems) == 2 and all("neither a regular file nor a folder" in problem for problem in problems)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("spelling", ["{}", "images/../{}"])
+def test_a_long_list_of_a_few_images_is_answered_without_reading_it(
+    make_site: SiteOf, make_task: TaskOf, edit: Edit, spelling: str
+) -> None:
+    folder = make_site()
+
+    def repeat(content: dict[str, Any]) -> None:
+        entry = content["training"][0]
+        content["training"] += [{**entry, "image": spelling.format(entry["image"])} for _ in range(30_000 if spelling == "{}" else 3)]
+
+    edit(folder, repeat)
+    (problem,) = check_site(folder, make_task()).sites["A"].problems
+    assert "list it once" in problem
 
 
 def test_many_problems_are_counted(make_site: SiteOf, make_task: TaskOf) -> None:

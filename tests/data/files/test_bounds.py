@@ -1,7 +1,10 @@
 """Images that are too large are refused by their header, before anything is unpacked."""
 
 import gzip
+import os
+import socket
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import nibabel
@@ -11,6 +14,8 @@ from PIL import Image, PngImagePlugin
 
 from medflare.core.errors import DataError
 from medflare.data.files.bounds import ImageBounds, refuse_large
+from medflare.data.files.readers import read_image, read_mask
+from medflare.data.files.volumes import read_volume
 from volumes import dicom_series
 
 SMALL = ImageBounds(pixels=100, voxels=100)
@@ -73,3 +78,32 @@ def test_what_only_the_reader_understands_is_left_to_it(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no")
     with pytest.raises(DataError, match=r"broken.png: cannot be read as an image"):
         refuse_large([tmp_path / "broken.png"], SMALL)
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _link_to_a_fifo(path: Path) -> None:
+    os.mkfifo(path.with_suffix(".pipe"))
+    path.symlink_to(path.with_suffix(".pipe"))
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("suffix", [".png", ".nii.gz", ".dcm", ""])
+@pytest.mark.parametrize("make", [_fifo, _link_to_a_device, _link_to_a_fifo, _socket])
+def test_what_is_no_regular_file_is_never_opened(make: Callable[[Path], None], suffix: str, tmp_path: Path) -> None:
+    """A pipe that nobody writes to would be read for ever."""
+    make(tmp_path / f"odd{suffix}")
+    for read in (lambda path: refuse_large([path], ImageBounds()), lambda path: read_image(path, 3), read_mask, read_volume):
+        with pytest.raises(DataError, match=rf"odd{suffix}: is neither a regular file nor a folder"):
+            read(tmp_path / f"odd{suffix}")

@@ -13,7 +13,9 @@ from medflare.data.sites.local import Bounds, LocalSettings, OutboundLimits, Pri
 def test_nothing_is_decided_by_an_empty_file() -> None:
     settings = local_settings({})
     assert settings == LocalSettings() and not settings.redact and settings.minimum_patients == 0
-    assert settings.bounds == Bounds(2**26, 2**28, 1000, 720.0, 64.0, 1440.0, 2**33, 2**16) and settings.outbound == OutboundLimits(None, None)
+    assert settings.bounds == Bounds(2**26, 2**28, 1000, 720.0, 64.0, 1440.0, 2**33, 2**16) and settings.outbound == OutboundLimits(
+        None, None
+    )
 
 
 def test_everything_decided() -> None:

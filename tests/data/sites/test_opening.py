@@ -157,3 +157,25 @@ def test_cache_true_is_the_callers_folder(make_task: TaskOf, make_site: SiteOf, 
 def test_a_missing_gpu_is_said(make_task: TaskOf) -> None:
     with pytest.raises(ConfigError, match="device 'cuda' is not available here"):
         open_site("A", make_task(), local={"device": "cuda"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"local_epochs": 10**9}, r"local_epochs, bounds\.epochs in local/medflare\.json allows 1000"),
+        ({"batch_size": 10**12}, r"batch_size 1000000000000, bounds\.batch in local/medflare\.json"),
+        ({"accumulate": 10**9}, r"accumulate 1000000000, bounds\.batch"),
+        ({"patches_per_image": 10**9, "fit": "patch"}, r"patches_per_image 1000000000, bounds\.batch"),
+        ({"network": {"name": "unet", "channels": [20_000, 40_000]}}, r"bounds\.model_bytes in local/medflare\.json allows"),
+        ({"intensity": {"name": "GaussianSmooth", "sigma": 1e7}}, r"intensity GaussianSmooth: .*bounds\.memory in local/medflare\.json"),
+    ],
+)
+def test_a_new_site_has_bounds_before_it_says_any(make_site: SiteOf, make_task: TaskOf, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_site("A", make_task(**settings), data_root=make_site())
+
+
+def test_a_site_may_raise_its_bounds(make_site: SiteOf, make_task: TaskOf) -> None:
+    bounds = {"epochs": 10**10, "batch": 10**10}
+    task = make_task(local_epochs=10**9, patches_per_image=10**9, fit="patch")
+    assert open_site("A", task, data_root=make_site(), local={"bounds": bounds}).task.local_epochs == 10**9

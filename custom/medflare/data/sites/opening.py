@@ -14,7 +14,7 @@ from medflare.data.loading import load_site_data, resolve_data_root, source_of
 from medflare.data.sites.computing import Computing, check_precision, usable_device
 from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
 from medflare.data.sites.site import Site
-from medflare.data.transforms import try_transforms
+from medflare.data.trial import try_transforms
 from medflare.networks.catalogue import meta_network
 from medflare.networks.dry_run import check_memory, least_bytes
 from medflare.tasks.config import TaskConfig
@@ -92,12 +92,12 @@ def refuse_large_task(task: TaskConfig, bounds: Bounds, place: str) -> None:
     """Nothing where a task asks no more of a site than its bounds allow; before any image is read.
 
     Args:
-        task: gives size, network and epochs.
+        task: gives size, network, epochs and transforms.
         bounds: the site's.
         place: the beginning of a message.
 
     Raises:
-        ConfigError: it asks more.
+        ConfigError: it asks more, or a transform fails on an image of its size.
     """
     refuse_large_size(task, bounds, place)
     if task.local_epochs > bounds.epochs:
@@ -106,23 +106,23 @@ def refuse_large_task(task: TaskConfig, bounds: Bounds, place: str) -> None:
     if needed > bounds.model_bytes:
         allowed = f"{_named('model_bytes')} allows {bounds.model_bytes}"
         raise ConfigError(f"{place}: task {task.name}: the network has {needed} bytes, {allowed}")
+    try_transforms(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
 
 
 def refuse_large_batch(task: TaskConfig, bounds: Bounds, place: str) -> None:
-    """Nothing where what a task trains on at once, and one image and its transforms, are within a site's bounds.
+    """Nothing where as much as a task trains on at once is within a site's bounds.
 
     Args:
-        task: gives batches, patches and transforms.
+        task: gives batches and patches.
         bounds: the site's.
         place: the beginning of a message.
 
     Raises:
-        ConfigError: they are not, or a transform fails on an image of the task's size.
+        ConfigError: it is more.
     """
     for setting in ("batch_size", "accumulate", "patches_per_image"):
         if (count := getattr(task, setting)) > bounds.batch:
             raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {_named('batch')} allows {bounds.batch}")
-    try_transforms(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
 
 
 def _refuse_large_step(site: Site, bounds: Bounds) -> None:

@@ -29,7 +29,7 @@ class Evidence:
         products: (K, K) inner products of the sites' updates, in the order of `sites`.
         sent: site -> length of what it was sent; 0 where it was sent no such entry.
         update: whether the entry is a new version of what was sent, or a step.
-        whole: whether it is a step, or a new version of a network's weights: only then has it a direction, and may it have been seen before.
+        whole: whether it is a step, or a new version of a network's weights: only then has it a direction, and may have been seen before.
         step: whether it is declared as one, see `core.manifest.Entry`.
     """
 

@@ -169,10 +169,12 @@ def _limit(site: str, others: Collection[str], enrolled: Mapping[str, Mapping[st
     return _LIMIT * min(max(1.0, counts[site] / usual), _LARGEST / _LIMIT) if usual else _LIMIT
 
 
-def _too_long(found: Mapping[str, Evidence], enrolled: Mapping[str, Mapping[str, int]], past: Past) -> tuple[dict[str, str], dict[str, str]]:
+def _too_long(
+    found: Mapping[str, Evidence], enrolled: Mapping[str, Mapping[str, int]], past: Past
+) -> tuple[dict[str, str], dict[str, str]]:
     """(sites whose update of some entry is too long to be used, sites whose update is long enough to be named).
 
-    A length is held against the median of the others that moved, so that no site has a say in its own limit; from half of the limit on it is
+    A length is held against the median of the others that moved, so that no site has a say in its own limit; beyond half of it the site is
     named. Of two, the longer one may as well be right: up to 100 it is used and both are named. One alone is held against what it was sent.
     """
     rejected: dict[str, str] = {}

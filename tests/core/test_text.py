@@ -1,0 +1,80 @@
+"""Text that somebody else wrote: on one line, without what a terminal obeys or an eye takes for something else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medflare.core.errors import ConfigError, DataError, one_line
+from medflare.core.events import EventLog
+from medflare.core.message import Message
+from medflare.core.store import csv_text
+from medflare.core.text import printable_json
+from medflare.data.datalist import read_datalist
+from medflare.data.sites.redaction import Redaction
+from medflare.federation.screening import plain
+from medflare.federation.screening.replies import unreadable
+from medflare.tasks.config import load_task
+
+EVIL = "a\x1b]0;PWN\x07\x1b[2J\r\nb\u202egnp.exe\u2066\u200b\x00\x9b31m\ud800"
+TASK = load_task("phantom").to_dict()
+
+
+def test_the_same_whoever_shows_it() -> None:
+    events = EventLog()
+    events.add("warning", EVIL)
+    texts = [str(DataError(EVIL)), one_line(ValueError(EVIL)), plain.one_line(EVIL), next(iter(events))["message"]]
+    assert len(set(texts)) == 1 and texts[0].isprintable() and r"\x1b[2J" in texts[0] and r"\u202e" in texts[0]
+
+
+def test_a_table_holds_no_escapes() -> None:
+    text = csv_text([{EVIL: EVIL}], [EVIL])
+    assert all(letter.isprintable() or letter in "\r\n" for letter in text) and text.count(r"\x1b[2J") == 2
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "..", ".", "x" * 5000, "a\u202eb", " "])
+@pytest.mark.parametrize("setting", ["name", "labels", "channels"])
+def test_names_of_a_task_that_cannot_be_printed_are_refused(setting: str, name: str) -> None:
+    value: Any = name if setting == "name" else [name, "b"] if setting == "labels" else [name, "g", "b"]
+    with pytest.raises(ConfigError, match=setting) as error:
+        load_task({**TASK, "label_values": {}, setting: value})
+    assert str(error.value).isprintable() and len(str(error.value)) < 500
+
+
+def test_other_scripts_are_names() -> None:
+    task = load_task({**TASK, "name": "Hirntumor ä", "labels": ["опухоль", "腫瘍"], "label_values": {}})
+    assert task.labels == ("опухоль", "腫瘍")
+
+
+@pytest.mark.parametrize("facts", [{"note": EVIL}, {"models": {"a\x1b": 1}}, {"list": [["\u202e"]]}])
+def test_facts_that_cannot_be_printed_do_not_pass_the_gate(facts: dict[str, Any]) -> None:
+    assert unreadable(Message({}, facts), "A")
+
+
+def test_an_event_with_escapes_is_taken_and_shown_as_text() -> None:
+    event = {"kind": "warning", "message": "two\nlines \x1b[2J"}
+    assert unreadable(Message({}, {"events": [event]}), "A") is None
+    log = EventLog([event])
+    assert next(iter(log))["message"] == r"two lines \x1b[2J"
+
+
+def test_names_in_a_datalist_are_shown_as_text(tmp_path: Path) -> None:
+    for file in ("i\x1b[2J.png", "m.png"):
+        (tmp_path / file).write_bytes(b"")
+    entry = {"image": "i\x1b[2J.png", "label": "m.png", "patient": "p\u202e1"}
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": [entry]}))
+    (read,) = read_datalist(tmp_path, "segmentation")
+    assert (read.name, read.patient) == (r"i\x1b[2J.png", r"p\u202e1") and read.image.exists()
+    assert "i\\x1b" not in Redaction(tmp_path).text(str(DataError(f"{read.image}: cannot be read"))), "codes stand for it as shown, too"
+
+
+def test_json_that_is_nested_deep_is_refused() -> None:
+    value: Any = 1
+    for _ in range(33):
+        value = [value]
+    assert printable_json(value[0][0])
+    with pytest.raises(ValueError, match="nested"):
+        printable_json(value)
+    with pytest.raises(ConfigError, match="nested too deep"):
+        load_task({**TASK, "network": {"name": "unet", "more": value}})
