@@ -17,6 +17,7 @@ from medflare.core.errors import ConfigError, MedflareError
 _RECORDED = ("medflare", "nvflare", "torch", "monai", "numpy")
 # Names to install by, where they are not the names to import by.
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+_LONGEST = 200  # characters of a module's name
 # What a job, a task or a model's card may never name code of, whoever trusts it: what lies there is no network and no method of a lab's.
 NEVER_TRUSTED = frozenset({"__main__", "medflare", "monai", "nvflare", "torch", *sys.stdlib_module_names})
 
@@ -53,7 +54,9 @@ def untrusted(module: str, packages: Iterable[str]) -> str:
         ('', 'code of os is never imported by a name')
     """
     package = module.split(".")[0]
-    if package in NEVER_TRUSTED or not all(part.isidentifier() for part in module.split(".")):
+    if len(module) > _LONGEST or not all(part.isidentifier() for part in module.split(".")):
+        return "that is no module's name"
+    if package in NEVER_TRUSTED:
         return f"code of {package} is never imported by a name"
     if any(module == name or module.startswith(f"{name}.") for name in packages):
         return ""

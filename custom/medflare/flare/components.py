@@ -55,7 +55,7 @@ class JobComponents(FLComponent, AppValidator):
         try:
             reason = _refusal_of_job(Path(workspace.get_app_config_dir(job)), workspace, name)
         except Exception as error:  # what cannot be read is not run
-            reason = f"component configuration refused: {type(error).__name__}: {one_line(error)}"
+            reason = f"component configuration refused: {type(error).__name__}: {ascii(one_line(error))}"
         if reason:
             note(workspace, name, job, REFUSED, reason)
         return reason, {}
@@ -85,15 +85,25 @@ class JobComponents(FLComponent, AppValidator):
             raise UnsafeComponentError(reason)
 
 
+def unlisted(path: Any, allowed: Collection[str]) -> str:
+    """Why a job that names a component is refused, one line; "" where it is listed. Nothing is imported.
+
+    Args:
+        path: what the job names.
+        allowed: full names of classes; an entry of another kind allows nothing.
+    """
+    return "" if path in allowed else f"component {_shown(path)} refused: class_allow_list in local/resources.json does not name it"
+
+
 def refusal(path: Any, allowed: Collection[str]) -> str:
     """Why a component may not be built, one line; "" where it may. Nothing is imported that is not listed.
 
     Args:
-        path: what a job names.
-        allowed: full names of classes; an entry of another kind allows nothing.
+        path: as for `unlisted`.
+        allowed: as for `unlisted`.
     """
-    if path not in allowed:
-        return f"component {_shown(path)} refused: class_allow_list in local/resources.json does not name it"
+    if reason := unlisted(path, allowed):
+        return reason
     found = load_class(path)
     if not (isinstance(found, type) and issubclass(found, FLComponent)):
         return f"component {_shown(path)} refused: it is no class derived from FLARE's FLComponent"
@@ -156,18 +166,21 @@ def _refusal_of_job(folder: Path, workspace: Workspace, name: str) -> str:
     if config is None:
         return f"component configuration refused: {file} is missing"
     allowed = listed(workspace)
-    reasons = (refusal(path, allowed) for path in component_paths(config.to_dict()))
+    reasons = (unlisted(path, allowed) for path in component_paths(config.to_dict()))
     return next(filter(None, reasons), "") or _refusal_of_network(folder / TASK_FILE, workspace)
 
 
 def _refusal_of_network(task: Path, workspace: Workspace) -> str:
     """Why the network that a job's task names is refused, where it is one of another package; see `networks.own`."""
-    content = json.loads(task.read_text(encoding="utf-8")) if task.is_file() else {}
+    content = json.loads(task.read_text(encoding="utf-8")) if task.is_file() else None
     network = content.get("network") if isinstance(content, Mapping) else None
-    module, mark, _ = str(network.get("name")).partition(":") if isinstance(network, Mapping) else ("", "", "")
+    name = network.get("name") if isinstance(network, Mapping) else None
+    module, mark, _ = str(name).partition(":")
+    if not mark:
+        return ""
     own = local_settings(read_local(Path(workspace.get_site_config_dir()) / LOCAL_FILE))
-    reason = untrusted(module, own.packages) if mark else ""
-    return reason and f"network {_shown(network['name'])} refused: {reason}"
+    reason = untrusted(module, own.packages)
+    return reason and f"network {_shown(name)} refused: {reason}"
 
 
 def _shown(name: Any) -> str:
