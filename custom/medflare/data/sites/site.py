@@ -24,7 +24,7 @@ from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
-from medflare.tasks.metrics import Scores
+from medflare.tasks.metrics import Measured, Scores
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
 
@@ -175,5 +175,9 @@ class Site:
             split: "train", "validation" or "test".
             metrics: which of `task.metrics`; None means all of them on the test split, elsewhere those by which models are selected.
         """
-        chosen, data = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind)), self.data.split(split)
-        return scoring.measured(self.answers(predictor, split), data, self.task, chosen).scores(data.patients)
+        return self.measured(predictor, split, metrics).scores(self.data.split(split).patients)
+
+    def measured(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Measured:
+        """What the metrics of `score` are made of, image by image; arguments as there."""
+        chosen = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind))
+        return scoring.measured(self.answers(predictor, split), self.data.split(split), self.task, chosen)
