@@ -71,7 +71,7 @@ def propose(root: Path, answers: Answers) -> Plan:
         changed = Choice("network", {"name": answers.network}, "as said")
         proposed = _changed(proposed, [changed])
     proposed = dataclasses.replace(proposed, choices=(*seen.choices, kind, *proposed.choices), warnings=_warnings(found))
-    proposed = _with_pretrained(proposed, answers)
+    proposed = _with_pretrained(proposed, found, answers)
     check_task(load_task(proposed.settings))
     return proposed
 
@@ -165,7 +165,7 @@ def _classification(found: Sequence[Fingerprint], modality: Modality, answers: A
     return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
 
 
-def _with_pretrained(proposed: Plan, answers: Answers) -> Plan:
+def _with_pretrained(proposed: Plan, found: Sequence[Fingerprint], answers: Answers) -> Plan:
     """A network that starts from weights that a package brings, for grey and colour pictures; a line on the package where it is missing.
 
     Raises:
@@ -191,6 +191,9 @@ def _with_pretrained(proposed: Plan, answers: Answers) -> Plan:
         Choice("network", {"name": name, "weights": packaged_weights(name)}, "starts from weights of ImageNet, which a package brings"),
         *([Choice("channels", known.channels, "grey is repeated: the weights were learnt on colour")] if settings["channels"] == 1 else []),
     ]
+    if sum(item.images for item in found) < _FEW:
+        reason = "few training images teach a head more than the whole network (medflare's own rule); fedavg, fedprox and robust know it"
+        changes.append(Choice("freeze", ["body"], f"{reason}, leave it out for others"))
     if not answers.size:
         size = [max(known.step, side // known.step * known.step) for side in settings["size"]]
         changes.append(Choice("size", size, f"as the images, in steps of {known.step}: the weights need them"))
