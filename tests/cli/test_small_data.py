@@ -1,4 +1,4 @@
-"""A newcomer's first hour: 120 photographs in five grades, some of them rare, from a table to a report that says what the model is worth."""
+"""A newcomer's first hour: 120 photographs in five grades, some of them rare, from a table to a report that says what it is worth."""
 
 import json
 from pathlib import Path

@@ -143,7 +143,7 @@ def test_classes_of_fewer_than_three_training_images() -> None:
     split = {"A": data([*[0] * 6, *[1] * 6, 2, 2], BALANCED, BALANCED), "B": data(BALANCED, BALANCED, BALANCED)}
     results = federated(task, split)
     (event,) = [event for event in results["events"] if event["kind"] == "rare_class"]
-    assert event["site"] == "A" and "bright 2" in event["message"]
+    assert event["site"] == "A" and "'bright' has 2" in event["message"]
 
 
 def test_a_site_that_keeps_its_counts_names_no_rare_class() -> None:

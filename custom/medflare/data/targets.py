@@ -167,9 +167,10 @@ def scarce_line(classes: Mapping[str, int]) -> str:
 
     Examples:
         >>> scarce_line({"severe": 1, "mild": 0})
-        'fewer than 3 training images: severe 1, mild none'
+        "fewer than 3 training images of a class: 'severe' has 1, 'mild' has none"
     """
-    return f"fewer than {_SCARCE} training images: " + ", ".join(f"{name} {count or 'none'}" for name, count in classes.items())
+    shown = ", ".join(f"{name!r} has {count or 'none'}" for name, count in classes.items())
+    return f"fewer than {_SCARCE} training images of a class: {shown}"
 
 
 def _refuse_unlisted(masks: np.ndarray, allowed: list[int], task: TaskConfig, place: str) -> None:

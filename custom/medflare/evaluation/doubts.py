@@ -56,9 +56,9 @@ def doubts(events: Iterable[Mapping[str, Any]]) -> list[Doubt]:
         events: see `core.events`.
 
     Examples:
-        >>> event = {"kind": "rare_class", "site": "A", "message": "fewer than 3 training images: severe 1"}
+        >>> event = {"kind": "rare_class", "site": "A", "message": "few"}
         >>> [doubt.where for doubt in doubts([event, {"kind": "warning", "site": "A", "message": "late"}])]
-        ['A: fewer than 3 training images: severe 1']
+        ['A: few']
     """
     told: dict[str, dict[str, None]] = {}
     for event in events:
