@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from medflare.data.sites.constant import answers_of
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.data.targets import Targets
 from medflare.evaluation.contract import validate_results
 from medflare.studies import constant
-from medflare.studies.constant import CONSTANT, answers_of, constant_answer
+from medflare.studies.constant import CONSTANT, constant_answer
 from medflare.studies.setting import Setting
 from medflare.tasks.config import TaskConfig
 from small import small_task

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.spatial.distance import cdist
 from sklearn import metrics
+from torch.nn import functional as F
 
 from medflare.core import packages
 from medflare.core.rng import numpy_generator
@@ -14,6 +15,7 @@ from medflare.tasks.metrics import (
     boundary_distance,
     by_patient,
     foreground,
+    measure,
     overlap_counts,
     patient_mean,
     pooled_overlap,
@@ -246,3 +248,38 @@ def test_images_of_sizes_of_their_own_are_scored_one_by_one() -> None:
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}
     perfect[1][:] = math.nan
     assert score(perfect, truths, ["p", "q"], task, ["dice"]).values["dice"] is None
+
+
+def _classes(task: TaskConfig, probabilities: list[list[float]], targets: torch.Tensor) -> tuple[str, ...]:
+    return measure([(torch.tensor(probabilities), targets, None)], task, ["accuracy"]).constant_outputs()
+
+
+def test_one_class_for_all_images(make_task: TaskOf) -> None:
+    task = make_task("classification", labels=["a", "b", "c"])
+    last = [[0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]
+    assert _classes(task, last, torch.tensor([0, 2])) == ("c",)
+    assert _classes(task, last, torch.tensor([2, 2])) == (), "all images are of that class"
+    assert _classes(task, [last[0], [0.5, 0.4, 0.1]], torch.tensor([1, 1])) == ()
+    assert _classes(task, last[:1], torch.tensor([0])) == (), "one image has one class"
+    ill = make_task("classification", target="binary", labels=["ill"])
+    assert _classes(ill, [[0.4], [0.1]], torch.tensor([0, 1])) == ("not ill",)
+    several = make_task("classification", target="multilabel", labels=["a", "b"])
+    assert _classes(several, [[0.4, 0.9], [0.1, 0.6]], torch.tensor([[0, 1], [1.0, 1]])) == ("b",)
+    assert _classes(several, [[0.4, 0.1], [0.1, 0.3]], torch.tensor([[0, 1], [1.0, 1]])) == ("no label",)
+    assert _classes(several, [[0.4, 0.1], [0.6, 0.3]], torch.tensor([[0, 1], [1.0, 1]])) == ()
+
+
+def test_no_pixel_of_a_structure_in_all_images(make_task: TaskOf) -> None:
+    task = make_task(target="multiclass", labels=["background", "disc", "cup"])
+    truth = torch.tensor([[[0, 1, 2]], [[0, 0, 1]]])
+
+    def said(predicted: torch.Tensor, truth: torch.Tensor = truth) -> tuple[str, ...]:
+        return measure([(F.one_hot(predicted, 3).movedim(-1, 1).float(), truth, None)], task, ["dice"]).constant_outputs()
+
+    assert said(truth) == () and said(torch.zeros_like(truth)) == ("no pixel of disc", "no pixel of cup")
+    assert said(truth.clamp(max=1)) == ("no pixel of cup",) and said(torch.ones_like(truth)) == ("no pixel of cup", "all pixels as disc")
+    assert said(truth.clamp(max=1), truth.clamp(max=1)) == (), "no image shows a cup"
+
+
+def test_what_is_no_number_is_not_constant(make_task: TaskOf) -> None:
+    assert _classes(make_task("classification", labels=["a", "b"]), [[float("nan"), 0.0]] * 2, torch.tensor([0, 1])) == ()

@@ -69,6 +69,9 @@ def add_federation_options(parser: argparse.ArgumentParser) -> None:
     """The method with its halves and hyper-parameters, the task, and the settings of the run."""
     add_method_options(parser, about=f"{_METHODS}; or {_NO_TRAINING}")
     add_task_options(parser, "a hyper-parameter (lam=0.3, where both halves have it site.beta=1 or server.beta=1)", "that of MODEL, else ")
+    parser.add_argument("--network", metavar="NAME", help="the task's network is another one, with its defaults (docs/learning.md)")
+    about = "start from the weights that a package brings for the network (efficientnet_lite0), with their hash and scale of intensities"
+    parser.add_argument("--pretrained", action="store_true", help=about)
     about = "go on from a delivered model of one network (its folder), with its task where --task names no other"
     parser.add_argument("--from", "--model", dest="model", type=Path, metavar="MODEL", help=about)
     parser.add_argument("--resplit", type=int, metavar="SEED", help="draw the training / validation / test split anew by patient")
@@ -165,7 +168,7 @@ def chosen_method(options: argparse.Namespace) -> "Method":
 
 
 def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
-    """The hyper-parameters under their halves and the task, from --set, --task, --resplit and --from.
+    """The hyper-parameters under their halves and the task, from --set, --task, --network, --pretrained, --resplit and --from.
 
     Raises:
         ConfigError: a name that neither the method nor the task has, a value that the task cannot have, or a model that does not fit it.
@@ -181,16 +184,24 @@ def hyper_and_task(options: argparse.Namespace, method: "Method") -> "tuple[dict
             remedy = f": use --{name.replace('_', '-')}" if name in options else ""
             raise ConfigError(f"{name} is a setting of the run, not a hyper-parameter of {method.name}{remedy}")
     changes = {name: value for name, value in given.items() if name.startswith(_TASK)}
+    if options.network is not None:
+        changes = {f"{_TASK}network": {"name": options.network}} | changes
     if options.resplit is not None:
         changes[f"{_TASK}resplit"] = options.resplit
     source = options.task or PHANTOM
     if options.model is not None:
+        if options.pretrained:
+            raise ConfigError("--pretrained: --from says what training starts from; leave one of them out")
         from medflare.inference.deployed import WEIGHTS_FILE, load_model
 
         model = load_model(options.model)
         changes[f"{_TASK}network.weights"] = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"], "format": "medflare"}
         source = options.task or model.task.to_dict()
     task = task_with(source, changes)
+    if options.pretrained:
+        from medflare.networks.weights import pretrained_settings
+
+        task = task_with(task.to_dict() | pretrained_settings(task), {})
     if options.model is not None:
         from medflare.networks.weights import starting_state
 

@@ -202,6 +202,8 @@ def _add_task_init(actions: Commands) -> None:
     parser.add_argument("--dims", type=int, choices=(2, 3), help="3: volumes whole; 2: pictures, and volumes cut into slices")
     parser.add_argument("--size", metavar="SIDES", help="shrink images to H,W or X,Y,Z: quick on a CPU (default: by the images)")
     parser.add_argument("--network", metavar="NAME", help="medflare's or MONAI's, see docs/learning.md")
+    about = "insist on weights that a package brings (default: where it is installed and fits the images; --network small_cnn: never)"
+    parser.add_argument("--pretrained", action="store_true", help=about)
     parser.add_argument("--modality", choices=("mr", "ct", "photo"), help="what intensities are (default: by what they look like)")
     parser.add_argument("--memory", type=float, default=8.0, metavar="GIB", help="of the smallest training device (default: %(default)g)")
     parser.add_argument("--yes", action="store_true", help="ask nothing")
@@ -243,6 +245,7 @@ def _answers(options: argparse.Namespace) -> "Answers":
         network=options.network or "",
         modality=options.modality,
         memory=options.memory,
+        pretrained=options.pretrained,
     )
 
 

@@ -27,9 +27,14 @@ KINDS: Final = (
     "resumed",  # a run or a site went on from its stored state
     "stopped_early",  # training ended before its last round, since nothing became better any more
     "aborted",  # stopped from outside
+    "constant_output",  # the deployed model says the same of every test image: one class, no pixel, or no pixel of a structure
+    "at_chance",  # the deployed model is not above the constant answer by the task's metric
+    "few_validation_images",  # the deployed model was chosen on fewer than ten validation images
+    "rare_class",  # a site has fewer than three training images of a class
     "warning",  # everything else that a reader of the results should know
 )
-OF_SITES: Final = ("undefined", "reverted", "left_out", "warning")  # what a site may say of itself; the others are the server's to say
+DOUBTS: Final = ("constant_output", "at_chance", "few_validation_images", "rare_class")  # of the deployed model: shown before its metrics
+OF_SITES: Final = ("undefined", "reverted", "left_out", *DOUBTS, "warning")  # what a site may say of itself; the others are the server's
 
 
 class EventLog:

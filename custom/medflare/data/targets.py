@@ -1,7 +1,7 @@
 """Stored labels as training targets: which stored value means which label, and a clear refusal of any other value; targets counted."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -165,6 +165,54 @@ def counts_by_image(targets: Images, task: TaskConfig) -> Tensor:
         return targets.counts
     counts = [class_counts(target[None], task) for target in targets]
     return torch.stack(counts) if counts else torch.zeros(0, len(task.classes), dtype=torch.int64)
+
+
+_SCARCE: Final = 3  # training images, below which a class is hardly learnt
+
+
+def scarce_classes(targets: Images, task: TaskConfig, annotated: Sequence[str] | None = None) -> dict[str, int]:
+    """Classes that fewer than three training images show: name -> images; empty of a site without training images.
+
+    Args:
+        targets: of the training images, as in `splits.Samples`.
+        task: gives classes and target; in segmentation only its structures count.
+        annotated: the structures that the site annotated; None: all.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> task = SimpleNamespace(kind="classification", target="multiclass", classes=("mild", "severe"), labels=("mild", "severe"))
+        >>> scarce_classes(torch.tensor([0, 0, 0, 1]), task)
+        {'severe': 1}
+    """
+    if not len(targets):
+        return {}
+    images = (counts_by_image(targets, task) > 0).sum(dim=0).tolist()
+    background = task.kind == "segmentation" and task.target != "multilabel"
+    counts = list(zip(task.classes, images, strict=True))[background:]
+    return scarce({name: count for name, count in counts if annotated is None or name in annotated})
+
+
+def scarce(images: Mapping[str, int]) -> dict[str, int]:
+    """Those of the classes that too few training images show.
+
+    Args:
+        images: class -> training images that show it.
+    """
+    return {name: count for name, count in images.items() if count < _SCARCE}
+
+
+def scarce_line(classes: Mapping[str, int]) -> str:
+    """One line on `scarce_classes`.
+
+    Args:
+        classes: name -> images.
+
+    Examples:
+        >>> scarce_line({"severe": 1, "mild": 0})
+        "fewer than 3 training images of a class: 'severe' has 1, 'mild' has none"
+    """
+    shown = ", ".join(f"{name!r} has {count or 'none'}" for name, count in classes.items())
+    return f"fewer than {_SCARCE} training images of a class: {shown}"
 
 
 def _refuse_unlisted(masks: np.ndarray, allowed: list[int], task: TaskConfig, place: str) -> None:

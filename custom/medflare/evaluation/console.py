@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from medflare.core.packages import installed
+from medflare.evaluation.doubts import doubts
 from medflare.evaluation.names import COMPLETED, REPORT_FILE, RESULTS_FILE
 from medflare.evaluation.presentation import format_metric, format_seconds
 from medflare.evaluation.results import find_results, load_results
@@ -52,17 +53,21 @@ def _step_facts(facts: Mapping[str, Any]) -> list[str]:
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """The result table as plain text that a log can hold; one line where Rich, which draws it, is not installed.
+    """The result table as plain text that a log can hold, and a line for each doubt about the deployed model (`doubts`) under it.
+
+    Where Rich, which draws the table, is not installed, one line stands in for it.
 
     Args:
         results: content of results.json.
     """
     if not installed("rich"):
         outcome = f"{results['status']}: {results['reason']}" if results["reason"] else results["status"]
-        return f"{results['method']} on {results['task']}: {outcome}; see {RESULTS_FILE} and {REPORT_FILE}"
-    from medflare.evaluation.tables import plain_table
+        table = f"{results['method']} on {results['task']}: {outcome}; see {RESULTS_FILE} and {REPORT_FILE}"
+    else:
+        from medflare.evaluation.tables import plain_table
 
-    return plain_table(results)
+        table = plain_table(results)
+    return "\n".join([table, *(f"WARNING {doubt.line}" for doubt in doubts(results["events"]))])
 
 
 def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> None:

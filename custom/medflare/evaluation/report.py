@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from medflare.core.packages import installed
 from medflare.evaluation.classes import class_tables
+from medflare.evaluation.doubts import doubts
 from medflare.evaluation.figures import models_by_site, roc_curves, training_curves, with_own_ids
 from medflare.evaluation.names import ROLES, RUNNING, SPLITS
 from medflare.evaluation.presentation import (
@@ -54,6 +55,7 @@ def render_report(
         means=[role for role in ROLES if any(site["role"] == role for site in results["sites"].values())],
         splits=SPLITS,
         synthetic=synthetic_source(results),
+        doubts=doubts(results["events"]),
         tiles=_tiles(results),
         updated=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC") if results["status"] == RUNNING else "",
         reached=max((step["round"] for step in history), default=-1) + 1,

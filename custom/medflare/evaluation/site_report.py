@@ -10,6 +10,7 @@ import numpy as np
 from medflare.core.packages import installed
 from medflare.core.rng import numpy_generator
 from medflare.evaluation.classes import ClassTables, class_tables
+from medflare.evaluation.doubts import doubts
 from medflare.evaluation.figures import patients_plot, roc_curves, with_own_ids
 from medflare.evaluation.presentation import format_metric, metric_label, metric_names, model_columns
 from medflare.evaluation.record import json_ready
@@ -65,6 +66,7 @@ def render_site_report(report: SiteReport) -> str:
         report=report,
         metrics=metric_names(results),
         columns=columns,
+        doubts=doubts(report.events),
         what=what,
         means={heading: _mean(found) for heading, found in values.items()},
         patients=worst(values),

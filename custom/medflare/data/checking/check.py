@@ -25,7 +25,7 @@ from medflare.data.progress import counted
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.opening import refuse_large_batch, refuse_large_task
 from medflare.data.splits import SiteData
-from medflare.data.targets import class_counts, encode_label
+from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_memory, check_network
@@ -123,6 +123,8 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings)
     report.classes = dict(zip(task.classes, counts, strict=True))
     report.notes += [note for note in data.notes if note not in data.absent]
     report.problems += data.absent
+    if scarce := scarce_classes(data.train.targets, task, data.annotated):
+        report.notes.append(scarce_line(scarce))
     return report, data
 
 

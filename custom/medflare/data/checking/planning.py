@@ -52,16 +52,18 @@ class Plan:
         settings: as a task's JSON file has them; `load_task` takes them.
         choices: those that the fingerprints decided, in the order of the decisions.
         source: whose rules they follow; "" where every reason stands alone.
+        warnings: what no choice mends, one line each.
     """
 
     settings: dict[str, Any]
     choices: tuple[Choice, ...]
     source: str = _SOURCE
+    warnings: tuple[str, ...] = ()
 
     def render(self) -> str:
-        """Two lines for every choice, and whose rules they follow."""
+        """Two lines for every choice, whose rules they follow, and the warnings."""
         lines = [f"{choice.setting}: {json.dumps(choice.value)}\n    {choice.reason}" for choice in self.choices]
-        return "\n".join([*lines, *filter(None, [self.source])])
+        return "\n".join([*lines, *filter(None, [self.source]), *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def plan(

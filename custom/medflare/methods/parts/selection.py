@@ -174,6 +174,28 @@ def paired(votes: Mapping[str, float], kept: Mapping[str, float], value: float) 
     return value + median(gains) if gains else None
 
 
+FEW_IMAGES: Final = 10  # of validation: below, one image decides more than what rounds differ by
+
+
+def images_behind(images: Mapping[str, int], rule: str) -> float:
+    """How many validation images a choice rests on.
+
+    By a mean those of all sites together; by a median, or a median gain, those of the site in the middle: its vote decides alone.
+
+    Args:
+        images: voting site -> its validation images.
+        rule: see `Election`.
+
+    Examples:
+        >>> votes = {"A": 5, "B": 4, "C": 4}
+        >>> images_behind(votes, "median"), images_behind(votes, "mean"), images_behind({}, "median")
+        (4, 13, 0)
+    """
+    if rule == "mean" or not images:
+        return sum(images.values())
+    return median(images.values())
+
+
 def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     """After how many rounds of training the sites' validation has not become better for `patience` rounds; None where it still does.
 

@@ -1,10 +1,10 @@
 """What a mean over sites hides: the worst site, all images as one, sites that lose by taking part, rows that have not learnt."""
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
+from medflare.data.sites.constant import NEAR
 from medflare.evaluation.presentation import UNDEFINED, format_metric, lower_is_better
 from medflare.studies.constant import CONSTANT
 from medflare.studies.recorded import SCORES
@@ -14,8 +14,6 @@ from medflare.studies.statistics.weighted import has_metric, joined_cases, weigh
 from medflare.studies.tables.curves import curve_of, is_rising
 from medflare.studies.tables.markdown import markdown, spread
 from medflare.studies.tables.rows import Groups, Row, places_of, rows_of, selection
-
-NEAR: Final = 0.01  # a share this near to the constant answer's says no more than the constant does
 
 
 def summary_table(groups: Groups, metric: str) -> str:

@@ -1,0 +1,51 @@
+"""The constant answer at one site: what a deployed model must be above."""
+
+import pytest
+import torch
+
+from medflare.data.sites.constant import constant_value, is_at_chance
+from medflare.data.sites.site import Site
+from medflare.data.splits import SiteData, Split
+from small import small_task
+
+
+def grades(*of: int) -> Split:
+    names = tuple(str(number) for number in range(len(of)))
+    return Split(torch.zeros(len(of), 1, 16, 16), torch.tensor(of, dtype=torch.long), names, names)
+
+
+def masks(rows: int, images: int) -> Split:
+    targets = torch.zeros(images, 16, 16, dtype=torch.long)
+    targets[:, :rows] = 1
+    names = tuple(str(number) for number in range(images))
+    return Split(torch.zeros(images, 1, 16, 16), targets, names, names)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    # Training says class 0, which two of four test images are: F1 of it is 2 * 2 / (2 * 2 + 2) = 2/3, of the two others 0.
+    [("accuracy", 1 / 2), ("balanced_accuracy", 1 / 3), ("f1_macro", 2 / 9), ("auc_macro", 1 / 2)],
+)
+def test_the_majority_of_the_training_images_by_every_metric(metric: str, expected: float) -> None:
+    site = Site("A", small_task("classification", metric=metric), SiteData(grades(0, 0, 1), grades(2), grades(0, 0, 1, 2)))
+    assert constant_value(site) == pytest.approx(expected)
+
+
+def test_a_site_that_never_trains_takes_the_best_in_hindsight() -> None:
+    site = Site("X", small_task("classification"), SiteData(grades(), grades(), grades(1, 1, 1, 2)))
+    assert constant_value(site) == pytest.approx(3 / 4)
+    assert constant_value(Site("X", small_task(), SiteData(masks(0, 0), masks(0, 0), masks(8, 2)))) == pytest.approx(2 / 3)
+
+
+def test_masks_where_they_always_are() -> None:
+    """The mean of the training masks is the truth of the test images."""
+    assert constant_value(Site("A", small_task(), SiteData(masks(8, 3), masks(8, 2), masks(8, 2)))) == 1.0
+
+
+def test_nothing_to_compare_with() -> None:
+    assert constant_value(Site("A", small_task("classification"), SiteData(grades(0, 1), grades(1), grades()))) is None
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.3, True), (0.509, True), (0.53, False)])
+def test_near_the_constant_answer_is_not_above_it(value: float, expected: bool) -> None:
+    assert is_at_chance(value, 0.5) is expected

@@ -1,0 +1,153 @@
+"""What a site and the server say of a deployed model that nobody should use: by name, and no more than may leave the site."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.events import DOUBTS
+from medflare.core.message import Message
+from medflare.data.sites.site import Site
+from medflare.data.splits import SiteData, Split
+from medflare.federation.delivery import SiteFolder
+from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.participant import Participant
+from medflare.federation.run import Run
+from medflare.federation.settings import run_settings
+from medflare.methods.catalogue import get_method
+from medflare.tasks.config import TaskConfig
+from small import small_task
+
+FEDAVG = get_method("fedavg")
+SITES = ("A", "B")
+Doubts = dict[str, list[str]]
+
+
+def grades(of: Sequence[int], blank: bool = False) -> Split:
+    """Images of one brightness, which is their class; blank ones say nothing of it, so that a model can only give one answer."""
+    names = tuple(str(number) for number in range(len(of)))
+    labels = torch.tensor(of, dtype=torch.long)
+    brightness = labels.view(-1, 1, 1, 1).expand(-1, 1, 16, 16).float() - 1
+    return Split(brightness * (not blank), labels, names, names)
+
+
+def squares(count: int) -> Split:
+    targets = torch.zeros(count, 16, 16, dtype=torch.long)
+    targets[:, 4:12, 4:12] = 1
+    names = tuple(str(number) for number in range(count))
+    return Split(torch.zeros(count, 1, 16, 16), targets, names, names)
+
+
+BALANCED = [0, 1, 2] * 4
+
+
+def federated(
+    task: TaskConfig, data: dict[str, SiteData], *, rounds: int = 1, minimum: int = 0, method: str = "fedavg", **options: Any
+) -> dict[str, Any]:
+    found = get_method(method)
+    members = {}
+    for name, split in data.items():
+        site = Site(name, task, split)
+        members[name] = Participant(name, lambda role, site=site: site, found, options, minimum_patients=minimum)  # type: ignore[misc]
+    run = Run(found, task, options, run_settings({"rounds": rounds, "seed": 0}), tuple(sorted(data)))
+    results = run.execute(LocalExchange(tuple(members), members.__getitem__))
+    assert results["status"] == "COMPLETED", results["reason"]
+    return results
+
+
+def doubts(results: dict[str, Any]) -> Doubts:
+    """Kind -> sites."""
+    found: Doubts = {}
+    for event in results["events"]:
+        if event["kind"] in DOUBTS:
+            found.setdefault(event["kind"], []).append(event["site"])
+    return found
+
+
+def data(train: list[int], validation: list[int], test: list[int], blank: bool = False) -> SiteData:
+    return SiteData(*(grades(split, blank) for split in (train, validation, test)))
+
+
+def test_one_class_for_every_image() -> None:
+    results = federated(small_task("classification"), dict.fromkeys(SITES, data(BALANCED, BALANCED, BALANCED, blank=True)))
+    assert doubts(results) == {"constant_output": ["A", "B"], "at_chance": ["A", "B"]}
+    (confusion,) = results["sites"]["A"]["classes"]["deployed"]["confusion"]
+    shown = [name for name, column in zip(small_task("classification").labels, zip(*confusion, strict=True), strict=True) if any(column)]
+    event = next(event for event in results["events"] if event["kind"] == "constant_output")
+    assert len(shown) == 1 and shown[0] in event["message"]
+
+
+def test_no_pixel_in_every_image() -> None:
+    site = Site("A", small_task(), SiteData(squares(4), squares(4), squares(3)))
+    state = site.network().state_dict()
+    (bias,) = [name for name in state if name.startswith("head.") and name.endswith("bias")]
+    state[bias] = torch.full_like(state[bias], -1e3)
+    participant = Participant("A", lambda role: site, FEDAVG, {})
+    participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
+    facts = participant.answer("deliver", 0, Message({"model": state}, {"step": 0, "run_rounds": 1})).facts
+    assert facts["metrics"]["deployed"]["dice"] == 0.0
+    assert [event["kind"] for event in facts["events"] if event["kind"] in DOUBTS] == ["constant_output", "at_chance"]
+
+
+def test_a_model_that_has_learnt_is_not_doubted() -> None:
+    task = small_task("classification", optimizer={"name": "adam", "lr": 0.02}, local_epochs=8)
+    results = federated(task, dict.fromkeys(SITES, data(BALANCED * 2, BALANCED, BALANCED)), rounds=3)
+    assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] > 0.9 and doubts(results) == {}
+
+
+def test_few_patients_of_which_the_site_tells_no_metric_are_not_told_of_by_an_event_either(tmp_path: Any) -> None:
+    task, split = small_task("classification"), data(BALANCED, BALANCED, BALANCED[:6], blank=True)
+    results = federated(task, dict.fromkeys(SITES, split), minimum=7)
+    assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] is None
+    assert not doubts(results).keys() & {"constant_output", "at_chance"}
+    keeper = SiteFolder(tmp_path, "A", FEDAVG, task, 0)
+    site = Participant("A", lambda role: Site("A", task, split), FEDAVG, {}, keeper=keeper, minimum_patients=7)
+    site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
+    site.answer("deliver", 0, Message({"model": Site("A", task, split).network().state_dict()}, {"step": 0, "run_rounds": 1}))
+    assert "status doubtful" in (tmp_path / "report.html").read_text(), "the site itself is told"
+
+
+def test_a_class_of_few_test_patients_is_not_named() -> None:
+    """Who knows that all answers are one class, and the accuracy, would know how many images that class has."""
+    results = federated(small_task("classification"), dict.fromkeys(SITES, data(BALANCED, BALANCED, BALANCED, blank=True)), minimum=5)
+    told = " ".join(event["message"] for event in results["events"] if event["kind"] in ("constant_output", "at_chance"))
+    assert doubts(results).keys() >= {"constant_output", "at_chance"}
+    assert not any(name in told for name in ("dark", "medium", "bright")) and "one class" in told
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        ((4, 5), {}, [None]),
+        ((10, 12), {}, []),
+        ((4, 5), {"selection": "last"}, []),
+        ((6, 6), {"selection": "mean"}, []),  # twelve images together
+        ((0, 0), {}, [None]),
+    ],
+)
+def test_the_round_is_chosen_on_few_validation_images(sizes: tuple[int, ...], options: dict[str, Any], expected: list[str]) -> None:
+    split = {site: data(BALANCED, BALANCED[:size], BALANCED) for site, size in zip(SITES, sizes, strict=True)}
+    found = doubts(federated(small_task("classification"), split, rounds=2, **options))
+    assert found.get("few_validation_images", []) == expected
+
+
+def test_a_site_that_chooses_alone_is_named() -> None:
+    split = {"A": data(BALANCED, BALANCED[:4], BALANCED), "B": data(BALANCED, BALANCED, BALANCED), "C": data(BALANCED, BALANCED, BALANCED)}
+    found = doubts(federated(small_task("classification"), split, rounds=2, method="ditto"))
+    assert found["few_validation_images"] == ["A"]
+
+
+def test_classes_of_fewer_than_three_training_images() -> None:
+    task = small_task("classification")
+    split = {"A": data([*[0] * 6, *[1] * 6, 2, 2], BALANCED, BALANCED), "B": data(BALANCED, BALANCED, BALANCED)}
+    results = federated(task, split)
+    (event,) = [event for event in results["events"] if event["kind"] == "rare_class"]
+    assert event["site"] == "A" and "'bright' has 2" in event["message"]
+
+
+def test_a_site_that_keeps_its_counts_names_no_rare_class() -> None:
+    split = {"A": data([*[0] * 6, *[1] * 6, 2, 2], BALANCED, BALANCED), "B": data(BALANCED, BALANCED, BALANCED)}
+    results = federated(small_task("classification"), split, minimum=4)
+    (event,) = [event for event in results["events"] if event["kind"] == "rare_class"]
+    assert event["site"] == "A" and not any(word in event["message"] for word in ("bright", "2"))
