@@ -71,7 +71,7 @@ class ImageStatistics(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, ...) to features (N, F)."""
         ranked = images.flatten(2).sort(dim=2).values
-        places = [round(share * (ranked.shape[2] - 1)) for share in self.SHARES]
+        places = [round(share * (int(ranked.shape[2]) - 1)) for share in self.SHARES]  # a tracer has no whole numbers of its own
         edges = [(images.narrow(d, 1, images.shape[d] - 1) - images.narrow(d, 0, images.shape[d] - 1)).abs().flatten(2).mean(dim=2)
                  for d in range(2, 2 + self.dims)]  # fmt: skip
         return torch.cat([self.thumbnail(images).flatten(1), ranked[:, :, places].flatten(1), *edges], dim=1)

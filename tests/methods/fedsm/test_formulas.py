@@ -201,6 +201,10 @@ class TestTunedGamma:
         assert tuned_gamma(gains(a=0.0, b=0.0, c=0.0)) == 0.0
         assert tuned_gamma(gains(a={0.3: 0.1, 0.4: 0.1, 0.5: 0.1})) == 0.3
 
+    def test_where_personal_models_lose_the_global_one_is_taken_for_all_images(self) -> None:
+        """No validation image has a score above 0.7; one that has is not sent to a model that is worse."""
+        assert tuned_gamma(gains(a={gamma: -0.1 for gamma in GAMMAS if gamma < 0.7})) == 1.0
+
     @pytest.mark.parametrize(("gain", "expected"), [(0.1, 0.0), (0.0, 0.0), (-0.1, 1.0), (None, 1.0)])
     def test_one_site_decides_for_itself(self, gain: float | None, expected: float) -> None:
         assert tuned_gamma(gains(a=gain)) == expected

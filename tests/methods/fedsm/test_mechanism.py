@@ -33,7 +33,8 @@ def photographs(name: str, split: str) -> Split:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_super_model_gets_what_personal_models_gain(seed: int) -> None:
     def site(name: str, role: str) -> Site:
-        return Site(name, TASK, SiteData(*(photographs(name, split) for split in SPLITS)), seed)
+        train, validation, test = (photographs(name, split) for split in SPLITS)
+        return Site(name, TASK, SiteData(train, validation, test), seed)
 
     results = run_local("fedsm", TASK, sorted(MARGINS), rounds=10, seed=seed, opener=site)
     dice = {model: metrics["dice"] for model, metrics in results["mean"]["inside"].items()}

@@ -124,10 +124,11 @@ def limited_total(differences: Sequence[float]) -> float:
 
 
 def tuned_gamma(gains: Mapping[str, Mapping[str, float | None]]) -> float:
-    """The γ that the sites' validation images prefer; ties go to the smallest.
+    """The γ that the sites' validation images prefer.
 
     Two candidates are compared by `limited_total` of the sites' gains, every site at equal weight. Taken is the candidate whose worst
-    comparison is best: it beats all others where one does (without a limit that is binding, the largest mean gain).
+    comparison is best: it beats all others where one does (without a limit that is binding, the largest mean gain). Ties go to the
+    smallest; where 1 is among them and 0 is not, to 1: personal models lose on validation images, so that they get no others either.
 
     Args:
         gains: site -> γ as text -> mean paired gain over γ = 1 on the same patients; None where it is undefined.
@@ -150,8 +151,9 @@ def tuned_gamma(gains: Mapping[str, Mapping[str, float | None]]) -> float:
         return limited_total([one - two for one, two in pairs if one is not None and two is not None])
 
     voted = [gamma for gamma in GAMMAS if any(known.get(names[gamma]) is not None for known in votes)]
-    worst = {gamma: min(total(gamma, other) for other in voted) for gamma in voted}
-    return max(voted, key=lambda gamma: (round(worst[gamma], 9), -gamma), default=1.0)
+    worst = {gamma: round(min(total(gamma, other) for other in voted), 9) for gamma in voted}
+    ties = [gamma for gamma in voted if worst[gamma] == max(worst.values())]
+    return 1.0 if not ties or (1.0 in ties and 0.0 not in ties) else ties[0]
 
 
 def paired_gain(values: Tensor, reference: Tensor) -> float | None:

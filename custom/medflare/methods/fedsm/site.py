@@ -251,9 +251,9 @@ class FedSMSite(PersonalSite[FedSMSiteHyper]):
             patients = self.site.data.validation.patients if by_patient else None
             logits = self.selector.logits(incoming.states[SELECTOR], "validation")
             losses = calibration_losses(logits, self.plan.sites.index(self.site.name), patients)
-        return Message({}, self.facts(validation={}, **{CALIBRATION: losses}))
+        return Message({}, {**self.facts(validation={}), CALIBRATION: losses})
 
     def tune(self, round: int, incoming: Message) -> Message:
         """What the super model gains over the global one on validation images, for every candidate γ."""
         model = super_model(self.site.task, incoming).to(self.site.device)
-        return Message({}, self.facts(validation={}, **{GAINS: gain_by_gamma(model, self.site)}))
+        return Message({}, {**self.facts(validation={}), GAINS: gain_by_gamma(model, self.site)})
