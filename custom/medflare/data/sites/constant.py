@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medflare.data.sites.scoring import Answer, measured
+from medflare.data.sites.scoring import Answer
 from medflare.data.sites.site import Site
 from medflare.data.splits import Samples
 from medflare.tasks.cases import Cases
@@ -80,7 +80,7 @@ def scores_of(site: Site, answer: Tensor, split: str, metrics: Sequence[str]) ->
     samples = site.data.split(split)
     if not len(samples):
         return Scores(dict.fromkeys(metrics), cases=Cases())
-    return measured(_repeated(answer, samples, site.task), samples, site.task, metrics).scores(samples.patients)
+    return site.measured(_repeated(answer, samples, site.task), split, metrics).scores(samples.patients)
 
 
 def _repeated(answer: Tensor, samples: Samples, task: TaskConfig) -> Iterator[Answer]:

@@ -175,9 +175,15 @@ class Site:
             split: "train", "validation" or "test".
             metrics: which of `task.metrics`; None means all of them on the test split, elsewhere those by which models are selected.
         """
-        return self.measured(predictor, split, metrics).scores(self.data.split(split).patients)
+        chosen, data = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind)), self.data.split(split)
+        return self.measured(self.answers(predictor, split), split, chosen).scores(data.patients)
 
-    def measured(self, predictor: scoring.Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Measured:
-        """What the metrics of `score` are made of, image by image; arguments as there."""
-        chosen = metrics or (self.task.metrics if split == "test" else selection_metrics(self.task.kind))
-        return scoring.measured(self.answers(predictor, split), self.data.split(split), self.task, chosen)
+    def measured(self, answers: Iterable[scoring.Answer], split: str, metrics: Sequence[str]) -> Measured:
+        """What metrics of answers for a whole split are made of.
+
+        Args:
+            answers: see `answers`.
+            split: "train", "validation" or "test".
+            metrics: names, of `TaskConfig.metrics`.
+        """
+        return scoring.measured(answers, self.data.split(split), self.task, metrics)
