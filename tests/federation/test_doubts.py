@@ -66,7 +66,7 @@ def doubts(results: dict[str, Any]) -> Doubts:
 
 
 def data(train: list[int], validation: list[int], test: list[int], blank: bool = False) -> SiteData:
-    return SiteData(*(grades(split, blank) for split in (train, validation, test)))
+    return SiteData(grades(train, blank), grades(validation, blank), grades(test, blank))
 
 
 def test_one_class_for_every_image() -> None:

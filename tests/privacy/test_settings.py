@@ -153,7 +153,7 @@ class TestTraining:
         said: list[str] = []
         results = medflare.run_local("fedavg", TINY, 2, rounds=2, seed=3, outside=["site-9"], out=tmp_path, say=said.append, **PRIVATE)
         assert results["status"] == "COMPLETED"
-        assert {event["kind"] for event in results["events"]} <= {"at_chance"}, "so much noise leaves little to learn, and nothing else is odd"
+        assert {event["kind"] for event in results["events"]} <= {"at_chance"}, "noise leaves little to learn"
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         told = {site: [line["sites"][site]["privacy"] for line in lines if line["phase"] == "train"] for site in ("site-1", "site-2")}
         for name, costs in told.items():

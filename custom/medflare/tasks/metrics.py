@@ -101,8 +101,11 @@ class Measured:
         index = torch.as_tensor(rows, dtype=torch.long)
         return replace(self, found={name: part[index] for name, part in self.found.items()}, finite=self.finite[index])
 
-    def constant_outputs(self) -> tuple[str, ...]:
+    def constant_outputs(self, measured: Sequence[str] = ()) -> tuple[str, ...]:
         """What the model says of every image alike, though the truth is another in some; empty where it tells images apart.
+
+        Args:
+            measured: structures that the parts are of, where they are not all of the task's.
 
         Returns:
             Classification: the class (multilabel: all labels that every image is given, or "no label"), of at least two images.
@@ -118,7 +121,8 @@ class Measured:
         if not len(self.finite) or not self.finite.all():
             return ()
         if self.task.kind == "segmentation":
-            return _constant_structures(self.found[_OVERLAP], self.task)
+            structures = self.task.labels[1:] if self.task.target == "multiclass" else self.task.labels
+            return _constant_structures(self.found[_OVERLAP], measured or structures)
         return _constant_class(self.found["probabilities"], self.found["targets"], self.task)
 
     def scores(self, patients: Sequence[str]) -> Scores:
@@ -339,10 +343,9 @@ def _overlaps_and_distances(
     return {_OVERLAP: overlap_counts(predicted, truth), **distances}
 
 
-def _constant_structures(counts: Tensor, task: TaskConfig) -> tuple[str, ...]:
-    """See `Measured.constant_outputs`; counts (N, C, 4) as of `overlap_counts`."""
+def _constant_structures(counts: Tensor, names: Sequence[str]) -> tuple[str, ...]:
+    """See `Measured.constant_outputs`; counts (N, C, 4) as of `overlap_counts`, of C names."""
     hit, false, right, missed = counts.sum(dim=0).unbind(dim=-1)
-    names = task.labels[len(task.labels) - len(hit) :]  # a multiclass task's first label is the background
     none = [f"no pixel of {name}" for name, lost in zip(names, (hit + false == 0) & (missed > 0), strict=True) if lost]
     return (*none, *(f"all pixels as {name}" for name, full in zip(names, (right + missed == 0) & (false > 0), strict=True) if full))
 
