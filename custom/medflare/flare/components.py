@@ -55,7 +55,7 @@ class JobComponents(FLComponent, AppValidator):
         try:
             reason = _refusal_of_job(Path(workspace.get_app_config_dir(job)), workspace, name)
         except Exception as error:  # what cannot be read is not run
-            reason = f"component configuration refused: {type(error).__name__}: {ascii(one_line(error))}"
+            reason = f"component configuration refused: {type(error).__name__}: {one_line(error)!a}"
         if reason:
             note(workspace, name, job, REFUSED, reason)
         return reason, {}
