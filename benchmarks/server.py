@@ -31,8 +31,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from medflare.networks.own import register
-
 HERE = Path(__file__).resolve().parent
 GB = 10**9
 WIDTHS = (3, 64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # of VGG-16; 0 is a pooling
@@ -53,17 +51,18 @@ CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
 METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedsm": {"gamma": 0.5}, "prr": {"cpa": "off"}, "grace": {}, "sha": {}}
 
 
-@register
-def vgg16(in_channels: int, out_channels: int, narrow: int = 1) -> nn.Module:
+class VGG16(nn.Sequential):
     """VGG-16 (configuration D of Simonyan and Zisserman, ICLR 2015) with 1000 hidden outputs, all widths divided by `narrow`."""
-    layers: list[nn.Module] = []
-    width = in_channels
-    for wide in WIDTHS[1:]:
-        layers += [nn.Conv2d(width, wide // narrow, 3, padding=1), nn.ReLU()] if wide else [nn.MaxPool2d(2)]
-        width = wide // narrow or width
-    for inputs, outputs in itertools.pairwise((width * 49, 4096 // narrow, 4096 // narrow, 1000 // narrow)):
-        layers += [nn.Flatten() if inputs == width * 49 else nn.Identity(), nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(1000 // narrow, out_channels))
+
+    def __init__(self, in_channels: int, out_channels: int, narrow: int = 1):
+        layers: list[nn.Module] = []
+        width = in_channels
+        for wide in WIDTHS[1:]:
+            layers += [nn.Conv2d(width, wide // narrow, 3, padding=1), nn.ReLU()] if wide else [nn.MaxPool2d(2)]
+            width = wide // narrow or width
+        for inputs, outputs in itertools.pairwise((width * 49, 4096 // narrow, 4096 // narrow, 1000 // narrow)):
+            layers += [nn.Flatten() if inputs == width * 49 else nn.Identity(), nn.Linear(inputs, outputs), nn.ReLU()]
+        super().__init__(*layers, nn.Linear(1000 // narrow, out_channels))
 
 
 class Stored:
@@ -185,7 +184,7 @@ def measure(method: str, sites: int, narrow: int, models_gb: float, scratch: Pat
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     names = [f"site-{number + 1}" for number in range(sites)]
-    task = load_task({**TASK, "network": {"name": "server:vgg16", "narrow": narrow}})
+    task = load_task({**TASK, "network": {"name": "server:VGG16", "narrow": narrow}})
     chosen = get_method(method)
     plan = chosen.plan(task, tuple(names), METHODS[method])
     exchange = Stored(names, scratch, lambda phase: chosen.site_class.manifest(phase, plan), CLOCKS[clock])

@@ -19,7 +19,7 @@ REAL_IMAGES = Path(__file__).resolve().parents[2] / "shared" / "data"
 MINUTES = {
     "e2e/test_parity": 9,
     "e2e/test_faults_provisioned": 8,
-    "e2e/test_provisioned": 5.5,
+    "e2e/test_provisioned": 8,
     "e2e/test_guide": 4,
     "e2e/test_faults": 3,
     "e2e/test_embedded": 3,

@@ -150,6 +150,14 @@ def test_a_refused_job_stands_in_the_audit_log(party: Path) -> None:
     assert "[R:4711]" in line and "refused" in line and STREAMER in line
 
 
+@pytest.mark.parametrize("path", ["os.system", ["os.system"], {"os": "system"}])
+def test_a_function_that_the_party_lists_is_refused_as_well(party: Path, path: Any) -> None:
+    change(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("os.system"))
+    app = party / "4711" / "app_site-1"
+    change(app / "config" / "config_fed_client.json", lambda config: config["components"].append({"id": "a", "path": path}))
+    assert "refused" in JobComponents().validate(str(app))[0]
+
+
 @pytest.mark.parametrize("name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "lab_nets:Net"])
 def test_a_network_of_a_package_that_the_party_does_not_name_is_refused(party: Path, name: str) -> None:
     app = party / "4711" / "app_site-1"

@@ -29,7 +29,7 @@ from medflare.core.errors import one_line
 from medflare.core.packages import untrusted
 from medflare.data.sites.local import LOCAL_FILE, local_settings, read_local
 from medflare.flare.exchange.participants import TASK_FILE, brings_code
-from medflare.flare.names import BUILT, REFUSED
+from medflare.flare.names import BUILT, COMPONENTS, REFUSED
 
 _PATHS: Final = ("path", "class_path", "name")  # FLARE's keys for what a component is, the first that is there counts
 _PLAIN: Final = re.compile(r"[\w.:]{1,200}", re.ASCII)
@@ -166,7 +166,8 @@ def _refusal_of_job(folder: Path, workspace: Workspace, name: str) -> str:
     if config is None:
         return f"component configuration refused: {file} is missing"
     allowed = listed(workspace)
-    reasons = (unlisted(path, allowed) for path in component_paths(config.to_dict()))
+    ours = {path for names in COMPONENTS.values() for path in names}  # components for sure: a party need not import torch to know
+    reasons = ((unlisted if str(path) in ours else refusal)(path, allowed) for path in component_paths(config.to_dict()))
     return next(filter(None, reasons), "") or _refusal_of_network(folder / TASK_FILE, workspace)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from medflare.cli.federation.kits.certificates import end_of, ends_soon, refuse_invalid, refuse_strange, server_answer
 from medflare.cli.federation.kits.kit import Kit, open_kit
 from medflare.cli.federation.kits.processes import running
-from medflare.cli.federation.kits.setup import VALIDATOR, owner, read_policy, template
+from medflare.cli.federation.kits.setup import OURS, VALIDATOR, owner, read_policy, template
 from medflare.core.errors import ConfigError, MedflareError, StateError
 from medflare.data.cache.folder import placed
 from medflare.data.sites.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
@@ -128,7 +128,8 @@ def _open_list(kit: Kit, resources: dict[str, Any]) -> str:
     allowed, usual = resources.get("class_allow_list", []), template(kit.kind, "resources.json")
     file, remedy = kit.local / "resources.json", f"medflare site setup {kit.folder}"
     if prefixes := [str(name) for name in allowed if str(name).endswith((".", "*"))]:
-        return f'class_allow_list in {file} holds "{prefixes[0]}", which is no full name of a class; take it out, or run {remedy}'
+        mend = remedy if prefixes[0] == OURS else "name classes in full; packages of networks and methods go to packages in medflare.json"
+        return f'class_allow_list in {file} holds "{prefixes[0]}", which is no full name of a class; {mend}'
     if missing := [name for name in usual["class_allow_list"] if name not in allowed]:
         return f'class_allow_list in {file} lacks "{missing[0]}", so jobs of medflare are refused; {remedy} --replace-policies'
     validator = resources.get(VALIDATOR)

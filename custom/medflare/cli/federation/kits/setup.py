@@ -20,7 +20,7 @@ from medflare.data.sites.local import LOCAL_FILE
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 VALIDATOR: Final = "app_validator"  # FLARE's name for what looks at a job when it arrives
-_OURS: Final = "medflare."  # as an entry of class_allow_list, as medflare 0.2 wrote it, it allows every function of medflare's
+OURS: Final = "medflare."  # as an entry of class_allow_list, as medflare 0.2 wrote it, it allows every function of medflare's
 _PLAIN_LAUNCHER: Final = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
 _SHARED: Final = "/tmp/nvflare/"  # FLARE's default: all federations of a machine share it, and a reboot empties it
 _SHOWN: Final = 60  # characters of a value in a change
@@ -292,9 +292,9 @@ def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
         _close_list(kit, content, [])
         _adapt(content, wishes.storage or _storage(before) or kit.folder / "storage")
     else:
-        if _OURS in content.get("class_allow_list", ()):  # medflare 0.2 has set it up
+        if OURS in content.get("class_allow_list", ()):  # medflare 0.2 has set it up
             provisioned = read_object(kit.local / "resources.json.default").get("class_allow_list") or ()
-            _close_list(kit, content, [name for name in content["class_allow_list"] if name != _OURS and name not in provisioned])
+            _close_list(kit, content, [name for name in content["class_allow_list"] if name != OURS and name not in provisioned])
         if wishes.storage is not None:
             _store(content, wishes.storage)
     if wishes.stream_logs is not None:
@@ -302,7 +302,7 @@ def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
     if wishes.bring_code:
         _replace_launcher(content, _our_launcher(), _PLAIN_LAUNCHER)
         if "class_allow_list" in content:
-            content["class_allow_list"] = [name for name in content["class_allow_list"] if not name.startswith(_OURS)]
+            content["class_allow_list"] = [name for name in content["class_allow_list"] if not name.startswith(OURS)]
         content["components"] = [one for one in content.get("components", ()) if not _is_ours(one)]
         if _is_ours(content.get(VALIDATOR) or {}):
             del content[VALIDATOR]
@@ -332,7 +332,7 @@ def _adapt(resources: _Object, storage: Path) -> None:
 
 
 def _is_ours(component: _Object) -> bool:
-    return str(component.get("path", "")).startswith(_OURS)
+    return str(component.get("path", "")).startswith(OURS)
 
 
 def _our_launcher() -> str:
