@@ -144,7 +144,7 @@ def test_what_lies_outside_is_named(change: dict[str, Any], kind: str) -> None:
         {},
         {"sides": (88.0, 21.0, 20.0)},
         {"sides": (36.0, 36.0, 20.0), "spacing": (1.4, 1.4, 2.9)},
-        {"medians": (64.0,)},
+        {"medians": (89.0,)},
         {"contrasts": (290.0,)},
         {"spacing": None},
     ],

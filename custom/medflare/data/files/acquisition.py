@@ -21,7 +21,7 @@ TRAINED_ON: Final = "trained_on"  # of a card, and of the server's last message:
 MILLIMETRES: Final = 1.5  # times as large as the largest, or as small as the smallest, that a field of view or a spacing may be
 PIXELS: Final = 2.0  # the same of sizes in pixels, which say less
 CONTRAST: Final = 3.0  # the same of the span of intensities
-MEDIAN: Final = 0.25  # how far a median may leave the range, as a share of the largest span of intensities
+MEDIAN: Final = 0.5  # how far a median may leave the range, as a share of the largest span of intensities
 _DRAWN: Final = 10_000  # intensities of a channel, evenly spread over the image
 _MOST_CHANNELS: Final = 64  # of which intensities are told; images with more are features
 _COLOURED: Final = 0.02  # share of the brightest value by which channels differ from which a picture counts as coloured
@@ -242,7 +242,7 @@ def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()
     """In what an image lies outside what a model was trained on; empty where it lies within.
 
     Limits are wide, so that what passes them is of another kind: millimetres 1.5 times, pixels twice, the span of intensities three times
-    beyond the range either way, a median a quarter of the largest span. A spacing that is not known on both sides is not compared.
+    beyond the range either way, a median half the largest span. A spacing that is not known on both sides is not compared.
 
     Args:
         image: as it was read.
