@@ -141,7 +141,7 @@ class Summary:
         elif self.outside:
             kinds = Counter(kind for differences in self.outside.values() for kind in differences)
             first = {kind: next(found[kind] for found in self.outside.values() if kind in found) for kind in kinds}
-            told = "; ".join(f"{kind} of {count}, the first: {first[kind]}" for kind, count in kinds.most_common())
+            told = "; ".join(f"{kind} {first[kind]} ({count})" for kind, count in kinds.most_common())
             lines.append(f"{len(self.outside)} of {self.images} images lie outside what the model was trained on: {told}")
         if self.adapted:
             lines.append(f"adapted to these images: {self.adapted}")

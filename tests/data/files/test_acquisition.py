@@ -80,6 +80,16 @@ def test_a_range_tells_of_no_single_image() -> None:
     assert range_of(rows(4), 4, 3, minimum=5) is None and range_of([], 0, 3) is None
 
 
+def test_colours_of_a_few_images_are_not_told() -> None:
+    def told(coloured: int, minimum: int = 0) -> Any:
+        images = [dataclasses.replace(WITHIN, coloured=number < coloured).row() for number in range(101)]
+        found = range_of(images, 101, 3, minimum)
+        return None if found is None else found.coloured
+
+    assert told(0) == told(2) == (False,) and told(9) == told(50) == (False, True) and told(101) == (True,)
+    assert told(9, minimum=5) == (False,)
+
+
 def test_one_image_is_a_range_and_an_unknown_spacing_none() -> None:
     unknown = dataclasses.replace(WITHIN, spacing=None)
     one = range_of([unknown.row()], 1, 3)
@@ -134,7 +144,7 @@ def test_what_lies_outside_is_named(change: dict[str, Any], kind: str) -> None:
         {},
         {"sides": (88.0, 21.0, 20.0)},
         {"sides": (36.0, 36.0, 20.0), "spacing": (1.4, 1.4, 2.9)},
-        {"medians": (64.0,)},
+        {"medians": (89.0,)},
         {"contrasts": (290.0,)},
         {"spacing": None},
     ],

@@ -2,7 +2,7 @@
 image lies within it. As stored, before anything is resampled, resized or normalised."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from dataclasses import dataclass as plain_dataclass
 from typing import Annotated, Any, Final
@@ -21,7 +21,7 @@ TRAINED_ON: Final = "trained_on"  # of a card, and of the server's last message:
 MILLIMETRES: Final = 1.5  # times as large as the largest, or as small as the smallest, that a field of view or a spacing may be
 PIXELS: Final = 2.0  # the same of sizes in pixels, which say less
 CONTRAST: Final = 3.0  # the same of the span of intensities
-MEDIAN: Final = 0.25  # how far a median may leave the range, as a share of the largest span of intensities
+MEDIAN: Final = 0.5  # how far a median may leave the range, as a share of the largest span of intensities
 _DRAWN: Final = 10_000  # intensities of a channel, evenly spread over the image
 _MOST_CHANNELS: Final = 64  # of which intensities are told; images with more are features
 _COLOURED: Final = 0.02  # share of the brightest value by which channels differ from which a picture counts as coloured
@@ -126,7 +126,7 @@ class TrainedOn:
         extent: see `Acquisition`; None likewise.
         medians: see `Acquisition`; by channel.
         contrasts: see `Acquisition`; by channel.
-        coloured: which of False and True occurs.
+        coloured: which of False and True there are.
     """
 
     images: Annotated[int, Field(ge=1)]
@@ -169,8 +169,10 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
     images = [Acquisition.of_row(row, axes) for row in np.asarray(rows, np.float64).tolist()]
     known = [(image.spacing, image.extent) for image in images if image.spacing is not None]
 
+    percentiles = _INNER if minimum > 1 else _ENDS
+
     def ends(values: Sequence[Any]) -> Any:
-        found = np.percentile(np.asarray(values, np.float64), _INNER if minimum > 1 else _ENDS, axis=0)
+        found = np.percentile(np.asarray(values, np.float64), percentiles, axis=0)
         return tuple(tuple(map(float, end)) for end in found)
 
     spacing, extent = (ends(values) for values in zip(*known, strict=True)) if known else (None, None)
@@ -181,7 +183,7 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
         extent=extent,
         medians=ends([image.medians for image in images]),
         contrasts=ends([image.contrasts for image in images]),
-        coloured=tuple(sorted({image.coloured for image in images})),
+        coloured=tuple(sorted({bool(end > 0.5) for end in np.percentile([float(image.coloured) for image in images], percentiles)})),
     )
 
 
@@ -216,22 +218,15 @@ def joined_range(ranges: Iterable[TrainedOn]) -> TrainedOn | None:
 
 
 def _joined(first: TrainedOn, second: TrainedOn) -> TrainedOn:
-    def pair(name: str) -> Any:
-        known = [ends for ends in (getattr(first, name), getattr(second, name)) if ends is not None]
-        return (
-            tuple(tuple(map(end, *(ends[place] for ends in known))) for place, end in enumerate(_OUTER)) if len(known) > 1 else _only(known)
-        )
+    def widest(one: Any, other: Any) -> Any:
+        if one is None or other is None:
+            return one or other
+        return tuple(map(min, one[0], other[0])), tuple(map(max, one[1], other[1]))
 
-    names = ("sides", "spacing", "extent", "medians", "contrasts")
+    pairs = ("sides", "spacing", "extent", "medians", "contrasts")
+    joined = {name: widest(getattr(first, name), getattr(second, name)) for name in pairs}
     coloured = tuple(sorted({*first.coloured, *second.coloured}))
-    return replace(first, images=first.images + second.images, coloured=coloured, **{name: pair(name) for name in names})
-
-
-_OUTER: Final[tuple[Callable[..., float], ...]] = (min, max)
-
-
-def _only(known: Sequence[Any]) -> Any:
-    return known[0] if known else None
+    return replace(first, images=first.images + second.images, coloured=coloured, **joined)
 
 
 def _plain(value: Any) -> Any:
@@ -247,7 +242,7 @@ def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()
     """In what an image lies outside what a model was trained on; empty where it lies within.
 
     Limits are wide, so that what passes them is of another kind: millimetres 1.5 times, pixels twice, the span of intensities three times
-    beyond the range either way, a median a quarter of the largest span. A spacing that is not known on both sides is not compared.
+    beyond the range either way, a median half the largest span. A spacing that is not known on both sides is not compared.
 
     Args:
         image: as it was read.
