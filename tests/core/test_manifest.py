@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from medflare.core.manifest import Entry, EntrySpec, Fact, count, listing, models, negative, non_finite, number, table, text
+from medflare.core.manifest import Entry, EntrySpec, Fact, anything, count, listing, models, negative, non_finite, number, table, text
 from medflare.core.message import Message
 
 
@@ -53,7 +53,14 @@ def test_names_that_it_can() -> None:
     "wrong", ["\x1b]0;PWN\x07", "\u202eevil", "a\nb", "x" * 1001], ids=["escape", "right to left", "two lines", "long"]
 )
 def test_texts_and_names_that_a_terminal_obeys_are_refused(wrong: str) -> None:
-    for problem in (text()(wrong), table(text())({"a": wrong}), table(count())({wrong: 1})):
+    nested = [{"a": [wrong]}]
+    for problem in (
+        text()(wrong),
+        table(text())({"a": wrong}),
+        table(count())({wrong: 1}),
+        anything(nested),
+        models(table())({"a": {"b": wrong}}),
+    ):
         assert problem is not None and problem.isprintable() and len(problem) < 200
 
 

@@ -112,7 +112,8 @@ def _as(dtype: torch.dtype, secret: float) -> float:
 def test_no_message_of_any_method_holds_a_withheld_count(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what a site sends nor what the server passes on."""
     method, hyper = RUNS[name]
-    call, make, seen = LocalExchange.__call__, Participant, []
+    call, make = LocalExchange.__call__, Participant
+    seen: list[tuple[str, str]] = []
 
     def noted(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
         replies = call(exchange, step, outgoing)
