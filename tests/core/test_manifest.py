@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from medflare.core.manifest import Entry, EntrySpec, count, listing, models, negative, non_finite, number, text
+from medflare.core.manifest import Entry, EntrySpec, Fact, anything, count, listing, models, negative, non_finite, number, table, text
 from medflare.core.message import Message
 
 
@@ -47,6 +47,28 @@ def test_names_that_a_figure_cannot_show(name: object) -> None:
 def test_names_that_it_can() -> None:
     assert models(number())({"global": 0.5, "personal/Zürich-2": 1, "mixture running": 0}) is None
     assert models()(dict.fromkeys("abc")) is None and models(most=2)(dict.fromkeys("abc")) == "names 3 models, more than 2"
+
+
+@pytest.mark.parametrize(
+    "wrong", ["\x1b]0;PWN\x07", "\u202eevil", "a\nb", "x" * 1001], ids=["escape", "right to left", "two lines", "long"]
+)
+def test_texts_and_names_that_a_terminal_obeys_are_refused(wrong: str) -> None:
+    nested = [{"a": [wrong]}]
+    for problem in (
+        text()(wrong),
+        table(text())({"a": wrong}),
+        table(count())({wrong: 1}),
+        anything(nested),
+        models(table())({"a": {"b": wrong}}),
+    ):
+        assert problem is not None and problem.isprintable() and len(problem) < 200
+
+
+def test_what_an_optional_declaration_keeps() -> None:
+    entry = Entry("a", "why", unsigned=True, exact=True, step=True, measured="train", per_class="values")
+    assert vars(entry.maybe()) == {**vars(entry), "sometimes": True} and entry.maybe() == "a"
+    fact = Fact("b", "what", count(), "train", per_class="counts")
+    assert vars(fact.maybe()) == {**vars(fact), "sometimes": True}
 
 
 def test_bounds_of_lists_counts_and_texts() -> None:

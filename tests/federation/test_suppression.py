@@ -112,7 +112,8 @@ def _as(dtype: torch.dtype, secret: float) -> float:
 def test_no_message_of_any_method_holds_a_withheld_count(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what a site sends nor what the server passes on."""
     method, hyper = RUNS[name]
-    call, make, seen = LocalExchange.__call__, Participant, []
+    call, make = LocalExchange.__call__, Participant
+    seen: list[tuple[str, str]] = []
 
     def noted(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
         replies = call(exchange, step, outgoing)
@@ -193,6 +194,25 @@ def test_gamma_of_a_rare_class_stays_too() -> None:
     told = Suppression(site, 3).suppressed(Message({}, {**facts, "n_samples": 12}), half.phase("train")).facts
     assert told == {"gamma": {"dark": 1.0, "medium": 1.5}, "gammas": {"dark": [1.0, 2.0], "medium": [1.0, 2.0]}, "n_samples": 12}
     assert Suppression(site, 2).suppressed(Message({}, dict(facts)), half.phase("train")).facts == facts
+
+
+def test_a_site_of_few_patients_has_no_part_in_the_ridge_selector() -> None:
+    """Statistics of its images are zeros, which the server takes for none."""
+    method = get_method("fedsm")
+    log, server, halves = squares.federation(method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5)
+    step, _, replies = next(turn for turn in log if turn.step.phase == "describe")
+    phase = method.site_class.phase("describe")
+
+    def solved(replies: dict[str, Message]) -> dict[str, torch.Tensor]:
+        server.aggregate(step, replies)
+        return dict(server.selector.state)
+
+    without = solved({name: replies[name] for name in ("A", "C")})
+    guarded = {**replies, "B": Suppression(halves["B"].site, 13).suppressed(replies["B"], phase)}
+    assert not any(tensor.any() for tensor in guarded["B"].states["selector_statistics"].values())
+    assert squares.equal(solved(guarded), without) and not squares.equal(solved(replies), without)
+    nobody = {name: Suppression(halves[name].site, 13).suppressed(reply, phase) for name, reply in replies.items()}
+    assert squares.equal(solved(nobody), solved(replies)), "the selector stays as it was"
 
 
 # ---- methods of other distributions ----------------------------------------------------------------------------------------------

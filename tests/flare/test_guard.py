@@ -198,7 +198,7 @@ def test_an_undeclared_fact_keeps_the_reply_back(
 def test_facts_of_enrolment_and_delivery_are_declared_too(spec: ParticipantSpec, phase: str) -> None:
     fl_ctx = prepared(spec, Message())
     fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 0, to_shareable(Message()), spec), private=True, sticky=False)
-    facts = {"n": {"train": 3}, **({"class_counts": []} if phase == "enrol" else {"metrics": {"global": {"dice": 0.5}}})}
+    facts: dict[str, Any] = {"n": {"train": 3}, **({"class_counts": []} if phase == "enrol" else {"metrics": {"global": {"dice": 0.5}}})}
     assert to_message(OutboundGuard().process(to_shareable(Message({}, dict(facts))), fl_ctx)).facts == facts
     left = OutboundGuard().process(to_shareable(Message({}, {**facts, "patients": SECRET})), fl_ctx)
     assert "'patients'" in kept_back(left) and SECRET.encode() not in contents(left)

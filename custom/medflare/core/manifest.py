@@ -148,8 +148,12 @@ Taken = Callable[[object], str | None]  # a fact's value -> what is wrong with i
 
 
 def anything(value: object) -> str | None:
-    """Takes whatever JSON can hold."""
-    return None
+    """Takes whatever JSON can hold, with texts and names as `text` takes them."""
+    if isinstance(value, str):
+        return text()(value)
+    if isinstance(value, Mapping):
+        return table()(value)
+    return listing()(value) if isinstance(value, list | tuple) else None
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Taken:

@@ -29,7 +29,7 @@ _FILTERS: dict[str, type[DXOFilter]] = {"percentile": PercentilePrivacy, "svt": 
 class UpdatePrivacy(Filter):
     """Task-result filter: one of FLARE's privacy filters, on every floating tensor's change in this task.
 
-    An entry that did not come in with the task (FedSM's prototypes, a new head) has no change that could be filtered; the whole
+    An entry that did not come in with the task (PRR's prototypes, a new head) has no change that could be filtered; the whole
     result is then kept back with that reason rather than sent unprotected. Put the filter before `OutboundGuard`.
 
     Args:
