@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import medflare
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.events import EventLog
 from medflare.core.message import Message
@@ -40,6 +41,12 @@ def test_names_of_a_task_that_cannot_be_printed_are_refused(setting: str, name: 
     with pytest.raises(ConfigError, match=setting) as error:
         load_task({**TASK, "label_values": {}, setting: value})
     assert str(error.value).isprintable() and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\n", "..", "x" * 101, "a/b"])
+def test_names_of_sites_that_cannot_be_printed_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="site"):
+        medflare.run_local("fedavg", "phantom", ["A", name], rounds=1, seed=0)
 
 
 def test_other_scripts_are_names() -> None:

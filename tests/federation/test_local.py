@@ -11,9 +11,11 @@ import medflare
 from delivered import weights
 from medflare.core.errors import ConfigError
 from medflare.core.store import StateStore
+from medflare.data.sites.local import Bounds
 from medflare.data.sites.opening import open_site
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import load_results
+from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.inference.deployed import load_model
@@ -223,3 +225,9 @@ def test_importing_medflare_is_cheap() -> None:
 def test_a_text_is_not_taken_for_its_letters(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="give a list of site names"):
         medflare.run_local("fedavg", "phantom", **{"sites": 2, "rounds": 1, "seed": 0, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Bounds", lambda: Bounds(minutes=1e-9))
+    results = medflare.run_local("fedavg", tiny_phantom(), 2, rounds=1, seed=0)
+    assert results["status"] == "FAILED" and "bounds.minutes" in results["reason"]

@@ -8,8 +8,8 @@ NAME: Final = 100  # most characters of a name
 def printable(text: str) -> str:
     """Free text on one line, whose characters are what they look like.
 
-    Control characters, escapes of terminals, marks that turn the direction of writing, invisible characters and what is no Unicode are
-    written as Python writes them.
+    Control characters, escapes of terminals, marks that turn the direction of writing and invisible characters are written as Python writes
+    them; what is no Unicode is a question mark.
 
     Args:
         text: for example a file's name, or what another party sent.
@@ -29,7 +29,8 @@ def escaped(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter in "\t\r\n" else letter.encode("unicode_escape").decode() for letter in text)
+    letters = text.encode(errors="replace").decode()
+    return "".join(letter if letter.isprintable() or letter in "\t\r\n" else letter.encode("unicode_escape").decode() for letter in letters)
 
 
 def printable_json(value: Any, depth: int = 32) -> Any:

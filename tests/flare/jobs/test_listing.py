@@ -2,15 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from flare.jobs.sessions import job
+from flare.jobs.sessions import Served, job
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.jobs.listing import listing
-from medflare.flare.jobs.sessions import found_job, id_of
+from medflare.flare.jobs.sessions import found_job, id_of, jobs_of, name_of
 
 OLD, NEW, OTHER = "11112222-old", "11113333-new", "44445555-other"
 
@@ -23,6 +23,12 @@ def test_a_job_is_found_by_id_and_its_beginning() -> None:
     jobs = [job(OLD), job(NEW, name="4444"), job(OTHER, name=OLD)]
     for wanted, expected in ((NEW, NEW), ("11113", NEW), ("44445555-OTHER", OTHER), ("4444", OTHER), (OLD, OLD)):
         assert id_of(found_job(jobs, wanted)) == expected
+
+
+def test_a_name_that_another_lead_gave_is_shown_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Served("RUNNING")
+    monkeypatch.setattr(server, "list_jobs", lambda detailed: [job(OLD, name="a\x1b[2Jb\u202e")])
+    assert [name_of(found) for found in jobs_of(cast(Any, server))] == [r"a\x1b[2Jb\u202e"]
 
 
 def test_of_a_name_the_newest_that_runs() -> None:

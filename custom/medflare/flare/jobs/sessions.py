@@ -13,6 +13,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.settings import no_such
+from medflare.core.text import printable_json
 
 Job = Mapping[str, Any]  # what FLARE knows of a job
 RUNNING: Final = RunStatus.RUNNING.value
@@ -74,7 +75,7 @@ def session(kit: Path) -> Iterator[Session]:
 
 def jobs_of(opened: Session) -> list[Job]:
     """All jobs that the server has, the oldest first, each with all that FLARE knows of it."""
-    found: list[Job] = opened.list_jobs(detailed=True)
+    found: list[Job] = printable_json(opened.list_jobs(detailed=True))  # names are those that other leads gave
     return found
 
 
