@@ -196,8 +196,9 @@ def evaluated(site: Site, models: Mapping[str, Message], keep: Keep, minimum_pat
         minimum_patients: confusion counts and curves stay here where a class, or its contrary, has patients, but fewer.
 
     Returns:
-        Facts: "metrics" (role -> metric -> value or None), "reports" (role -> what models say of their own work, and under `KEPT` which of the
-            site's models it is, where it was chosen), of classification "classes" (role -> see `tasks.classes.class_report`), "n" and "events", which name no site: the server knows whose they are.
+        Facts: "metrics" (role -> metric -> value or None), "reports" (role -> what models say of their own work, and under `KEPT` which of
+            the site's models it is, where it was chosen), of classification "classes" (role -> see `tasks.classes.class_report`), "n" and
+            "events", which name no site: the server knows whose they are.
     """
     log = EventLog()
     metrics: dict[str, Metrics] = {}
