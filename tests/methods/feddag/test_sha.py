@@ -151,6 +151,12 @@ class TestAggregation:
         assert average.scores == pytest.approx({"A": 0.6, "B": 0.2}) and average.weights == pytest.approx({"A": 0.75, "B": 0.25})
         assert [score for _, score in average.history["A"]] == [0.3]  # what is remembered is the model as it came
 
+    def test_history_begins_once_there_are_kappa_earlier_models(self) -> None:
+        """Every model scores below the ones before it, which would all join: 16 alone, 8 alone, then (16 + 8 + 4) / 3."""
+        average = aggregation(kappa=2)
+        means = [averaged(average, {"A": state(value)}, {"A": value / 16})["weight"].item() for value in (16, 8, 4)]
+        assert means == pytest.approx([16, 8, 28 / 3])
+
     def test_softmax_and_missing_scores(self) -> None:
         models = {"A": state(0), "B": state(1), "C": state(2)}
         average = aggregation(kappa=0, balancing="softmax", temperature=0.1)
