@@ -255,7 +255,7 @@ class TestServer:
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
 
     def test_half_a_round_survives_a_restart(self, tmp_path: Path) -> None:
-        server, restored = (squares.server(SHAServer, centred=False) for _ in range(2))
+        server, restored = (squares.server(SHAServer, centred=False, kappa=1) for _ in range(2))
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
         server.aggregate(Step("train", 1), replies_to_train((5, 4, 9), perturbed={"A": 10, "B": 20, "C": 30}))
