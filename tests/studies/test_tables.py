@@ -1,6 +1,9 @@
 """Tables of repeated runs against numbers worked out by hand."""
 
 import dataclasses
+from typing import Any
+
+import pytest
 
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.statistics.seeds import Run
@@ -182,6 +185,26 @@ def test_unequal_rows_are_called_unequal(record: RunRecord) -> None:
     del of_others["0"][0]["configuration"]["task"]["batch_size"]  # of a version that did not write it down
     del of_others["1"][0]["configuration"]["task"]["batch_size"]
     assert "- Unequal: runs have different tasks (size).\n" in study_report(of_others)
+
+
+@pytest.mark.parametrize(
+    ("method", "server"),
+    [
+        ("scaffold", {"weighting": "uniform"}),
+        ("sha", {"weighting": "samples", "sha": True}),
+        ("grace", {"weighting": "samples", "consistency": True}),
+        ("robust", {"weighting": "samples", "rule": "median"}),
+        ("prr", {"pfa": True}),
+    ],
+)
+def test_rows_that_weigh_sites_otherwise_need_fedavg_with_sites_alike(record: RunRecord, method: str, server: dict[str, Any]) -> None:
+    def row(method: str, server: dict[str, Any]) -> list[Run]:
+        return [build_results(dataclasses.replace(record, method=method, hyper={"site": {"reset_optimizer": False}, "server": server}))]
+
+    groups = {"fedavg": row("fedavg", {"weighting": "samples"}), method: row(method, server), "constant": row("constant", {})}
+    assert f"training images in fedavg, and otherwise in {method}: add `--reference uniform`" in study_report(groups)
+    assert "uniform" not in study_report({**groups, "control": row("fedavg", {"weighting": "uniform"})})
+    assert "uniform" not in study_report({name: groups[name] for name in ("fedavg", "constant")})
 
 
 # ---- what methods chose ------------------------------------------------------------------------------------------------------

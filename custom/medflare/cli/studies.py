@@ -69,7 +69,8 @@ def add_commands(commands: Commands) -> None:
         help=(
             "comma-separated rows to hold the methods against, or all. constant: the best answer that looks at no image; single-site: "
             "every site alone (as a row of its own, single-site:method=prr, with another method's loss); batch-statistics: FedAvg "
-            "normalised by the test images at hand (networks with BatchNorm); centralised: everybody's images in one place; oracle, which "
+            "normalised by the test images at hand (networks with BatchNorm); centralised: everybody's images in one place; uniform: "
+            "FedAvg with every site counting once (of all: where a row does not weigh sites by their images alone); oracle, which "
             "methods with personal models get in any case: the better of global and personal at each site, chosen on test images as nobody "
             "can"
         ),
@@ -206,15 +207,18 @@ def _candidates(methods: list[str], references: str, task: "TaskConfig", selecti
     Raises:
         ConfigError: there is none, a method is wrong, or there is no such reference.
     """
-    from medflare.studies.candidates import REFERENCES, Candidate
+    from medflare.studies.candidates import REFERENCES, UNIFORM, UNIFORM_ROW, Candidate
     from medflare.studies.tables.rows import ORACLE
 
     given = names_in(references)
-    if unknown := [name for name in given if name not in (*REFERENCES, ORACLE, "all")]:
-        raise ConfigError(f"--reference {unknown[0]!r}: there are all, {', '.join((*REFERENCES, ORACLE))}")
-    names = [name for name in given if name != ORACLE]  # tables make its row of a method's own models
+    known = (*REFERENCES, UNIFORM, ORACLE)
+    if unknown := [name for name in given if name not in (*known, "all")]:
+        raise ConfigError(f"--reference {unknown[0]!r}: there are all, {', '.join(known)}")
+    names = [UNIFORM_ROW if name == UNIFORM else name for name in given if name != ORACLE]  # tables make its row of a method's own models
     rows = [Candidate.parse(text, selection) for text in methods]
-    wanted = [name for name in (REFERENCES if "all" in names else names) if name not in methods]
+    if "all" in names and not all(row.by_samples for row in rows):
+        names.append(UNIFORM_ROW)
+    wanted = [name for name in ([*REFERENCES, *names] if "all" in names else names) if name not in (*methods, "all")]
     for reference in (Candidate.parse(name, selection) for name in dict.fromkeys(wanted)):
         if reference.label in names or reference.takes(task):  # of all, those that the task can have
             rows.append(reference)

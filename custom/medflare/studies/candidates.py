@@ -30,6 +30,8 @@ REFERENCES: Final = {
     BATCH_STATISTICS: batch_statistics,
     CENTRALISED: centralised,
 }
+UNIFORM: Final = "uniform"  # name of a reference that is a setting of a method: FedAvg with every site counting once
+UNIFORM_ROW: Final = "fedavg:weighting=uniform"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class Candidate:
         return self._trained.effective(self.hyper)
 
     @property
+    def by_samples(self) -> bool:
+        """Whether the row has no mean of sites, or one as `weighs_by_samples` says."""
+        return self.method in (CONSTANT, SINGLE_SITE, CENTRALISED) or weighs_by_samples(self.effective["server"])
+
+    @property
     def _trained(self) -> Method:
         """The method whose halves train."""
         return get_method(self.trained_as if self.method in REFERENCES else self.method, site=self.site_half, server=self.server_half)
@@ -145,3 +152,19 @@ class Candidate:
             server_half=self.server_half,
             **self.hyper,
         )
+
+
+def weighs_by_samples(server: Mapping[str, Any]) -> bool:
+    """Whether a server's mean weighs sites by their training images and by nothing else: not alike, by scores (SHA) or consistency (GRACE).
+
+    Args:
+        server: hyper-parameters of the server half, every one.
+
+    Examples:
+        >>> weighs_by_samples({"weighting": "samples"}), weighs_by_samples({"weighting": "uniform"}), weighs_by_samples({"r0": 0.35})
+        (True, False, False)
+        >>> weighs_by_samples({"weighting": "samples", "sha": True}), weighs_by_samples({"weighting": "samples", "rule": "median"})
+        (False, False)
+    """
+    by_shares = server.get("rule", "mean") in ("mean", "geometric", "clipped")  # the other robust rules take no weights
+    return server.get("weighting") == "samples" and by_shares and not server.get("sha") and not server.get("consistency")

@@ -9,6 +9,7 @@ import torch
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
+from medflare.methods.baselines import moon
 from medflare.methods.baselines.moon import MoonServer, MoonSite, contrastive_loss
 from medflare.methods.fedavg import FedAvgServer
 from medflare.methods.grace.local_model import LocalModelSite
@@ -70,6 +71,25 @@ def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
     for round in range(5):
         drawn, own = (each.perform("train", round, Message({"model": copy_state(start)})).states["model"] for each in (half, free))
     assert similarity(drawn) > similarity(own)
+
+
+def test_all_three_models_look_in_one_mode_of_normalisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all three hold the same weights they see the same features, whatever their running statistics are; these do not move."""
+    half = squares.half(MoonSite)
+    state = {name: tensor + 3.0 if "running" in name else tensor for name, tensor in squares.start().items()}
+    model = half.network("model", state).train()
+    images = stacked(squares.site().data.train).images[:6]
+    seen: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(moon, "contrastive_loss", lambda *features: seen.append(features[:3]) or features[0].sum())
+    penalty = half._contrast(model, state)
+    with torch.enable_grad():
+        penalty(images, model.features_and_output(images)[0])
+    ((local, shared, previous),) = seen
+    torch.testing.assert_close(shared, local)
+    torch.testing.assert_close(previous, local)
+    assert local.requires_grad and not shared.requires_grad and not previous.requires_grad
+    for purpose in ("frozen", "previous"):
+        assert squares.equal({**half._networks[purpose].state_dict()}, state)
 
 
 def test_server_is_fedavgs_unless_graces_is_asked_for() -> None:

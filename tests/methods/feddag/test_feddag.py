@@ -17,6 +17,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.federation.local.loop import run_local
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.feddag import generation
 from medflare.methods.feddag.generation import initial_generator
 from medflare.methods.feddag.server import FedDAGServer
 from medflare.methods.feddag.site import FedDAGSite
@@ -56,6 +57,17 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 class TestSite:
+    @pytest.mark.parametrize(("hyper", "expected"), [({}, math.exp(-1 / (0.2 * 6))), ({"ema": 0.5}, 0.5)])
+    def test_the_teachers_decay_follows_the_rounds_length(
+        self, hyper: dict[str, Any], expected: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Twelve images in batches of six, three epochs: six batches a round."""
+        half = squares.half(FedDAGSite, "A", squares.task(local_epochs=3), ndag=False, **hyper)
+        decays = []
+        monkeypatch.setattr(generation, "ema_update", lambda teacher, student, decay: decays.append(decay))
+        half.perform("train", 0, Message({"model": squares.start()}))
+        assert decays == pytest.approx([expected] * 6)
+
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
     def test_every_setting_changes_the_model(self, kind: str) -> None:
         task = squares.task(kind)

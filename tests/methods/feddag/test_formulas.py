@@ -21,6 +21,7 @@ from medflare.methods.feddag.formulas import (
     ema_update,
     generalization_scores,
     instance_discrepancy,
+    round_decay,
     sharpness_perturbation,
     similarity_loss,
     soft_balancing_weights,
@@ -103,6 +104,21 @@ def test_ema_matches_the_reference(reference: dict[str, Tensor], decay: str) -> 
     teacher = {"weight": reference["ema/teacher"].clone()}
     ema_update(teacher, {"weight": reference["ema/student"]}, float(decay))
     torch.testing.assert_close(teacher["weight"], reference[f"ema/out_{decay}"], **CLOSE)
+
+
+@pytest.mark.parametrize("batches", [1, 10, 200])
+def test_a_round_forgets_the_teacher_it_began_with(batches: int) -> None:
+    """exp(-1 / (0.2 B)) over B batches is exp(-5), whatever B is."""
+    teacher = {"w": torch.ones((), dtype=torch.float64)}
+    for _ in range(batches):
+        ema_update(teacher, {"w": torch.zeros((), dtype=torch.float64)}, round_decay(batches))
+    assert teacher["w"].item() == pytest.approx(math.exp(-5), rel=1e-9)
+
+
+def test_the_teachers_decay_ends_at_99_hundredths() -> None:
+    assert round_decay(498) == round_decay(10**6) == 0.99 > round_decay(497)
+    with pytest.raises(ValueError, match="0"):
+        round_decay(0)
 
 
 def test_ema_copies_integers_and_works_on_a_module_in_place() -> None:

@@ -151,6 +151,12 @@ class TestAggregation:
         assert average.scores == pytest.approx({"A": 0.6, "B": 0.2}) and average.weights == pytest.approx({"A": 0.75, "B": 0.25})
         assert [score for _, score in average.history["A"]] == [0.3]  # what is remembered is the model as it came
 
+    def test_history_begins_once_there_are_kappa_earlier_models(self) -> None:
+        """Every model scores below the ones before it, which would all join: 16 alone, 8 alone, then (16 + 8 + 4) / 3."""
+        average = aggregation(kappa=2)
+        means = [averaged(average, {"A": state(value)}, {"A": value / 16})["weight"].item() for value in (16, 8, 4)]
+        assert means == pytest.approx([16, 8, 28 / 3])
+
     def test_softmax_and_missing_scores(self) -> None:
         models = {"A": state(0), "B": state(1), "C": state(2)}
         average = aggregation(kappa=0, balancing="softmax", temperature=0.1)
@@ -249,7 +255,7 @@ class TestServer:
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
 
     def test_half_a_round_survives_a_restart(self, tmp_path: Path) -> None:
-        server, restored = (squares.server(SHAServer, centred=False) for _ in range(2))
+        server, restored = (squares.server(SHAServer, centred=False, kappa=1) for _ in range(2))
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
         server.aggregate(Step("train", 1), replies_to_train((5, 4, 9), perturbed={"A": 10, "B": 20, "C": 30}))

@@ -20,6 +20,7 @@ from medflare.methods.fedsm.personalization import adapt, train_apfl
 from medflare.methods.fedsm.selector import head_of, selector_spec
 from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
+from medflare.methods.parts.training import trainable
 from medflare.networks.catalogue import meta_network
 from methods import squares
 from methods.squares import COUNTS, SITES, equal
@@ -262,7 +263,7 @@ def test_per_fedavg_adapts_the_aggregated_model() -> None:
     assert last.step.phase == "validate"
     for name, half in halves.items():
         model = half.network("expected", last.outgoing[name].states["meta"])
-        adapt(model, half.site, last.step.round, half.hyper.adapt_lr, half.hyper.adapt_steps)
+        adapt(model, half.site, last.step.round, half.optimizers.recall("meta", half.site.optimizer(trainable(model))), 1)
         assert equal(server.personal[name], copy_state(model.state_dict()))
         assert half.validation(model) == last.replies[name].facts["validation"]["personal"]
 

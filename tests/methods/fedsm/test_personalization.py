@@ -12,8 +12,11 @@ from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.fedsm.formulas import adam_step
 from medflare.methods.fedsm.personalization import train_apfl, train_per_fedavg, train_pfedme
+from medflare.methods.fedsm.server import FedSMServer
+from medflare.methods.fedsm.site import FedSMSite
 from medflare.methods.parts.training import epochs, trainable
 from methods import squares
+from small import stacked
 
 RATE = 0.05
 
@@ -74,6 +77,45 @@ def test_pfedme_descends_to_a_proximal_point_and_moves_towards_it() -> None:
         theta = [t - 0.05 * (g + 3.0 * (t - w)) for t, w, g in zip(theta, origin, gradients(site, theta, batch), strict=True)]
     assert_at(personal, theta)
     assert_at(shared, [w - 0.2 * 3.0 * (w - t) for w, t in zip(origin, theta, strict=True)])
+
+
+def test_per_fedavg_by_the_tasks_optimizer_forgets_its_inner_steps() -> None:
+    """θ' is the optimizer's own step from the moments that there are; the moments are those of the outer gradients alone."""
+    site = site_of(batch_size=6)
+    first, second = batches_of(site)
+    model = network_of(site)
+    start = copied(model)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1, momentum=0.5)
+    for weight in trainable(model):
+        optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, 0.2)
+    train_per_fedavg(model, site, 0, optimizer, optimizer)
+    adapted = [w - 0.1 * (0.1 + g) for w, g in zip(start, gradients(site, start, first), strict=True)]
+    outer = gradients(site, adapted, second)
+    assert_at(model, [w - 0.1 * (0.1 + g) for w, g in zip(start, outer, strict=True)])
+    for weight, g in zip(trainable(model), outer, strict=True):
+        torch.testing.assert_close(optimizer.state[weight]["momentum_buffer"], 0.1 + g, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("personalization", ["perfedavg", "pfedme"])
+def test_the_shared_model_learns_at_the_defaults(personalization: str) -> None:
+    """Plain steps of 0.001 beside a task with Adam left it where it was, and training loss with it."""
+    task = squares.task(local_epochs=4, optimizer={"name": "adam", "lr": 0.005})
+    log, _, halves = squares.federation(
+        FedSMSite, FedSMServer, task, rounds=5, personalization=personalization, gamma=0.5, selector="ridge"
+    )
+    half, start = halves["A"], log[0].outgoing["A"].states
+
+    def moved(entry: str) -> float:
+        trained = log[4].replies["A"].states[entry]
+        return float(sum((trained[name] - start[entry][name]).square().sum() for name, _ in half.site.network().named_parameters()) ** 0.5)
+
+    def training_loss(state: StateDict) -> float:
+        network, images = half.frozen(state), stacked(half.site.data.train)
+        return float(half.site.loss(network(images.images), images.targets))
+
+    assert moved("meta") > 0.1 * moved("model") > 0
+    before, after = training_loss(start["meta"]), training_loss(log[4].replies["A"].states["meta"])
+    assert after < 0.8 * before
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])

@@ -267,3 +267,12 @@ class TestFederation:
         squares.play(server, halves)
         assert server.best.value > 0.5
         assert halves["A"].personal.value > 0.9
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "settings", "warned"),
+    [(15, {}, True), (16, {}, False), (4, {"client": "meta"}, False), (4, {"client": "erm"}, False), (4, {"align_pixels": 64}, False)],
+)
+def test_corals_covariances_of_a_few_images_are_warned_of(batch_size: int, settings: dict[str, Any], warned: bool) -> None:
+    server = squares.server(GraceServer, squares.task(batch_size=batch_size), **settings)
+    assert any("CORAL" in event["message"] for event in server.context.events.of("warning")) is warned

@@ -22,6 +22,7 @@ from medflare.methods.grace.local_model import LocalModelSite
 from medflare.methods.grace.server import GraceServer
 from medflare.methods.grace.two_step import Penalty
 from medflare.methods.method import Method, refuse_other_steps
+from medflare.methods.parts.normalisation import batch_statistics
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper, is_private
 from medflare.tasks.config import TaskConfig
@@ -127,10 +128,11 @@ class MoonSite(LocalModelSite[MoonSiteHyper]):
         return self.descend(model, optimizer, round, loss)
 
     def _contrast(self, model: FeatureNetwork, previous: StateDict) -> Penalty:
+        """μ L_con. All three models normalise by the same batch, or their features would differ by the mode of batch normalisation."""
         others = [self.frozen(model.state_dict()), self.frozen(previous, "previous")]
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), batch_statistics(*others):
                 z_global, z_previous = (other.features_and_output(images)[0] for other in others)
             return self.hyper.mu * contrastive_loss(features, z_global, z_previous, self.hyper.temperature)
 

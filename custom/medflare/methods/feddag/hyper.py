@@ -1,7 +1,8 @@
 """The hyper-parameters of FedDAG and of SHA, by the half that owns them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
@@ -16,7 +17,13 @@ class SHAHyper(FedAvgServerHyper):
     """How sites are scored and averaged; the sites read from it what they are asked for."""
 
     rho: float = param(0.3, "length of the perturbation that a model is scored with; 0: CEA", symbol="ρ", source="Sec. III-C1", low=0)
-    kappa: int = param(4, "earlier models of a site that may join its current one; 0: none", symbol="κ", source="Sec. III-C3", low=0)
+    kappa: int = param(
+        4,
+        "earlier models of a site that may join its current one, once there are as many; 0: none",
+        symbol="κ",
+        source="Sec. III-C3",
+        low=0,
+    )
     window: Literal["rounds", "passing"] = param(
         "rounds", "κ counts rounds, or models that scored higher (keeps all models)", source="Sec. III-C3"
     )
@@ -76,8 +83,8 @@ class FedDAGSiteHyper(FedAvgSiteHyper):
     )
     discrepancy_weight: float = param(1.0, "weight of L_dis (2, with m/2: Eq. 1 without the 1/2)", source="Sec. IV-A2", low=0)
     similarity_weight: float = param(1.0, "weight of L_sim", source="Sec. IV-A2", low=0)
-    ema: float = param(
-        0.9, "decay of the teacher's average; 0.99 where a round has hundreds of batches", source="Sec. III-B3", low=0, high=1
+    ema: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = param(
+        "auto", "decay of the teacher's average; auto: by the round's length, see round_decay", source="Sec. III-B3"
     )
     ema_ramp: bool = param(False, "let the decay grow as 1 - 1/(steps + 1) until it reaches ema")
     distribution: Literal["type1", "type2", "type3"] = param(

@@ -53,14 +53,19 @@ class HierarchicalAggregation(WeightedMean):
         self.scores: dict[str, float] = {}
 
     def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        """Averages within each site (`within_client_average`), then across sites with weights by score (Eq. 6)."""
+        """Averages within each site (`within_client_average`), then across sites with weights by score (Eq. 6).
+
+        A site's earlier models join once there are κ of them after the warm-up: before, they are those of models that all still rise.
+        """
         averaged: dict[str, StateDict] = {}
         self.scores = {}
         for site in sorted(models):
             score = models[site].facts.get("score")
-            past = [*self.history.get(site, []), (models[site].state, math.nan if score is None else float(score))]
+            earlier = self.history.get(site, [])
+            past = [*earlier, (models[site].state, math.nan if score is None else float(score))]
             states, values = zip(*past, strict=True)
-            averaged[site], self.scores[site] = within_client_average(states, values, self.hyper.kappa, self.hyper.window)
+            kappa = self.hyper.kappa if len(earlier) >= self.hyper.kappa else 0
+            averaged[site], self.scores[site] = within_client_average(states, values, kappa, self.hyper.window)
             kept = past if self.hyper.window == "passing" else past[-self.hyper.kappa :]
             self.history[site] = kept if self.hyper.kappa else []
         self.weights = dict(zip(self.scores, self._balanced(list(self.scores.values())), strict=True))

@@ -1,5 +1,6 @@
 """FedDAG's site half: generator, student and teacher on every batch; sends back the teacher (or the student), the generator and θ^."""
 
+import math
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -16,12 +17,12 @@ from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite
-from medflare.methods.feddag.formulas import ema_decay
+from medflare.methods.feddag.formulas import ema_decay, round_decay
 from medflare.methods.feddag.generation import AdversarialGeneration, build_generator, channel_deviations, initial_generator
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.scoring import ScoredSite
-from medflare.methods.parts.training import run_epochs
+from medflare.methods.parts.training import run_epochs, samples_of_pass
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 
@@ -143,10 +144,12 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     def _epochs(self, generation: AdversarialGeneration, round: int) -> dict[str, float]:
         """The task's local epochs; mean losses by name."""
+        batches = self.site.task.local_epochs * math.ceil(samples_of_pass(self.site) / self.site.batch_size)
+        decay = round_decay(max(1, batches)) if self.hyper.ema == "auto" else self.hyper.ema
 
         def step(batch: Batch) -> dict[str, Tensor]:
             done = self.memory.facts.get("ema_steps", 0)
-            losses = generation.step(batch, ema_decay(done, self.hyper.ema, self.hyper.ema_ramp))
+            losses = generation.step(batch, ema_decay(done, decay, self.hyper.ema_ramp))
             self.memory.facts["ema_steps"] = done + 1
             self._last_batch = batch
             return losses

@@ -41,8 +41,12 @@ class FedSMSiteHyper(FedAvgSiteHyper):
     apfl_share: float = param(0.5, "APFL's share of the local model", symbol="α", source="Table 6", low=0, high=1)
     apfl_rate: float = param(0.0, "APFL: rate at which that share is learnt, a step a batch; 0 leaves it", source="APFL, Eq. 11", low=0)
     adapt_steps: int = param(1, "Per-FedAvg's adaptation steps", source="Table 6", low=1)
-    adapt_lr: float = param(1e-3, "rate of Per-FedAvg's and pFedMe's inner steps", symbol="α", low=0)
-    meta_lr: float = param(1e-3, "rate of their outer steps", symbol="β, η", low=0)
+    adapt_lr: Annotated[float, Field(ge=0)] | Literal["auto"] = param(
+        "auto", "Per-FedAvg's and pFedMe's inner steps: auto, the task's optimizer takes them; or the rate of plain steps", symbol="α"
+    )
+    meta_lr: Annotated[float, Field(ge=0)] | Literal["auto"] = param(
+        "auto", "their outer steps: auto, Per-FedAvg's are the task's optimizer's and pFedMe's η is 1/λ; or a rate", symbol="β, η"
+    )
     pfedme_lambda: float = param(15.0, "pFedMe's pull to the shared model", symbol="λ", low=0)
     pfedme_steps: int = param(5, "pFedMe's inner steps per batch", symbol="K", low=1)
 

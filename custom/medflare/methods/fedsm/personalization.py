@@ -17,7 +17,10 @@ from medflare.data.splits import Batch
 from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
 from medflare.methods.fedsm.hyper import FedSMSiteHyper
 from medflare.methods.parts.proximal import proximal_gradients
+from medflare.methods.parts.steps import unremembered
 from medflare.methods.parts.training import epochs, train_epochs, trainable
+
+Rate = float | torch.optim.Optimizer  # of a plain gradient step, or what takes a step of its own along the gradient
 
 
 def train_apfl(
@@ -58,8 +61,11 @@ def train_apfl(
     return local, apfl_mixture(local, global_, share, kept=[name for name, _ in model.named_buffers()]), share
 
 
-def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: float, outer_rate: float) -> None:
+def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: Rate, outer_rate: Rate) -> None:
     """One round of first-order Per-FedAvg in place: θ' = θ - α g(θ; B1), θ <- θ - β g(θ'; B2) (Fallah et al. 2020, Alg. 1, FO).
+
+    An optimizer in place of a rate takes its own step along the same gradient; the inner one starts from the moments that there are, and
+    leaves them as they are.
 
     Consecutive mini-batches play B1 and B2; a last batch without a partner is left out, unless it is the only one, which then
     plays both.
@@ -68,40 +74,45 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: float, oute
         model: θ, trained in place.
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
-        rate: α of the inner step.
-        outer_rate: β of the outer step.
+        rate: α of the inner step, or the optimizer that takes it, which may be the outer one.
+        outer_rate: β of the outer step, or the optimizer that takes it.
     """
     weights = trainable(model)
+    inner, outer = _stepping(weights, rate), _stepping(weights, outer_rate)
     model.train()
     for epoch in epochs(site, round, "personal"):
         for first, second in _pairs(epoch):
             start = [weight.detach().clone() for weight in weights]
-            _descend(weights, _gradients(model, site, first), rate)
+            with unremembered(inner):
+                _step(inner, weights, _gradients(model, site, first))
             gradients = _gradients(model, site, second)
             with torch.no_grad():
-                for weight, origin, gradient in zip(weights, start, gradients, strict=True):
-                    weight.copy_(origin - outer_rate * gradient)
+                for weight, origin in zip(weights, start, strict=True):
+                    weight.copy_(origin)
+            _step(outer, weights, gradients)
 
 
-def adapt(model: nn.Module, site: Site, round: int, rate: float, steps: int) -> None:
+def adapt(model: nn.Module, site: Site, round: int, rate: Rate, steps: int) -> None:
     """A few gradient steps in place on the site's training images: how Per-FedAvg's shared model becomes personal.
 
     Args:
         model: changed in place.
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
-        rate: α.
+        rate: α, or the optimizer that takes the steps.
         steps: how many, each on one batch; the batches begin again where they end.
     """
+    weights = trainable(model)
+    optimizer = _stepping(weights, rate)
     model.train()
     passes = (site.batches("train", round, "adapt", 0) for _ in range(steps))  # equal ones, and at least a batch in each
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
         for batch in islice(chain.from_iterable(passes), steps):
-            _descend(trainable(model), _gradients(model, site, batch), rate)
+            _step(optimizer, weights, _gradients(model, site, batch))
 
 
 def train_pfedme(
-    shared: nn.Module, personal: nn.Module, site: Site, round: int, *, rate: float, strength: float, inner_steps: int, outer_rate: float
+    shared: nn.Module, personal: nn.Module, site: Site, round: int, *, rate: Rate, strength: float, inner_steps: int, outer_rate: float
 ) -> None:
     """One round of pFedMe in place: θ approximates the proximal point of w on each batch, then w moves towards θ.
 
@@ -110,18 +121,18 @@ def train_pfedme(
         personal: θ, trained in place; it goes on from the weights that it holds.
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
-        rate: of the gradient steps in θ.
+        rate: of the gradient steps in θ, or the optimizer that takes them.
         strength: λ of the proximal term.
         inner_steps: gradient steps in θ per batch.
         outer_rate: η of the step in w.
     """
     weights, thetas = trainable(shared), trainable(personal)
+    optimizer = _stepping(thetas, rate)
     personal.train()
     for batches in epochs(site, round, "personal"):
         for batch in batches:
             for _ in range(inner_steps):
-                gradients = proximal_gradients(_gradients(personal, site, batch), thetas, weights, strength)
-                _descend(thetas, gradients, rate)
+                _step(optimizer, thetas, proximal_gradients(_gradients(personal, site, batch), thetas, weights, strength))
             with torch.no_grad():
                 for weight, moved in zip(weights, pfedme_outer(weights, thetas, outer_rate, strength), strict=True):
                     weight.copy_(moved)
@@ -130,10 +141,14 @@ def train_pfedme(
             own.copy_(seen)
 
 
-def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyper: FedSMSiteHyper) -> None:
+def train_meta(
+    meta: nn.Module, personal: nn.Module, site: Site, round: int, hyper: FedSMSiteHyper, optimizer: torch.optim.Optimizer
+) -> None:
     """One round of Per-FedAvg or pFedMe in place: the site's copy of the shared model, and pFedMe's personal model beside it.
 
     Per-FedAvg's personal model is an adaptation of the shared model as it comes from the server, see `adapt`; this leaves it alone.
+    Both go by the task's optimizer: a plain step at the rate of a task with Adam leaves a model where it is. pFedMe's outer step is by
+    default as far as its proximal point, η = 1 / λ, which is the largest step along the gradient λ (w - θ) that does not go beyond it.
 
     Args:
         meta: the site's copy of the shared model, trained in place.
@@ -141,13 +156,32 @@ def train_meta(meta: nn.Module, personal: nn.Module, site: Site, round: int, hyp
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
         hyper: which of both, and its rates.
+        optimizer: the task's, of the weights that take gradient steps: of `meta`, with pFedMe of `personal`.
     """
     if hyper.personalization == "perfedavg":
-        train_per_fedavg(meta, site, round, hyper.adapt_lr, hyper.meta_lr)
-    else:
-        personal.load_state_dict(meta.state_dict())
-        inner = {"rate": hyper.adapt_lr, "strength": hyper.pfedme_lambda}
-        train_pfedme(meta, personal, site, round, inner_steps=hyper.pfedme_steps, outer_rate=hyper.meta_lr, **inner)
+        train_per_fedavg(meta, site, round, inner_rate(hyper, optimizer), optimizer if hyper.meta_lr == "auto" else hyper.meta_lr)
+        return
+    strength = hyper.pfedme_lambda
+    personal.load_state_dict(meta.state_dict())
+    eta = (1 / strength if strength else 0.0) if hyper.meta_lr == "auto" else hyper.meta_lr
+    rate = inner_rate(hyper, optimizer)
+    train_pfedme(meta, personal, site, round, rate=rate, strength=strength, inner_steps=hyper.pfedme_steps, outer_rate=eta)
+
+
+def inner_rate(hyper: FedSMSiteHyper, optimizer: torch.optim.Optimizer) -> Rate:
+    """What takes the inner steps: the task's optimizer, or plain steps at a rate of their own."""
+    return optimizer if hyper.adapt_lr == "auto" else hyper.adapt_lr
+
+
+def _stepping(weights: Sequence[nn.Parameter], rate: Rate) -> torch.optim.Optimizer:
+    return rate if isinstance(rate, torch.optim.Optimizer) else torch.optim.SGD(weights, lr=rate)
+
+
+def _step(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
@@ -164,9 +198,3 @@ def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
 def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
     images, targets, _ = batch
     return list(torch.autograd.grad(site.loss(model(images), targets), trainable(model)))
-
-
-def _descend(weights: Sequence[nn.Parameter], gradients: Sequence[Tensor], rate: float) -> None:
-    with torch.no_grad():
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.sub_(gradient, alpha=rate)

@@ -22,12 +22,12 @@ from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, received, trained_model
 from medflare.methods.fedsm.formulas import TEMPERATURES, UNLIKELY, calibration_losses
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper
-from medflare.methods.fedsm.personalization import adapt, train_apfl, train_meta
+from medflare.methods.fedsm.personalization import adapt, inner_rate, train_apfl, train_meta
 from medflare.methods.fedsm.ridge import STATISTICS, is_ridge, site_statistics
 from medflare.methods.fedsm.selector import SiteSelector, selector_entries, selector_spec
 from medflare.methods.fedsm.super_model import super_model
 from medflare.methods.fedsm.tuning import gain_by_gamma
-from medflare.methods.parts.training import train_epochs
+from medflare.methods.parts.training import train_epochs, trainable
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.schedules import is_scheduled
 
@@ -91,14 +91,15 @@ class PersonalSite(FedAvgSite[H]):
         """Refuse settings of the task's optimizer where personal models come from steps at rates of their own.
 
         Raises:
-            ConfigError: Per-FedAvg or pFedMe with a schedule or clipping, which would reach the global model alone.
+            ConfigError: Per-FedAvg or pFedMe at such a rate, with a schedule or clipping, which would reach the global model alone.
         """
         super().check(task, hyper, server_hyper)
         asked = [name for name, given in (("schedule", is_scheduled(task.schedule)), ("clip", any(task.clip.values()))) if given]
-        if hyper.personalization in SHARED_META and asked:
+        rates = [name for name in ("adapt_lr", "meta_lr") if getattr(hyper, name) != "auto"]
+        if hyper.personalization in SHARED_META and asked and rates:
             raise ConfigError(
-                f"personalization = {hyper.personalization} takes steps at rates of its own, which task {task.name}'s {asked[0]} "
-                f"would not reach; leave out {asked[0]}, or take softpull, finetune or apfl"
+                f"personalization = {hyper.personalization} takes steps at a rate of its own ({rates[0]}), which task {task.name}'s "
+                f"{asked[0]} would not reach; leave out {asked[0]} or {rates[0]}"
             )
 
     def contradicted(self, incoming: Message) -> str | None:
@@ -145,7 +146,10 @@ class PersonalSite(FedAvgSite[H]):
     def _adapted(self, round: int, incoming: Message) -> StateDict:
         """Per-FedAvg's personal model: a few steps on the site's images from the shared model as it comes from the server."""
         model = self.network("personal", incoming.states[META])
-        adapt(model, self.site, round, self.hyper.adapt_lr, self.hyper.adapt_steps)
+        optimizer = self.site.optimizer(trainable(model))
+        if not self.hyper.reset_optimizer:
+            self.optimizers.recall("meta", optimizer)  # and never kept: these steps are no training
+        adapt(model, self.site, round, inner_rate(self.hyper, optimizer), self.hyper.adapt_steps)
         return copy_state(model.state_dict())
 
     def _fit(self, model: nn.Module, round: int, purpose: str) -> float:
@@ -164,7 +168,9 @@ class PersonalSite(FedAvgSite[H]):
         if kind in SHARED_META:
             own = self._adapted(round, incoming) if ADAPTED.when(self.plan) else None
             meta = self.network("meta", incoming.states[META])
-            train_meta(meta, personal, self.site, round, self.hyper)
+            optimizer = self.site.optimizer(trainable(personal if kind == "pfedme" else meta))
+            with self.continued({"meta": optimizer}):
+                train_meta(meta, personal, self.site, round, self.hyper, optimizer)
             return {PERSONAL: copy_state(personal.state_dict()) if own is None else own, META: copy_state(meta.state_dict())}
         self._fit(personal, round, "personal")
         return {PERSONAL: copy_state(personal.state_dict())}

@@ -1,15 +1,18 @@
 """GRACE's server half: updates are averaged with weights that grow with their mean cosine to all updates (Eq. 3)."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from medflare.core.states import StateDict, blend
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
+from medflare.methods.base import ServerContext
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.grace.formulas import consistent_aggregate
 from medflare.methods.grace.hyper import GraceServerHyper
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
+
+LEAST_BATCH: Final = 16  # images; CORAL's covariances are of one half of them, the paper's of 32
 
 
 class ConsistencyAggregation(WeightedMean):
@@ -58,6 +61,13 @@ class GraceServer(FedAvgServer[GraceServerHyper]):
 
     Hyper: ClassVar[type] = GraceServerHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = ConsistencyAggregation
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        task, site = context.task, context.plan.site_hyper
+        if getattr(site, "client", None) == "coral" and not getattr(site, "align_pixels", 0) and task.batch_size < LEAST_BATCH:
+            text = f"CORAL's covariances are of half a batch of {task.batch_size}, mostly noise below {LEAST_BATCH}"
+            context.events.add("warning", f"{text}; make task.batch_size larger, or set client=meta")
 
 
 def trainable_names(task: TaskConfig) -> list[str]:

@@ -10,6 +10,7 @@ from torch.nn.utils import get_total_norm
 
 from medflare.data.sites.site import Site
 from medflare.methods.grace.formulas import Inner, gradients_of, meta_trained
+from medflare.methods.parts.steps import unremembered
 from medflare.methods.parts.training import finite_or_none, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
 
@@ -198,20 +199,6 @@ def stepped(parameters: Parameters, task_loss: Callable[[Parameters], Tensor], o
         for name, parameter in parameters.items():
             parameter.copy_(origin[name])
     return {name: parameter + moves[name] for name, parameter in parameters.items()}
-
-
-@contextmanager
-def unremembered(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Steps of the optimizer inside start from its moments, and leave these as they were."""
-    before = {
-        weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}
-        for weight, slots in optimizer.state.items()
-    }
-    try:
-        yield
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(before)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Steps of an optimizer: one a batch, or one for several batches (`TaskConfig.accumulate`), with losses scaled where fp16 needs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -81,6 +82,20 @@ class Steps:
             self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self._batches = self._images = 0
+
+
+@contextmanager
+def unremembered(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Steps of the optimizer inside start from its moments, and leave these as they were."""
+    before = {
+        weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}
+        for weight, slots in optimizer.state.items()
+    }
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(before)
 
 
 def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.constant import CONSTANT
-from medflare.studies.references import SINGLE_SITE
+from medflare.studies.references import CENTRALISED, SINGLE_SITE, TRAINED_AS
 from medflare.studies.tables.choices import routing_table, selector_table
 from medflare.studies.tables.curves import curves_table
 from medflare.studies.tables.differences import differences_table, own_differences_table
@@ -15,6 +16,7 @@ from medflare.studies.tables.sites import sites_table
 from medflare.studies.tables.summary import summary_table
 
 TABLE_FILE: Final = "table.md"
+_WITHOUT_MEAN: Final = (CONSTANT, SINGLE_SITE, CENTRALISED)
 
 
 def study_tables(groups: Groups, wanted: Container[str] | None = None) -> dict[str, str]:
@@ -76,6 +78,15 @@ def _cautions(groups: Groups) -> list[str]:
             f"Unequal: the optimizer keeps its moments from round to round in {', '.join(moments[False])}, "
             f"and starts every round afresh in {', '.join(moments[True])} (reset_optimizer; prr has no choice)."
         )
+    weighed: dict[bool, list[str]] = {True: [], False: []}
+    for label, runs in groups.items():
+        for samples in {weighs_by_samples(run["configuration"]["hyper"]["server"]) for run in runs if run["method"] not in _WITHOUT_MEAN}:
+            weighed[samples].append(label)
+    if all(weighed.values()) and not any(_is_uniform_fedavg(run) for runs in groups.values() for run in runs):
+        lines.append(
+            f"Unequal: the mean weighs sites by their training images in {', '.join(weighed[True])}, and otherwise in "
+            f"{', '.join(weighed[False])}: add `--reference {UNIFORM}`, FedAvg with every site counting once."
+        )
     rounds = {label: {run["rounds"] for run in runs} for label, runs in groups.items()}
     if len(set().union(*rounds.values())) > 1:
         lines.append("Unequal: rows have different numbers of rounds.")
@@ -91,6 +102,10 @@ def _cautions(groups: Groups) -> list[str]:
 def _starts_afresh(run: Mapping[str, Any]) -> bool:
     """Whether every round had a fresh optimizer; a half without `reset_optimizer` (PRR's) has no memory for moments."""
     return bool(run["configuration"]["hyper"]["site"].get("reset_optimizer", True))
+
+
+def _is_uniform_fedavg(run: Mapping[str, Any]) -> bool:
+    return bool(run["method"] == TRAINED_AS and run["configuration"]["hyper"]["server"].get("weighting") == "uniform")
 
 
 def _unequal_settings(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
