@@ -61,7 +61,11 @@ def test_the_same_for_classification(
     trained: Callable[..., Path], data_root: Path, tmp_path: Path, classification: TaskConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDERS, str(data_root))  # its datalists name pictures beside their folder
-    run = trained("fedsm", classification, opener=lambda name, role: open_site(name, classification, data_root=data_root / name / "grades"))
+
+    def opener(name: str, role: str) -> Site:
+        return open_site(name, classification, data_root=data_root / name / "grades")
+
+    run = trained("fedsm", classification, opener=opener, choose_by="image")
     stored = load_model(run / "sites/A/deployed")
     predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
     rows = rows_of(tmp_path)
