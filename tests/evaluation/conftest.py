@@ -84,8 +84,8 @@ def classified(task: TaskConfig) -> RunRecord:
 
 @pytest.fixture
 def selecting(record: RunRecord) -> RunRecord:
-    """The record of a super model: B keeps its numbers back, X is outside and recognised as A."""
-    taken = {"A": {"A": 2, "B": 1}, "B": {"A": None, "B": None}, "X": {"A": 9, "B": 0}}
+    """The record of a super model: B keeps its numbers back, C reports none, X is outside."""
+    taken: dict[str, dict[str, Any]] = {"A": {"A": 2, "B": 1}, "B": {"A": None, "B": None}, "C": {"C": "many"}, "X": {"A": 9, "B": 0}}
     sites = {
         name: dataclasses.replace(site, reports={"deployed": {"selector": taken[name]}} if name in taken else {})
         for name, site in record.sites.items()

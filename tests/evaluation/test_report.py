@@ -65,7 +65,7 @@ def test_the_page_shows_gamma_its_candidates_all_votes_and_the_confusion(selecti
     tables = {caption.split()[0]: table for caption, table in zip(page.captions, page.tables, strict=True)}
     assert tables["Mean"] == [["gamma", "A"], ["0.0", "0.020"], ["0.3chosen", "0.043"], ["1.0", "0.000"]]
     assert [table for caption, table in zip(page.captions, page.tables, strict=True) if caption.startswith("Test images of each site")] == [
-        [["site", "A", "B"], ["A", "2", "1"]]
+        [["site", "A", "B", "C"], ["A", "2", "1", "0"]]
     ]
     assert faults(html) == []
 

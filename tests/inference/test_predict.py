@@ -46,12 +46,13 @@ def rows_of(out: Path) -> list[dict[str, str]]:
 def test_a_sites_test_images_give_the_numbers_of_the_run(
     role: str, trained: Callable[..., Path], data_root: Path, tmp_path: Path, segmentation: TaskConfig
 ) -> None:
-    stored = load_model(trained("fedsm") / "sites/B" / role)
+    folder = trained("fedsm", choose_by="image")  # `predict` knows no patients
+    stored = load_model(folder / "sites/B" / role)
     site = open_site("B", segmentation, data_root=data_root)
     expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     found = probabilities(stored, data_root / "B/test", tmp_path)
     assert torch.equal(found, expected), "bitwise: same images, order and batches"
-    results = json.loads((trained("fedsm") / "results.json").read_text())
+    results = json.loads((folder / "results.json").read_text())
     data = site.data.test
     measured = score(found, data.targets, data.patients, segmentation, ["dice"], data.spacings)
     assert measured.values["dice"] == results["sites"]["B"]["metrics"][role]["dice"]
@@ -61,7 +62,11 @@ def test_the_same_for_classification(
     trained: Callable[..., Path], data_root: Path, tmp_path: Path, classification: TaskConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDERS, str(data_root))  # its datalists name pictures beside their folder
-    run = trained("fedsm", classification, opener=lambda name, role: open_site(name, classification, data_root=data_root / name / "grades"))
+
+    def opener(name: str, role: str) -> Site:
+        return open_site(name, classification, data_root=data_root / name / "grades")
+
+    run = trained("fedsm", classification, opener=opener, choose_by="image")
     stored = load_model(run / "sites/A/deployed")
     predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
     rows = rows_of(tmp_path)

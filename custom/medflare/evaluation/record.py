@@ -145,15 +145,15 @@ def shares(samples: Mapping[str, float]) -> dict[str, float]:
 
 
 def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Inside site -> how many of its test images the selector took for each site's; sites without a selector's report, or whose numbers
-    stayed there, are left out.
+    """Inside site -> how many of its test images the selector took for each site's; sites that report no counts are left out.
 
     Args:
         sites: the `sites` of a results dict.
     """
     reports = {name: site.get("reports", {}).get("deployed") or {} for name, site in sites.items() if site["role"] == "inside"}
     rows = {name: report.get("selector") for name, report in reports.items()}
-    return {name: dict(taken) for name, taken in rows.items() if isinstance(taken, Mapping) and None not in taken.values()}
+    counted = {name: taken for name, taken in rows.items() if isinstance(taken, Mapping)}
+    return {name: dict(taken) for name, taken in counted.items() if all(type(count) is int and count >= 0 for count in taken.values())}
 
 
 def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:

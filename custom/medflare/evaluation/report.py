@@ -63,7 +63,7 @@ def render_report(
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
         elections=_elections(results),
-        selector={**results["selector"], "line": selector_line(results)} if "selector" in results else {},
+        selector=_selector(results),
         reports=_reports(results),
         tables={title: _with_columns(rows) for title, rows in results.get("tables", {}).items()},
         privacy=privacy_costs(results),
@@ -137,6 +137,12 @@ def _elections(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         shown[model] = {**election, "candidates": [*delivered, *candidates[-_MOST_VOTES:]], "sites": sites, "favourites": favourites}
         shown[model]["cut"] = len(candidates) > _MOST_VOTES
     return shown
+
+
+def _selector(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows of how the deployed model selects: its part of the results, "line" and "classes"; empty without a selector."""
+    classes = [name for name, site in results["sites"].items() if site["role"] == "inside"]
+    return {**results["selector"], "line": selector_line(results), "classes": classes} if "selector" in results else {}
 
 
 def _costs(results: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
