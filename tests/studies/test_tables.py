@@ -174,7 +174,7 @@ def test_unequal_rows_are_called_unequal(record: RunRecord) -> None:
     assert "keeps its moments from round to round in kept, long, and starts every round afresh in fresh" in report
     without_choice = [build_results(dataclasses.replace(record, method="prr", hyper={"site": {}, "server": {}}))]
     constant = [build_results(dataclasses.replace(record, method="constant", hyper={"site": {}, "server": {}}))]
-    beside = {"kept": row(False, 2), "prr": without_choice, "constant": constant}
+    beside: dict[str, list[Run]] = {"kept": row(False, 2), "prr": without_choice, "constant": constant}
     assert "round to round in kept, and starts every round afresh in prr (" in study_report(beside)
     assert "afresh" not in study_report({"kept": row(False, 2), "constant": constant}), "a constant trains nothing"
     assert "different numbers of rounds" in report and "different tasks" not in report

@@ -306,4 +306,5 @@ def _measured(site: Site, module: nn.Module, role: str, log: EventLog) -> tuple[
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             log.add("undefined", f"{role} {metric}: undefined for {count} patients and structures, left out of the means")
-    return {metric: finite_or_none(value) for metric, value in scores.values.items()}, scores.cases, measured.constant_outputs(site.annotation.names if site.task.kind == "segmentation" else ())
+    constant = measured.constant_outputs(site.annotation.names if site.task.kind == "segmentation" else ())
+    return {metric: finite_or_none(value) for metric, value in scores.values.items()}, scores.cases, constant

@@ -80,7 +80,12 @@ def test_all_three_models_look_in_one_mode_of_normalisation(monkeypatch: pytest.
     model = half.network("model", state).train()
     images = stacked(squares.site().data.train).images[:6]
     seen: list[tuple[torch.Tensor, ...]] = []
-    monkeypatch.setattr(moon, "contrastive_loss", lambda *features: seen.append(features[:3]) or features[0].sum())
+
+    def noted(*features: torch.Tensor) -> torch.Tensor:
+        seen.append(features[:3])
+        return features[0].sum()
+
+    monkeypatch.setattr(moon, "contrastive_loss", noted)
     penalty = half._contrast(model, state)
     with torch.enable_grad():
         penalty(images, model.features_and_output(images)[0])
