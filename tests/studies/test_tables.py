@@ -172,9 +172,9 @@ def test_unequal_rows_are_called_unequal(record: RunRecord) -> None:
 
     report = study_report({"fresh": row(True, 2), "kept": row(False, 2), "long": row(False, 3)})
     assert "keeps its moments from round to round in kept, long, and starts every round afresh in fresh" in report
-    without_choice = [build_results(dataclasses.replace(record, method="prr", hyper={"site": {}, "server": {}}))]
-    constant = [build_results(dataclasses.replace(record, method="constant", hyper={"site": {}, "server": {}}))]
-    beside: dict[str, list[Run]] = {"kept": row(False, 2), "prr": without_choice, "constant": constant}
+    without_choice: list[Run] = [build_results(dataclasses.replace(record, method="prr", hyper={"site": {}, "server": {}}))]
+    constant: list[Run] = [build_results(dataclasses.replace(record, method="constant", hyper={"site": {}, "server": {}}))]
+    beside = {"kept": row(False, 2), "prr": without_choice, "constant": constant}
     assert "round to round in kept, and starts every round afresh in prr (" in study_report(beside)
     assert "afresh" not in study_report({"kept": row(False, 2), "constant": constant}), "a constant trains nothing"
     assert "different numbers of rounds" in report and "different tasks" not in report
