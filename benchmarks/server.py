@@ -48,7 +48,8 @@ TASK: dict[str, Any] = {
     "metric": "accuracy",
 }
 CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
-METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedsm": {"gamma": 0.5, "selector_updates": 1}, "prr": {"cpa": "off"}, "grace": {}, "sha": {}}
+TRAINED: dict[str, Any] = {"gamma": 0.5, "selector_updates": 1}
+METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedsm": TRAINED, "prr": {"cpa": "off"}, "grace": {}, "sha": {}}
 
 
 def vgg16(in_channels: int, out_channels: int, narrow: int = 1) -> nn.Module:
