@@ -48,7 +48,8 @@ TASK: dict[str, Any] = {
     "metric": "accuracy",
 }
 CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
-METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedsm": {"gamma": 0.5}, "prr": {"cpa": "off"}, "grace": {}, "sha": {}}
+TRAINED: dict[str, Any] = {"gamma": 0.5, "selector_updates": 1}
+METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedsm": TRAINED, "prr": {"cpa": "off"}, "grace": {}, "sha": {}}
 
 
 class VGG16(nn.Sequential):
