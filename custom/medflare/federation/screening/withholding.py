@@ -20,7 +20,7 @@ from medflare.tasks.classes import class_names, patients_of_classes
 from medflare.tasks.config import TaskConfig
 
 SPLITS: Final = ("train", "validation", "test")
-_OF_TEST: Final = ("constant_output", "at_chance")
+_OF_TEST: Final = ("constant_output", "at_chance", "reverted")
 
 
 def too_few(site: Site, minimum: int) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ JOB_SETTINGS = tuple(found.name for found in fields(JobSettings))
 
 
 class FederationJob(FedJob):
-    """A federation as FLARE's own job object: exported, simulated, submitted, or extended with filters and components.
+    """A federation as FLARE's own job object: exported, simulated, submitted, or extended with components.
 
     Raises:
         ConfigError: a method, a hyper-parameter or a setting is wrong.
