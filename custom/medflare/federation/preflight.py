@@ -57,7 +57,7 @@ def _misfit(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str |
     """What one half sends or asks for that the other does not know, in words, or None.
 
     A new server is asked for its schedule and for its first message; that message and an empty reply, with what the site declares, are
-    held against the declarations.
+    compared with the declarations.
     """
     site = pair.site_class
     server = pair.make_server(ServerContext(plan, 0, 1, tuple(outside), phases=site.phases))

@@ -48,7 +48,7 @@ def constant_value(site: Site) -> float | None:
 
 
 def best_answer(task: TaskConfig, training: Samples, judges: Sequence[Site]) -> Tensor:
-    """The constant answer that is best by the mean of the judges' validation metrics; the earliest of equals.
+    """The constant answer that is best by the mean of the judges' validation metrics; ties go to the earliest.
 
     Args:
         task: gives kind, target, classes and metric.

@@ -175,7 +175,7 @@ def _too_long(
     """(sites whose update of some entry is too long to be used, sites whose update is long enough to be named).
 
     A length is held against the median of the others that moved, so that no site has a say in its own limit; beyond half of it the site is
-    named. Of two, the longer one may as well be right: up to 100 it is used and both are named. One alone is held against what it was sent.
+    named. Of two, the longer one may as well be right: up to 100 it is used and both are named. One alone is compared with what it was sent.
     """
     rejected: dict[str, str] = {}
     named: dict[str, str] = {}
