@@ -174,8 +174,9 @@ def _too_long(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """(sites whose update of some entry is too long to be used, sites whose update is long enough to be named).
 
-    A length is held against the median of the others that moved, so that no site has a say in its own limit; beyond half of it the site is
-    named. Of two, the longer one may as well be right: up to 100 it is used and both are named. One alone is compared with what it was sent.
+    A length is compared with the median of the others that moved, so that no site has a say in its own limit; beyond half of the limit the
+    site is named. Of two sites the longer one may be right: up to 100 it is used and both are named. A single reply is compared with the
+    length of what the site was sent.
     """
     rejected: dict[str, str] = {}
     named: dict[str, str] = {}
