@@ -23,10 +23,12 @@ from methods import squares
 
 SITES = ("A", "B", "C")
 FEDAVG = get_method("fedavg")
+FRESH = {"reset_optimizer": True}  # updates of every round then are as long as those of the first
+FRESH = {"reset_optimizer": True}  # updates of two rounds then have the size of their gradients
 
 
 def participant(name: str) -> Participant:
-    return Participant(name, lambda role: squares.site(name), FEDAVG, {})
+    return Participant(name, lambda role: squares.site(name), FEDAVG, FRESH)
 
 
 class Sites:
@@ -55,9 +57,9 @@ class Sites:
 def run() -> Callable[..., Federation]:
     def start(exchange: Sites, rounds: int = 2, rules: Rules | None = None, outside: tuple[str, ...] = (), **identity: Any) -> Federation:
         task = squares.SEGMENTATION
-        plan = FEDAVG.plan(task, SITES, {})
+        plan = FEDAVG.plan(task, SITES, FRESH)
         server = FEDAVG.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=FEDAVG.site_class.phases))
-        own = {**identity_of(FEDAVG, {}, task.fingerprint(), squares.SEED), **identity}
+        own = {**identity_of(FEDAVG, FRESH, task.fingerprint(), squares.SEED), **identity}
         half = FEDAVG.site_class
         federation = Federation(server, exchange, lambda phase: half.manifest(phase, plan), rules or Rules(), own)
         federation.reports = lambda phase: half.phase(phase).reports

@@ -30,6 +30,7 @@ def wrong_tables(page: str, root: Path) -> list[str]:
     return [f"{folder}: {title}" for folder, title, table in shown if made[folder].get(title) != table]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_published_tables_are_those_of_the_committed_runs(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -111,7 +111,8 @@ def test_no_name_is_dropped_where_masks_hold_fewer_values(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="--labels rim,cup: 2 names for the values 2 of the masks"):
         propose(tmp_path, Answers(labels=("rim", "cup")))
     (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "rim", "2": "cup"}}))
-    task, _ = proposed(tmp_path, Wishes(force=True), labels=("rim", "cup"), size=(16, 16))
+    init(tmp_path, Wishes(force=True))
+    task = load_task(propose(tmp_path, Answers(labels=("rim", "cup"), size=(16, 16))).settings)
     assert (task.target, task.labels, task.label_values) == ("multiclass", ("background", "rim", "cup"), {})
 
 

@@ -102,7 +102,7 @@ def test_known_names_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     server = run_job(job, tmp_path / "run", monkeypatch)
     assert not server.panics
     results = load_results(tmp_path / "run")
-    different = {name: FEDSM[name] for name in ("lam", "gamma", "selector_updates")}  # from today's defaults
+    different = {name: FEDSM[name] for name in ("lam", "gamma", "selector_updates", "adapt_lr", "meta_lr")}  # from today's defaults
     plain = run_local("fedsm", tiny_phantom(size=[16, 16]), SITES, rounds=1, seed=SEED, out=tmp_path / "plain", **different)
     assert results["status"] == "COMPLETED" and results["sites"] == plain["sites"]
     assert results["configuration"]["hyper"] == plain["configuration"]["hyper"]

@@ -36,7 +36,7 @@ def test_it_is_prr_without_its_three_parts(squares: ModuleType, kind: str) -> No
         kind, **({} if kind == "segmentation" else {"network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}})
     )
     outside = ("O",)
-    bn = squares.federation(FedBNSite, FedAvgServer, task, rounds=3, outside=outside, weighting="uniform")
+    bn = squares.federation(FedBNSite, FedAvgServer, task, rounds=3, outside=outside, weighting="uniform", reset_optimizer=True)
     prr = squares.federation(PRRSite, PRRServer, task, rounds=3, outside=outside, **FEDBN_OF_PRR)
     for name in squares.SITES:
         own, theirs = (played.halves[name].deliver(played.server.configure_delivery(name))["deployed"] for played in (bn, prr))

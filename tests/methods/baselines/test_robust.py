@@ -87,8 +87,8 @@ def test_a_plausible_liar_does_not_move_the_model_far(rule: str) -> None:
 def test_a_federation_trains_and_serves_other_site_halves() -> None:
     assert medflare.run_local("robust", TINY, 3, rounds=1, seed=0)["status"] == "COMPLETED"
     assert medflare.run_local("moon", TINY, 3, rounds=1, seed=0, server_half="robust")["status"] == "COMPLETED"
-    (event,) = medflare.run_local("robust", TINY, 2, rounds=1, seed=0)["events"]
-    assert "robustness needs three or more" in event["message"]
+    events = medflare.run_local("robust", TINY, 2, rounds=1, seed=0)["events"]
+    assert any(event["kind"] == "warning" and "three" in event["message"] for event in events)
 
 
 RULES = ["median", "trimmed", "krum", "geometric", "clipped"]

@@ -123,7 +123,8 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, own: LocalSettings)
     report.classes = dict(zip(task.classes, counts, strict=True))
     report.notes += [note for note in data.notes if note not in data.absent]
     report.problems += data.absent
-    if scarce := scarce_classes(data.train.targets, task, data.annotated):
+    scarce = scarce_classes(data.train.targets, task, data.annotated)
+    if scarce := {name: images for name, images in scarce.items() if images or not data.absent}:
         report.notes.append(scarce_line(scarce))
     return report, data
 

@@ -148,12 +148,14 @@ def _participant(run: Run, name: str, opened: Callable[[str, str], Site], delive
 
     def within_bounds(role: str) -> Site:
         site = opened(name, role)
+        aborted = site.abort
+
+        def stopped() -> bool:
+            participant.working.refuse()
+            return aborted()
+
         site.abort = stopped
         return site
-
-    def stopped() -> bool:
-        participant.working.refuse()
-        return False
 
     participant = Participant(name, within_bounds, run.method, run.hyper, store=store, keeper=keeper, minutes=Bounds().minutes)
     return participant
