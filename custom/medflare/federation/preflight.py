@@ -68,7 +68,7 @@ def _misfit(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str |
     first = steps[0]
     phase, gate = phases[first.phase], Incoming(plan)
     if problem := gate.refusal(phase, server.configure(first, _SITES[0])):
-        return f"the server's message for {phase.name!r} has a {problem}"
+        return f"the server's message for {phase.name!r}: {problem}"
     try:
         server.aggregate(first, {name: _empty_reply(phase, plan) for name in _SITES})
     except KeyError as missing:
