@@ -2,6 +2,8 @@
 # make test        ruff, mypy, the site and every test, the end-to-end ones too; fails below 92 % of the package's lines
 # make test-fast   ruff, mypy and the tests that start no FLARE processes
 # make docs        the documentation as a site in site/; a link or reference that leads nowhere fails it
+# make release     wheel, sdist and bill of materials in dist/, each distribution installed in a clean environment and tried
+# make lock        requirements.lock anew from pyproject.toml and constraints.txt (needs uv)
 # make coverage    write what the last `make test` measured into README.md
 # make clean       remove everything that these commands made
 #
@@ -22,7 +24,7 @@ FITS      := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <=
 export OMP_NUM_THREADS ?= 1
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test test-fast lint docs coverage clean
+.PHONY: demo test test-fast lint docs release lock coverage clean
 
 demo: $(VENV)/.installed
 	rm -rf $(WORKSPACE)
@@ -44,6 +46,16 @@ lint: $(VENV)/.installed-dev
 # The variable silences an advertisement for MkDocs' successor. Not --quiet: warnings that are not printed do not fail a build.
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
+release: $(VENV)/.installed-dev
+	.ci/release
+
+# Without torch and what only its CUDA builds bring: which build of torch is right depends on the machine.
+lock:
+	uv pip compile pyproject.toml --extra export --extra privacy --extra dicomseg --extra pretrained --extra transformers \
+		--constraint constraints.txt --python-version 3.11.5 --universal --generate-hashes \
+		--no-annotate --no-header --no-emit-index-url --no-emit-find-links 2>/dev/null \
+		| awk '/^[a-z]/ { keep = !/^(torch|triton|cuda-.*|nvidia-.*)==/ } keep' > requirements.lock
 
 coverage:
 	share=$$(coverage report --format=total) \

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from medflare.federation.local.loop import run_local
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["__version__", "run_local"]
 
 
