@@ -331,11 +331,11 @@ def test_a_study_takes_references_and_a_rule_of_selection(tmp_path: Path, monkey
 
 def test_tables_are_made_again_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = RunRecord("fedavg", load_task("phantom"), 0, 3, {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})})
-    write_run(tmp_path / "fedavg" / "seed0", build_results(record))
+    write_run(tmp_path, "fedavg/seed0", build_results(record))
     assert main(["study", "--tables", str(tmp_path)]) == 0
     assert "| fedavg | deployed | – | 0.625 | 0.625 | 1 |" in capsys.readouterr().out
     assert "leave the methods" in refused(capsys, "study", "fedavg", "--tables", str(tmp_path))
-    assert "no run of a study here" in refused(capsys, "study", "--tables", str(tmp_path / "fedavg"))
+    assert "study.zip" in refused(capsys, "study", "--tables", str(tmp_path / "fedavg"))
 
 
 def test_a_study_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
