@@ -146,12 +146,18 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
         saving = f"$[@saver.save({_PREDICTED}, item['image'].meta) for item in @dataset]"
         return content | {"saver": saver, "run": ["$@checkpoint", saving, "$@saver.finalize()"]}
     label = {"argmax": True} if task.target == "multiclass" else {"threshold": 0.5}
-    found = {"_target_": "AsDiscreted", "keys": "pred", **label}
+    found: dict[str, Any] = {"_target_": "AsDiscreted", "keys": "pred", **label}
     if volumes:
-        back = {"_target_": "Invertd", "keys": "pred", "transform": "@preprocessing", "orig_keys": "image", "nearest_interp": False}
+        back: dict[str, Any] = {
+            "_target_": "Invertd",
+            "keys": "pred",
+            "transform": "@preprocessing",
+            "orig_keys": "image",
+            "nearest_interp": False,
+        }
         saved = [back, found, {**_SAVE, "output_ext": ".nii.gz", "resample": True}]  # onto the grid that it is on already
     else:
-        turned = {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]}  # MONAI writes pictures column by column
+        turned: dict[str, Any] = {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]}  # MONAI writes pictures column by column
         saved = [found, turned, {**_SAVE, "output_ext": ".nii.gz" if task.target == "multilabel" else ".png"}]
     run = f"$[@postprocessing({{**item, 'pred': {_PREDICTED}}}) for item in @dataset]"
     return content | {"postprocessing": {"_target_": "Compose", "transforms": saved}, "run": ["$@checkpoint", run]}
