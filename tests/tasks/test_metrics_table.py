@@ -1,5 +1,9 @@
 """The names of metrics, and which way is better."""
 
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
 from medflare.core.packages import installed
 from medflare.tasks.config import load_task
 from medflare.tasks.metrics import score
@@ -21,8 +25,6 @@ def test_models_are_selected_by_what_is_higher_where_better() -> None:
 
 
 def test_every_metric_of_the_table_can_be_computed() -> None:
-    import torch
-
     assert installed("scipy")
     mask = torch.zeros(2, 8, 8, dtype=torch.long)
     mask[:, 2:5, 2:5] = 1
@@ -31,3 +33,13 @@ def test_every_metric_of_the_table_can_be_computed() -> None:
     labels = torch.tensor([0, 1, 2])
     scores = score(torch.eye(3), labels, ["a", "b", "c"], load_task(CLASSIFICATION), metrics_of("classification"))
     assert scores.values == dict.fromkeys(metrics_of("classification"), 1.0)
+
+
+@pytest.mark.parametrize("settings", [SEGMENTATION, CLASSIFICATION])
+def test_a_metric_that_nobody_computes_is_refused(settings: dict[str, object]) -> None:
+    task = load_task(settings)
+    probabilities, truth = (
+        (torch.ones(1, 1, 8, 8), torch.ones(1, 8, 8).long()) if task.kind == "segmentation" else (torch.eye(3), torch.arange(3))
+    )
+    with pytest.raises(ConfigError, match="dise"):
+        score(probabilities, truth, ["p"] * len(truth), task, ["dise"])

@@ -89,7 +89,7 @@ def _add_export(commands: Commands) -> None:
         description="Writes a model that maps prepared images to probabilities, once it is known to give the delivered model's numbers.",
         examples=(
             "medflare export MODEL --format onnx --out exported",
-            "medflare export MODEL --format monai --images images/ --out bundle",
+            "medflare export MODEL --format monai --out bundle",
         ),
     )
     parser.add_argument("model", type=Path, help="folder with model.safetensors and card.json")
@@ -97,7 +97,6 @@ def _add_export(commands: Commands) -> None:
     parser.add_argument("--format", choices=formats, required=True, help="onnx needs: pip install 'medflare[export]'")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     _add_unsealed(parser)
-    parser.add_argument("--images", type=Path, nargs="+", default=(), help="images for the check (default: generated photographs)")
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -106,5 +105,5 @@ def _export(options: argparse.Namespace) -> int:
     from medflare.methods.catalogue import build_deployed
 
     stored = load_model(options.model, unsealed=options.unsealed)
-    print(export(stored, options.format, options.out, builder=build_deployed, images=options.images).render())
+    print(export(stored, options.format, options.out, builder=build_deployed).render())
     return 0

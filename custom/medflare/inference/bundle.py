@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
-from medflare.data.files.kinds import PICTURES
-from medflare.data.files.readers import COLOURS, LABELS, LUMA
 from medflare.data.sites.fitting import OVERLAP
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
@@ -25,19 +23,32 @@ from medflare.tasks.config import TaskConfig
 
 _META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
-_UPRIGHT = (  # as data.files.readers, but for 16 bits: what a camera says of its position, transparency, palettes
-    "$lambda image: (lambda image: image.convert('L') if image.mode == 'LA' else image.convert('RGB') "
-    f"if image.mode in {(*COLOURS, 'P')!r} else image)(ImageOps.exif_transpose(image))"
-)
-_MILLIMETRES = (  # as data.files.readers.in_millimetres: NIfTI's units of length are 1 for metres and 3 for micrometres
-    "$lambda item: (lambda image, scale: (setattr(image, 'affine', image.affine * torch.tensor([[scale]] * 3 + [[1.0]]).double()), item)[1]"
-    ")(item['image'], {1: 1000.0, 3: 0.001}.get(int(item['image'].meta['xyzt_units']) & 7, 1.0))"
-)
-_LUMA = f"torch.tensor({list(LUMA)}).reshape(3, 1, 1)"
+_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+_TEMPLATE: dict[str, Any] = {
+    "imports": ["$import pathlib", "$import torch", "$import monai", "$from PIL import ImageOps"],
+    "bundle_root": ".",
+    "device": "$torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
+    "dataset_dir": "$@bundle_root + '/images'",
+    "output_dir": "$@bundle_root + '/eval'",
+    "network": "$@network_def.to(@device).eval()",
+    "checkpoint": "$@network.load_state_dict(torch.load(@bundle_root + '/models/model.pt', map_location=@device, weights_only=True))",
+    "dataset": {"_target_": "Dataset", "data": "@datalist", "transform": "@preprocessing"},
+}
+_PREDICTED = "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @network)[0].detach().cpu(), meta=item['image'].meta)"
+_SAVE = {
+    "_target_": "SaveImaged",
+    "keys": "pred",
+    "output_dir": "@output_dir",
+    "output_postfix": "seg",
+    "output_dtype": "$torch.uint8",
+    "separate_folder": False,
+    "resample": False,
+    "print_log": False,
+}
 
 
-def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path) -> list[Callable[[Tensor], Tensor]]:
-    """Write the bundle and load it back, both ways.
+def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path) -> Callable[[Tensor], Tensor]:
+    """Write the bundle and load its network back.
 
     Args:
         stored: the delivered model as read from its folder, with its card.
@@ -46,7 +57,7 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
         folder: empty; becomes the bundle's root.
 
     Returns:
-        Both ways as images (N, C, H, W) -> probabilities: the configured network, and the TorchScript one.
+        The configured network: images (N, C, H, W) -> probabilities.
 
     Raises:
         ExportError: a text of the card that MONAI would run as code, or a module that no configuration can describe.
@@ -63,10 +74,8 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
     torch.save(model.state_dict(), folder / "models" / "model.pt")
     save_net_with_metadata(script, str(folder / "models" / "model.ts"), meta_values=described)
 
-    place = {"name": folder.name, "bundle_dir": folder.parent, "device": "cpu"}
-    network = bundle.load(**place, workflow_type="inference")
-    recorded, _, _ = bundle.load(**place, load_ts_module=True)
-    return [network.eval(), recorded]
+    network: nn.Module = bundle.load(name=folder.name, bundle_dir=folder.parent, device="cpu", workflow_type="inference")
+    return network.eval()
 
 
 def definition(value: Any) -> Any:
@@ -123,53 +132,35 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
     if task.pick:
         raise ExportError("a MONAI bundle reads all volumes of a file, this task picks some; export torchscript or onnx")
     volumes = task.spatial_dims == 3
-    found = f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES!r}]"
-    weights = "torch.load(@bundle_root + '/models/model.pt', map_location=@device, weights_only=True)"
-    output = "@inferer(item['image'][None].to(@device), @network)[0].detach().cpu()"
-    saving = _volume_masks(task) if volumes else _segmentation(task) if task.kind == "segmentation" else _classification()
-    return {
-        "imports": ["$import pathlib", "$import torch", "$import monai", "$import nibabel" if volumes else "$from PIL import ImageOps"],
-        "bundle_root": ".",
-        "device": "$torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
-        "dataset_dir": "$@bundle_root + '/images'",
-        "output_dir": "$@bundle_root + '/eval'",
-        "datalist": _volume_list(task) if volumes else found,
+    intensity = as_data(task.intensity)
+    steps = _read_volumes(task) if volumes else _read_pictures(task)
+    steps.append({"_target_": f"{intensity.pop('name')}d", "keys": "image", **intensity})
+    content = _TEMPLATE | {
+        "datalist": _volume_list(task.channel_names) if volumes else _picture_list(),
         "network_def": network,
-        "network": "$@network_def.to(@device).eval()",
-        "checkpoint": f"$@network.load_state_dict({weights})",
-        "preprocessing": {"_target_": "Compose", "transforms": _volume_preprocessing(task) if volumes else _preprocessing(task)},
-        "dataset": {"_target_": "Dataset", "data": "@datalist", "transform": "@preprocessing"},
-        "inferer": sliding_window(task) if task.fit == "patch" else _resized(task) if volumes else {"_target_": "SimpleInferer"},
-        **saving,
-        "run": [
-            "$@checkpoint",
-            f"$[@postprocessing({{**item, 'pred': monai.data.MetaTensor({output}, meta=item['image'].meta)}}) for item in @dataset]",
-            *(["$@saver.finalize()"] if "saver" in saving else []),
-        ],
+        "preprocessing": {"_target_": "Compose", "transforms": steps},
+        "inferer": sliding_window(task) if task.fit == "patch" else _resizing(task),
     }
-
-
-def _preprocessing(task: TaskConfig) -> list[Any]:
-    """What `readers.read_image` and `Preprocessing` do to a picture, in MONAI's words."""
-    height, width = task.size
-    grey = f"image[:1] if len(image) < 3 else (image[:3] * {_LUMA}).sum(dim=0, keepdim=True)"
-    colour = "image[:3] if len(image) >= 3 else image[:1].repeat(3, 1, 1)"
-    chosen = {1: grey, 3: colour}.get(task.image_channels, "image")
-    mode = f"'area' if image.shape[1] >= {height} and image.shape[2] >= {width} else 'bilinear'"
-    resize = f"image if image.shape[1:] == ({height}, {width}) else monai.transforms.Resize(({height}, {width}), mode={mode})(image)"
-    intensity, reader = as_data(task.intensity), {"_target_": "PILReader", "converter": _UPRIGHT}
-    return [
-        {"_target_": "LoadImaged", "keys": "image", "reader": reader, "ensure_channel_first": True},
-        {"_target_": "Transposed", "keys": "image", "indices": [0, 2, 1]},  # MONAI reads pictures column by column
-        {"_target_": "CastToTyped", "keys": "image", "dtype": "$torch.float32"},
-        "$lambda item: {**item, 'size': tuple(item['image'].shape[1:])}",
-        {"_target_": "Lambdad", "keys": "image", "func": f"$lambda image: {chosen}"},
-        {"_target_": f"{intensity['name']}d", "keys": "image", **{key: item for key, item in intensity.items() if key != "name"}},
-        *([{"_target_": "Lambdad", "keys": "image", "func": f"$lambda image: {resize}"}] if task.fit == "resize" else []),
-    ]
-
-
-# -- volumes -----------------------------------------------------------------------------------------------------------------------
+    if task.kind == "classification":  # predictions.csv: file, then one probability per class in the order of the metadata
+        saver = {"_target_": "CSVSaver", "output_dir": "@output_dir", "filename": "predictions.csv", "overwrite": True}
+        saving = f"$[@saver.save({_PREDICTED}, item['image'].meta) for item in @dataset]"
+        return content | {"saver": saver, "run": ["$@checkpoint", saving, "$@saver.finalize()"]}
+    label = {"argmax": True} if task.target == "multiclass" else {"threshold": 0.5}
+    found: dict[str, Any] = {"_target_": "AsDiscreted", "keys": "pred", **label}
+    if volumes:
+        back: dict[str, Any] = {
+            "_target_": "Invertd",
+            "keys": "pred",
+            "transform": "@preprocessing",
+            "orig_keys": "image",
+            "nearest_interp": False,
+        }
+        saved = [back, found, {**_SAVE, "output_ext": ".nii.gz", "resample": True}]  # onto the grid that it is on already
+    else:
+        turned: dict[str, Any] = {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]}  # MONAI writes pictures column by column
+        saved = [found, turned, {**_SAVE, "output_ext": ".nii.gz" if task.target == "multilabel" else ".png"}]
+    run = f"$[@postprocessing({{**item, 'pred': {_PREDICTED}}}) for item in @dataset]"
+    return content | {"postprocessing": {"_target_": "Compose", "transforms": saved}, "run": ["$@checkpoint", run]}
 
 
 def sliding_window(task: TaskConfig) -> dict[str, Any]:
@@ -181,88 +172,46 @@ def sliding_window(task: TaskConfig) -> dict[str, Any]:
     return {"_target_": "SlidingWindowInferer", "roi_size": list(task.size), "sw_batch_size": 4, "overlap": OVERLAP, "mode": "gaussian"}
 
 
-def _resized(task: TaskConfig) -> str:
-    """To the network's size as `Preprocessing` and back as `masks.restored`; in MONAI's transforms the way back would be another one."""
-    resize = "torch.nn.functional.interpolate"
-    there = f"'area' if all(side >= new for side, new in zip(images.shape[2:], {task.size})) else 'trilinear'"
-    back = f"'area' if all(side <= new for side, new in zip(images.shape[2:], {task.size})) else 'trilinear'"
+def _resizing(task: TaskConfig) -> str:
+    """An inferer that resizes to the network's size as `Preprocessing` does, and masks back as `masks.restored`."""
+    resize, linear = "torch.nn.functional.interpolate", "bilinear" if task.spatial_dims == 2 else "trilinear"
+    there = f"'area' if all(side >= new for side, new in zip(images.shape[2:], {task.size})) else '{linear}'"
+    if task.kind == "classification":
+        return f"$lambda images, network: network({resize}(images, {task.size}, mode={there}))"
+    back = f"'area' if all(side <= new for side, new in zip(images.shape[2:], {task.size})) else '{linear}'"
     return f"$lambda images, network: {resize}(network({resize}(images, {task.size}, mode={there})), images.shape[2:], mode={back})"
 
 
-def _volume_list(task: TaskConfig) -> str:
+def _picture_list() -> str:
+    return f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {_PICTURES}]"
+
+
+def _read_pictures(task: TaskConfig) -> list[Any]:
+    """As `data.files.readers` reads them, grey values as Pillow rounds them."""
+    mode = {1: "L", 3: "RGB"}.get(task.image_channels)
+    converted = f".convert({mode!r}) if image.mode[0] not in 'IF' else image" if mode else ""  # 16 bits and floats stay as they are
+    upright = f"$lambda image: ImageOps.exif_transpose(image){converted}"
+    reader = {"_target_": "PILReader", "converter": upright, "reverse_indexing": False}
+    return [{"_target_": "LoadImaged", "keys": "image", "reader": reader, "ensure_channel_first": True, "dtype": "$torch.float32"}]
+
+
+def _volume_list(channels: tuple[str, ...]) -> str:
     """NIfTI files; with named channels, NAME_CHANNEL.nii.gz of all channels together."""
-    if not task.channel_names:
+    if not channels:
         return "$[{'image': str(p)} for p in sorted(pathlib.Path(@dataset_dir).glob('*.nii*'))]"
-    first, names = task.channel_names[0], list(task.channel_names)
-    files = f"[str(p)[:-len(end)] + '_' + name + ending for name in {names!r}]"
-    found = f"sorted(pathlib.Path(@dataset_dir).glob('*_{first}' + ending))"
-    ends = f"[(p, '_{first}' + ending, ending) for ending in ('.nii', '.nii.gz') for p in {found}]"
-    return f"$[{{'image': {files}}} for p, end, ending in {ends}]"
+    first = f"_{channels[0]}.nii"
+    files = f"[str(p.with_name(p.name.replace({first!r}, '_' + name + '.nii'))) for name in {list(channels)!r}]"
+    return f"$[{{'image': {files}}} for p in sorted(pathlib.Path(@dataset_dir).glob({f'*{first}*'!r}))]"
 
 
-def _volume_preprocessing(task: TaskConfig) -> list[Any]:
-    intensity = as_data(task.intensity)
+def _read_volumes(task: TaskConfig) -> list[Any]:
     steps: list[Any] = [
         {"_target_": "LoadImaged", "keys": "image", "reader": "NibabelReader", "ensure_channel_first": True},
-        {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": as_data(LABELS)},
+        {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": [["L", "R"], ["P", "A"], ["I", "S"]]},
     ]
     if task.spacing is not None:
-        steps.insert(1, _MILLIMETRES)
         steps.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(task.spacing), "mode": "bilinear", "padding_mode": "border"})
-    settings = {key: item for key, item in intensity.items() if key != "name"}
-    return [*steps, {"_target_": f"{intensity['name']}d", "keys": "image", **settings}]
-
-
-def _volume_masks(task: TaskConfig) -> dict[str, Any]:
-    """NIfTI masks on the grid of the file, in its unit of length: class numbers, or one channel per structure (multilabel)."""
-    label = "p.argmax(dim=0, keepdim=True)" if task.target == "multiclass" else "(p > 0.5)"
-    # nibabel and not SaveImaged, which refuses a volume whose axes are not those of its affine in turn
-    name = "pathlib.Path(item['image'].meta['filename_or_obj']).name.split('.nii')[0] + '_seg.nii.gz'"
-    meta = "item['image'].meta"
-    affine = f"torch.as_tensor({meta}['original_affine']).double().numpy()"
-    mask = "item['pred'].as_tensor().movedim(0, -1).numpy().astype('uint8')"
-    image = f"nibabel.Nifti1Image({mask}[..., 0] if len(item['pred']) == 1 else {mask}, {affine})"
-    in_units = f"(lambda image: (image.header.__setitem__('xyzt_units', int({meta}['xyzt_units'])), image)[1])({image})"
-    steps = [
-        {"_target_": "Invertd", "keys": "pred", "transform": "@preprocessing", "orig_keys": "image", "nearest_interp": False},
-        {"_target_": "Lambdad", "keys": "pred", "func": f"$lambda p: {label}"},
-        f"$lambda item: (pathlib.Path(@output_dir).mkdir(exist_ok=True), nibabel.save({in_units}, pathlib.Path(@output_dir) / ({name})))",
-    ]
-    return {"postprocessing": {"_target_": "Compose", "transforms": steps}}
-
-
-def _segmentation(task: TaskConfig) -> dict[str, Any]:
-    """Masks of the picture's size: class numbers as PNG, or one channel per structure as NIfTI (multilabel)."""
-    height, width = task.size
-    mode = f"{{'mode': 'area'}} if size[0] <= {height} and size[1] <= {width} else {{'mode': 'bilinear', 'align_corners': False}}"
-    restored = f"(lambda size: torch.nn.functional.interpolate(item['pred'][None], size, **({mode}))[0])(item['size'])"
-    label = "p.argmax(dim=0, keepdim=True)" if task.target == "multiclass" else "(p > 0.5)"
-    saver = {
-        "_target_": "SaveImaged",
-        "keys": "pred",
-        "output_dir": "@output_dir",
-        "output_postfix": "seg",
-        "output_ext": ".nii.gz" if task.target == "multilabel" else ".png",
-        "output_dtype": "$torch.uint8",
-        "separate_folder": False,
-        "resample": False,
-        "print_log": False,
-    }
-    steps = [
-        f"$lambda item: {{**item, 'pred': {restored}}}",
-        {"_target_": "Lambdad", "keys": "pred", "func": f"$lambda p: {label}.to(torch.uint8)"},
-        {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]},
-        saver,
-    ]
-    return {"postprocessing": {"_target_": "Compose", "transforms": steps}}
-
-
-def _classification() -> dict[str, Any]:
-    """predictions.csv: file, then one probability per class in the order of the metadata."""
-    return {
-        "saver": {"_target_": "CSVSaver", "output_dir": "@output_dir", "filename": "predictions.csv", "overwrite": True},
-        "postprocessing": {"_target_": "Compose", "transforms": ["$lambda item: @saver.save(item['pred'], item['pred'].meta)"]},
-    }
+    return steps
 
 
 # -- configs/metadata.json and docs ------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def _contents(out: Path) -> dict[str, bytes]:
 
 def _write(out: Path, changed: Mapping[str, bytes]) -> None:
     """Write entries of the file, in one step; the same contents give the same bytes."""
-    contents = _contents(out) | changed
+    contents = {**_contents(out), **changed}
     with replacing(out / STUDY_FILE) as temporary, ZipFile(temporary, "w") as archive:
         for name in sorted(contents):
             entry = ZipInfo(name)

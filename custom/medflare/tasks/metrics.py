@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.core.packages import installed
+from medflare.core.settings import unknown
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics_table import METRICS
 
 Images: TypeAlias = Any  # a Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of sizes of their own
 Spacing: TypeAlias = tuple[float, ...]
@@ -338,7 +338,7 @@ def _overlaps_and_distances(
     """What the metrics of masks are made of, for every image and class that was annotated."""
     task = annotation.task
     predicted, truth = (annotation.masks(masks) for masks in (foreground(probabilities, task), structures(targets, task)))
-    surfaces = [metric for metric in metrics if METRICS[metric].costly] if installed("scipy") else []
+    surfaces = [metric for metric in metrics if metric not in ("dice", "iou")] if installed("scipy") else []
     distances = {metric: _surface(metric, predicted, truth, spacing, task) for metric in surfaces}
     return {_OVERLAP: overlap_counts(predicted, truth), **distances}
 
@@ -386,15 +386,23 @@ def _score_segmentation(measured: dict[str, Tensor], patients: Sequence[str], me
 
 
 def _surface(metric: str, predicted: Tensor, truth: Tensor, spacing: Spacing | None, task: TaskConfig) -> Tensor:
-    if metric == "hd95":
-        return boundary_distance(predicted, truth)
-    if spacing is None:
+    """A metric of surfaces; NaN where it is in millimetres and nobody knows them.
+
+    Raises:
+        ConfigError: nobody computes a metric of this name.
+    """
+    if metric not in _SURFACES:
+        raise unknown("metric", metric, ("dice", "iou", *_SURFACES), f"task {task.name}")
+    if metric != "hd95" and spacing is None:
         return torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
-    if metric == "hd95_mm":
-        return boundary_distance(predicted, truth, spacing)
-    return surface_dice(predicted, truth, spacing, task.surface_tolerance)
+    return _SURFACES[metric](predicted, truth, spacing, task)
 
 
+_SURFACES: Final[dict[str, Callable[[Tensor, Tensor, Any, TaskConfig], Tensor]]] = {
+    "hd95": lambda predicted, truth, spacing, task: boundary_distance(predicted, truth),
+    "hd95_mm": lambda predicted, truth, spacing, task: boundary_distance(predicted, truth, spacing),
+    "surface_dice": lambda predicted, truth, spacing, task: surface_dice(predicted, truth, spacing, task.surface_tolerance),
+}
 _OVERLAP: Final = "overlap"  # beside the metrics of surfaces
 _NOT_TOGETHER: Final = "no image has true and predicted foreground together"
 _UNDEFINED: Final = {
@@ -442,5 +450,8 @@ def _of_classes(metric: str, probabilities: Tensor, targets: Tensor, label: bool
         return float(torch.tensor(areas, dtype=torch.float64).mean())
     counts = get_confusion_matrix(chosen, truth).sum(dim=0).double()  # (C, [TP, FP, TN, FN])
     counts = counts[1:] if label and metric == "f1_macro" else counts
-    name = {"f1_macro": "f1 score", "balanced_accuracy": "sensitivity"}[metric]
+    names = {"f1_macro": "f1 score", "balanced_accuracy": "sensitivity"}
+    if metric not in names:
+        raise unknown("metric", metric, ("accuracy", "auc_macro", *names))
+    name = names[metric]
     return float(compute_confusion_matrix_metric(name, counts).nanmean())  # NaN is 0/0
