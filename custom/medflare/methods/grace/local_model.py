@@ -9,11 +9,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from medflare.adaptation.registry import check_adaptable, dsbn_for, with_tent
 from medflare.core.manifest import Fact, Phase, number, table
 from medflare.core.message import Message
 from medflare.core.rng import derived_seed
 from medflare.data.sites.site import Site
-from medflare.inference.adaptation import check_adaptable, dsbn_for, with_tent
 from medflare.inference.deployed import build
 from medflare.methods.base import MEASURED, VALIDATION, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
