@@ -19,6 +19,7 @@ LAYERS = (
     ("federation",),
     ("methods", "evaluation"),
     ("inference", "privacy"),
+    ("adaptation",),
     ("data",),
     ("networks",),
     ("tasks",),

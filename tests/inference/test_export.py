@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from medflare.adaptation.registry import dsbn_for, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.data.sites.opening import open_site
 from medflare.inference import export as exporting
-from medflare.inference.adaptation import dsbn_for, with_tent
 from medflare.inference.bundle import as_data, definition, inference_config
 from medflare.inference.deployed import StoredModel, load_model, plain_message, sealed
 from medflare.inference.export import export, largest_difference

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from delivered import probabilities
+from medflare.adaptation.registry import dsbn_for, with_dsbn, with_tent
 from medflare.core.errors import ConfigError
 from medflare.data.sites.opening import open_site
-from medflare.inference.adaptation import dsbn_for, with_dsbn, with_tent
 from medflare.inference.deployed import StoredModel, load_model
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed

@@ -1,7 +1,7 @@
 """Delivered models: a folder with `model.safetensors` and `card.json`, and the module that is built from it.
 
 A delivered model is a `Message`. Its fact `kind` says how a module is built from it: this file builds the kind "plain" (one
-network) and the adapted kinds of `adaptation.py`; a method's own kinds stand in its `Method.models`. Every module maps images
+network) and the adapted kinds of `adaptation.registry`; a method's own kinds stand in its `Method.models`. Every module maps images
 (N, C, H, W) to probabilities.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
+from medflare.adaptation.registry import ADAPTATIONS, adapted_model
 from medflare.core.errors import ConfigError, StateError, one_line
 from medflare.core.message import Message
 from medflare.core.packages import installed_versions
@@ -23,7 +24,6 @@ from medflare.core.store import file_digest, read_message, write_json, write_mes
 from medflare.core.text import printable_json
 from medflare.data.files.bounds import ImageBounds, refuse_large_size
 from medflare.data.trial import try_transforms
-from medflare.inference.adaptation import ADAPTATIONS, adapted_model
 from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task

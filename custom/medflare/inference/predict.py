@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from medflare.adaptation.dsbn import TestTimeNorm
+from medflare.adaptation.registry import ADAPTATIONS as KINDS
+from medflare.adaptation.tent import Tent
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.message import Message
 from medflare.core.store import csv_text, make_folder, write_atomically
@@ -30,16 +33,13 @@ from medflare.data.sites.computing import usable_device
 from medflare.data.sites.fitting import windows_of
 from medflare.data.sites.scoring import PatientWise, asks_patients, predict_each, scoring_batch
 from medflare.data.transforms import Preprocessing
-from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
 from medflare.inference.masks import check_values, in_place, label_map, pixels, sizes, write_masks
-from medflare.inference.routing import TestTimeNorm
-from medflare.inference.tent import Tent
 from medflare.tasks.config import TaskConfig
 
-ADAPTATIONS = ("auto", "none", "tent", "dsbn")
+ADAPTATIONS = ("auto", "none", *sorted(KINDS, reverse=True))
 TABLE = "predictions.csv"
 OUTSIDE = "outside_training"  # column of the table: in what an image lies outside what the model was trained on
 _UNSEEN = "outside what the model was trained on"
@@ -266,9 +266,7 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
         return model
     if any(isinstance(part, TestTimeNorm) for part in model.modules()):
         raise ConfigError(f"a model of kind {stored.kind!r} normalises by the test images already; use the adaptation auto or none")
-    if adapt == "tent":
-        return Tent(model, stored.task.target, batch_size=stored.task.batch_size)
-    return TargetStatistics(model)
+    return KINDS[adapt](model, stored.task, Message({}, {}))
 
 
 def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device: str, kind: str) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import Halved, halved, parsed_value
 from medflare.federation.preflight import check_run
-from medflare.inference.adaptation import check_adaptable
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.studies.constant import CONSTANT, constant_answer

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from medflare.adaptation.dsbn import with_batch_statistics
+from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, joined
 from medflare.evaluation.results import FAILED, mean_over_sites
-from medflare.inference.adaptation import check_adaptable
-from medflare.inference.batch_statistics import with_batch_statistics
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.parts.training import finite_or_none
 from medflare.studies.recorded import CURVES, SCORES, Models, recorded_run

@@ -48,36 +48,6 @@ def test_the_update_is_the_gradient_at_the_stepped_weights(rate: float | None) -
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_adam_plus_sgd() -> None:
-    """Each of the two steps: Adam, then a plain step; the second from the origin; Adam's moments see both.
-
-    On a network without normalisation: a bias before one has no gradient but rounding, which Adam blows up.
-    """
-    found, _ = squares.trained(GraceSite, squares.CLASSIFICATION, client="meta", adam_plus_sgd=True, swap=False)
-    place = squares.site("A", squares.CLASSIFICATION)
-    model = place.network()
-    adam = torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def step() -> None:
-        adam.step()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(0.01 * parameter.grad)
-
-    for images, targets, _ in place.batches("train", 0, "model", 0):
-        origin = copy_state(model.state_dict())
-        adam.zero_grad()
-        place.loss(model(images[:3]), targets[:3]).backward()
-        step()
-        adam.zero_grad()
-        place.loss(model(images[3:]), targets[3:]).backward()
-        model.load_state_dict(origin)  # the gradients stay
-        step()
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
-
-
 def test_meta_train_takes_a_step_of_the_optimizer_and_leaves_it_as_it_was() -> None:
     """theta' is where Adam, with the moments that it has, would go; theta, moments and clipping are as before."""
     place = squares.site("A", squares.task("classification", clip={"norm": 0.5}))
@@ -211,14 +181,6 @@ def test_batch_norm_follows_both_halves_and_parameters_end_where_the_optimizer_p
     assert moved == {name for name in before if name.endswith(("running_mean", "running_var", "num_batches_tracked"))}
     assert all(after[name] == before[name] + 2 for name in moved if name.endswith("num_batches_tracked"))
     assert all(parameter.grad is not None for parameter in network.parameters())
-
-
-@pytest.mark.parametrize(
-    ("count", "first", "second"), [(8, [0, 1, 2, 3], [4, 5, 6, 7]), (5, [0, 1], [2, 3, 4]), (3, [0, 1, 2], [0, 1, 2]), (1, [0], [0])]
-)
-def test_halves(count: int, first: list[int], second: list[int]) -> None:
-    rows = list(range(count))
-    assert [rows[part] for part in halves(count)] == [first, second]
 
 
 def test_roles() -> None:

@@ -10,10 +10,9 @@ from medflare.data.sites.site import Site
 from medflare.federation.delivery import evaluated
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD
-from medflare.methods.iop_fl.formulas import all_classes
+from medflare.methods.iop_fl.formulas import agreeing, all_classes, divergence, image_spread, mean_entropy, window_radius
 from medflare.methods.iop_fl.gate import Gate, Gathering, Look, ranges_of
 from medflare.methods.iop_fl.hyper import IOPHyper
-from medflare.methods.iop_fl.information import agreeing, divergence, image_spread, mean_entropy, window_radius
 from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
@@ -34,13 +33,11 @@ def routed(**hyper: Any) -> tuple[RoutedModel, Site]:
 
 
 def test_noise_is_measured_in_the_images_own_spread() -> None:
-    """0.5 is half a standard deviation of whatever image there is; with "intensity" it is 0.5 (the former default)."""
     images = torch.stack([torch.rand(1, 32, 32), 100 * torch.rand(1, 32, 32), torch.ones(1, 32, 32)])
-    for unit, expected in (("spread", 0.5 * image_spread(images).flatten()), ("intensity", torch.full((3,), 0.5))):
-        model, _ = routed(noise_unit=unit, route_epochs=0)
-        model._probabilities = lambda images: images  # type: ignore[method-assign]
-        noise = model._noisy_probabilities(images, torch.Generator().manual_seed(0)) - images
-        torch.testing.assert_close(noise.flatten(1).std(dim=1), expected, rtol=0.1, atol=1e-6)
+    model, _ = routed(route_epochs=0)
+    model._probabilities = model._at_start = lambda images: images  # type: ignore[method-assign]
+    clean, noisy, _ = model._answers(images, "key")
+    torch.testing.assert_close((noisy - clean).flatten(1).std(dim=1), 0.5 * image_spread(images).flatten(), rtol=0.1, atol=1e-6)
 
 
 def test_the_window_is_a_share_of_the_side() -> None:
@@ -53,7 +50,7 @@ def test_the_window_is_a_share_of_the_side() -> None:
 def test_coefficients_of_every_layer_go_on_adding_up_to_one() -> None:
     """Sigmoids shrink under the printed objective, and the layers' weights with them."""
     for kind, low, high in (("softmax", 0.999, 1.001), ("sigmoid", 0.0, 0.9)):
-        model, _ = routed(**{**PRINTED, "coefficients": kind, "choose": "last", "route_lr": 0.1, "route_epochs": 6})
+        model, _ = routed(**{**PRINTED, "coefficients": kind, "route_lr": 0.1, "route_epochs": 6})
         total = sum(model.report()["coefficients"]["head"])
         assert low <= total <= high, (kind, total)
 
@@ -93,13 +90,12 @@ def test_information_and_divergence_of_extreme_predictions() -> None:
 # ---- the gate ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_limit_refuses_in_its_own_words() -> None:
+def test_every_limit_refuses() -> None:
     gate, start = Gate(0.8, 0.9, 3.0, [(0.1, 0.2)]), Look(1.0, 0.5, 1.0, (0.15,))
     assert gate.refusal(start, start) == ""
-    assert "tell 0.20 of" in gate.refusal(Look(0.1, 0.1, 1.0, (0.15,)), start)
-    assert "agrees with the start to 0.50" in gate.refusal(Look(0.1, 0.5, 0.5, (0.15,)), start)
-    assert "covers 0.02 of the pixels" in gate.refusal(Look(0.1, 0.5, 1.0, (0.02,)), start)
-    assert "covers 0.8 of the pixels" in gate.refusal(Look(0.1, 0.5, 1.0, (0.8,)), start)
+    for refused, value in (((0.1, 1.0, 0.15), "0.20"), ((0.5, 0.5, 0.15), "0.50"), ((0.5, 1.0, 0.02), "0.02"), ((0.5, 1.0, 0.8), "0.8")):
+        information, agreement, share = refused
+        assert value in gate.refusal(Look(0.1, information, agreement, (share,)), start)
     assert Gate(0.0, 0.0, 0.0, [(0.1, 0.2)]).refusal(Look(0.1, 0.0, 0.0, (0.9,)), start) == ""
     assert gate.refusal(Look(0.1, 0.5, 1.0, (0.02,)), Look(1.0, 0.5, 1.0, (0.03,))) == "", "the start's own share widens the range"
 
@@ -170,10 +166,12 @@ def test_the_event_names_what_was_kept_and_why() -> None:
     assert not [e for e in evaluated(quiet.site, models, lambda *_: None, method=METHOD)["events"] if e["kind"] == "reverted"]
 
 
-def test_a_model_stored_before_coefficients_could_be_chosen_keeps_its_sigmoids() -> None:
+def test_a_model_that_an_older_release_stored_is_built() -> None:
+    """Without coefficients to choose, they were sigmoids; settings that are gone are left out."""
     _, models = delivered(**PRINTED)
     message = models["deployed"]
     del message.facts["routing"]["coefficients"]
+    message.facts["routing"]["router_dropout"] = 0.2
     model: Any = build_deployed(SEGMENTATION, message)
     assert model.hyper.coefficients == "sigmoid"
 

@@ -67,9 +67,9 @@ def test_official_stage_machine(stage: int, deputy: float, personal: float, expe
 
 
 def test_unknown_stage_or_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="stage = 4"):
+    with pytest.raises(ValueError, match="4"):
         next_stage(4, 1.0, 1.0)
-    with pytest.raises(ValueError, match="rule = 'paper'"):
+    with pytest.raises(ValueError, match="rule"):
         next_stage(1, 1.0, 1.0, rule="paper")
 
 
@@ -132,9 +132,9 @@ def test_one_number_a_class() -> None:
     """One number for all would be spread over them without a word."""
     logits, targets = torch.zeros(2, 3), torch.tensor([0, 0])
     for counts, gamma in ((torch.tensor([5]), None), (None, torch.ones(2))):
-        with pytest.raises(ValueError, match="for 3 classes; give one number a class"):
+        with pytest.raises(ValueError, match="3 classes"):
             cpa_loss(logits, targets, counts, gamma, 0.8)
-    with pytest.raises(ValueError, match=r"shape \(2, 4\) and global ones of \(1, 4\)"):
+    with pytest.raises(ValueError, match=r"\(1, 4\)"):
         prototype_gamma(torch.ones(2, 4), torch.ones(1, 4), 1.0)
 
 

@@ -155,16 +155,16 @@ def test_weights_that_take_a_gradient_are_taken_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"r": 0.6}, "r = 0.6"),
-        ({"r": math.nan}, "r = nan"),
-        ({"layout": "paper"}, "layout = 'paper'"),
-        ({"window": "open"}, "window = 'open'"),
-        ({"components": "amp"}, "components = 'amp'"),
-        ({"phase_mean": "median"}, "phase_mean = 'median'"),
+        ({"r": 0.6}, "0.6"),
+        ({"r": math.nan}, "nan"),
+        ({"layout": "paper"}, "layout"),
+        ({"window": "open"}, "window"),
+        ({"components": "amp"}, "components"),
+        ({"phase_mean": "median"}, "phase_mean"),
         ({"weights": torch.zeros(3, 8)}, r"\(3, 8\)"),
         ({"weights": torch.zeros(0, 4, 5)}, r"\(0, 4, 5\)"),
         ({"weights": torch.zeros(2, 0, 3)}, r"\(2, 0, 3\)"),
-        ({"weights": torch.zeros(3, 4, 5, dtype=torch.long)}, "torch.int64 have no spectrum"),
+        ({"weights": torch.zeros(3, 4, 5, dtype=torch.long)}, "int64"),
     ],
 )
 def test_fourier_aggregation_refuses_what_it_cannot_do(change: dict[str, Any], message: str) -> None:

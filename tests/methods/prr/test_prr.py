@@ -10,6 +10,7 @@ import torch
 
 from medflare.core.manifest import violation
 from medflare.core.message import Message
+from medflare.core.rng import torch_generator
 from medflare.core.states import batch_norm_entries, split_state, weighted_mean
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model
@@ -148,12 +149,14 @@ def test_a_class_that_no_site_has_is_named_and_does_no_harm() -> None:
     assert all(math.isfinite(replies["A"].facts["loss"]) for step, _, replies in log if step.phase == "train")
 
 
-def test_a_class_that_one_site_lacks_is_aligned_with_the_others() -> None:
+def test_the_prototype_of_a_class_is_of_the_sites_that_have_it() -> None:
     halves = squares.halves(PRRSite, CLASSIFICATION)
     halves["B"] = PRRSite(site("B", CLASSIFICATION, missing=2), halves["B"].plan)
-    log, server, _ = play(server_of(halves, rounds=2, prototypes="mean"), halves)
+    log, server, _ = play(server_of(halves, rounds=2), halves)
     sent = [replies.states["prototypes"]["prototypes"] for replies in log[1][2].values()]
-    torch.testing.assert_close(server.prototypes["prototypes"][2], (sent[0][2] + sent[2][2]) / 2)
+    mean, spread = (sent[0][2] + sent[2][2]) / 2, (sent[0][2] - sent[2][2]).abs() / 2  # of two
+    noise = torch.randn(3, 8, generator=torch_generator(server.context.seed, "server", 1, "prototypes"))
+    torch.testing.assert_close(server.prototypes["prototypes"][2], mean + spread * noise[2])
 
 
 def test_a_site_with_one_image() -> None:

@@ -48,9 +48,9 @@ def test_class_totals_count_negatives_where_only_positives_are_counted() -> None
     assert everything.tolist() == [[9, 9, 6]]
 
 
-def supervision(data: Site, kind: str, global_: Tensor | None = None, totals: Tensor | None = None, mix: str = "paper") -> Supervision:
+def supervision(data: Site, kind: str, global_: Tensor | None = None, totals: Tensor | None = None) -> Supervision:
     totals = class_totals(data.task, {"A": enrolled(data)}) if totals is None else totals
-    return Supervision(data, kind, beta=0.8, tau=3.0, totals=totals, global_=global_, mix=mix)
+    return Supervision(data, kind, beta=0.8, tau=3.0, totals=totals, global_=global_)
 
 
 def dice_of(supervised: Supervision, logits: Tensor, targets: Tensor) -> Tensor:
@@ -77,20 +77,10 @@ def test_supervision_without_imbalance_is_cross_entropy_and_dice(task: TaskConfi
         expected = expected + dice_of(supervision(data, "ce"), logits, targets)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(supervision(data, "ce")(logits, targets), expected)
-    torch.testing.assert_close(supervision(data, "global", totals=equal, mix="official")(logits, targets), expected)
     torch.testing.assert_close(supervision(data, "task")(logits, targets), data.loss(logits, targets))
     skewed = equal.clone()
     skewed[:, 0] = 1000
     assert supervision(data, "global", totals=skewed)(logits, targets) < found  # less competition for the common class
-
-
-def test_official_mix_is_half_cpa_half_cross_entropy() -> None:
-    data = site("A")
-    images, targets, _ = next(iter(data.ordered("train")))
-    logits = data.network()(images)
-    dice = dice_of(supervision(data, "ce"), logits, targets)
-    parts = [supervision(data, kind)(logits, targets) - dice for kind in ("global", "ce")]
-    torch.testing.assert_close(supervision(data, "global", mix="official")(logits, targets), sum(parts) / 2 + dice)
 
 
 def test_comparison_losses() -> None:
@@ -122,15 +112,14 @@ def test_refinement_weighs_the_classes_that_are_far_from_the_others() -> None:
 
 
 @pytest.mark.parametrize("task", [SEGMENTATION, MULTILABEL, CLASSIFICATION])
-@pytest.mark.parametrize("embedding", ["features", "logits"])
-def test_prototypes_are_masked_means_of_the_embeddings(task: TaskConfig, embedding: str) -> None:
+def test_prototypes_are_masked_means_of_the_features(task: TaskConfig) -> None:
     data = site("A", task)
     network = data.network().eval()
-    gathered = SitePrototypes(task, prototype_width(task, embedding), embedding, "cpu")
+    gathered = SitePrototypes(task, prototype_width(task), "cpu")
     with torch.no_grad():
         for images, targets, _ in data.ordered("train"):
-            gathered.add(*network.features_and_output(images), targets)
-        embeddings = network.features_and_output(stacked(data.data.train).images)[embedding == "logits"]
+            gathered.add(network.features_and_output(images)[0], targets)
+        embeddings = network.features_and_output(stacked(data.data.train).images)[0]
     targets = data.data.train.targets if task.target == "multilabel" else data.data.train.targets[:, None]
     rows = embeddings.movedim(1, -1)
     expected = torch.stack(
@@ -141,8 +130,8 @@ def test_prototypes_are_masked_means_of_the_embeddings(task: TaskConfig, embeddi
 
 
 def test_a_smaller_feature_map_sees_the_nearest_labels() -> None:
-    gathered = SitePrototypes(SEGMENTATION, 1, "features", "cpu")
+    gathered = SitePrototypes(SEGMENTATION, 1, "cpu")
     targets = torch.zeros(1, 16, 16, dtype=torch.long)
     targets[0, :8, :8] = 1
-    gathered.add(torch.tensor([[[[5.0, 1.0], [2.0, 3.0]]]]), torch.zeros(1, 1, 16, 16), targets)
+    gathered.add(torch.tensor([[[[5.0, 1.0], [2.0, 3.0]]]]), targets)
     assert gathered.state()["prototypes"].flatten().tolist() == [2.0, 5.0] and gathered.state()["present"].tolist() == [True, True]

@@ -10,7 +10,6 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict
-from medflare.data.sites.site import Site
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.prr.server import PRRServer
@@ -35,13 +34,10 @@ def stages_of(epochs: int, **hyper: Any) -> list[list[int]]:
 
 
 def test_stages_of_a_round() -> None:
-    assert stages_of(1, stage_rule="official") == [[2], [2]]  # nothing but mutual learning fits in one epoch
     assert stages_of(3, lam1=0.0, lam2=0.0) == [[1, 2, 3], [1, 2, 3]]
     assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="RE") == [[1, 2, 2], [1, 2, 2]]
     assert stages_of(3, lam1=0.0, lam2=0.0, det_steps="E") == [[2, 2, 2], [2, 2, 2]]
     assert stages_of(3, lam1=9.0, lam2=9.0)[1] == [1, 1, 1]
-    assert stages_of(2, lam1=0.0, lam2=0.0, stage_rule="threshold") == [[3, 3], [3, 3]]
-    assert stages_of(2, lam1=0.0, lam2=0.0, stage_rule="threshold", metric_split="train") == [[3, 3], [3, 3]]
     assert stages_of(2, det=False) == [[], []]
 
 
@@ -53,8 +49,8 @@ def test_one_epoch_a_round_goes_through_all_stages() -> None:
     assert stages_of(1, lam1=0.0, lam2=0.0, det_steps="RE")[1] == [2]
 
 
-def after_one_round(clip: float | None = None, **hyper: Any) -> tuple[StateDict, StateDict]:
-    changes = {"local_epochs": 2} if clip is None else {"local_epochs": 2, "clip": {"norm": clip}}
+def after_one_round(clip: float | None, epochs: int = 2, **hyper: Any) -> tuple[StateDict, StateDict]:
+    changes = {"local_epochs": epochs} if clip is None else {"local_epochs": epochs, "clip": {"norm": clip}}
     half = squares.halves(PRRSite, squares.task(**changes), cpa="global", **hyper)["A"]
     server = server_of({"A": half}, **hyper)
     reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
@@ -68,7 +64,8 @@ def test_teachers_are_not_touched_by_their_students(clip: float | None) -> None:
     personal, deputy = after_one_round(clip, lam1=9.0, lam2=9.0)  # Recover only: P_k learns from labels alone
     assert equal(personal, alone)
     assert not equal(deputy, alone)
-    personal, deputy = after_one_round(clip, stage_rule="threshold", lam1=0.0, lam2=0.0)  # Sublimate only: D_k does
+    alone, _ = after_one_round(clip, epochs=1, det=False)
+    personal, deputy = after_one_round(clip, epochs=1, lam1=0.0, lam2=0.0)  # Sublimate only: D_k does
     assert equal(deputy, alone)
     assert not equal(personal, alone)
 
@@ -165,16 +162,11 @@ CHANGES: list[dict[str, Any]] = [
     {"r1": 0.5},
     {"components": "amplitude"},
     {"components": "phase"},
-    {"phase_mean": "circular"},
-    {"window": "official"},
-    {"layout": "out_major"},
     {"det": False},
     {"det_steps": "E"},
     {"det_steps": "RE"},
     {"lam1": 0.0, "lam2": 5.0},
     {"lam2": 5.0},
-    {"stage_rule": "threshold"},
-    {"distillation": "mse10"},
     {"cpa": "global"},
     {"cpa": "local"},
     {"cpa": "off"},
@@ -183,11 +175,6 @@ CHANGES: list[dict[str, Any]] = [
     {"cpa": "off", "plain_loss": "fedeamc"},
     {"beta": 0.2},
     {"tau": 1.0},
-    {"segmentation_loss": "official"},
-    {"prototypes": "mean"},
-    {"prototypes": "clamped"},
-    {"prototype_pass": "separate"},
-    {"embedding": "logits"},
     {"warm_up": 2},
     {"halve_every": 1},
 ]
@@ -216,27 +203,11 @@ def test_every_option_changes_the_result(outcomes: Callable[..., StateDict], cha
     assert not equal(found, outcomes())
 
 
-def test_training_images_may_be_the_ones_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    score = Site.score
-
-    def listening(site: Site, predictor: Any, split: str, metrics: Any) -> Any:
-        asked.append(split)
-        return score(site, predictor, split, metrics)
-
-    monkeypatch.setattr(Site, "score", listening)
-    stages_of(3, metric_split="train")
-    assert asked.count("train") == 2 * 2 * 2  # two models before two of three epochs in two rounds
-    asked.clear()
-    stages_of(3)
-    assert "train" not in asked and asked.count("validation") == 2 * 2 * 2 + 3 * 2
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"r0": 0.4, "r1": 0.3}, "r0 must not be larger"),
-        ({"lam1": 0.9, "lam2": 0.7}, "lam1 must not be larger"),
+        ({"r0": 0.4, "r1": 0.3}, "r0"),
+        ({"lam1": 0.9, "lam2": 0.7}, "lam1"),
         ({"r1": 0.6}, "r1"),
         ({"tau": 0.5}, "tau"),
         ({"components": "amp"}, "components"),

@@ -9,18 +9,17 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from medflare.adaptation.registry import check_adaptable, dsbn_for, with_tent
 from medflare.core.manifest import Fact, Phase, number, table
 from medflare.core.message import Message
 from medflare.core.rng import derived_seed
 from medflare.data.sites.site import Site
-from medflare.inference.adaptation import check_adaptable, dsbn_for, with_tent
 from medflare.inference.deployed import build
-from medflare.methods.base import MEASURED, VALIDATION, Kept, Plan
+from medflare.methods.base import MEASURED, VALIDATION, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.grace.formulas import a_distance
 from medflare.methods.grace.hyper import LocalModelHyper
 from medflare.methods.grace.two_step import Penalty, train_two_steps
-from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
@@ -44,7 +43,6 @@ class LocalModelSite(FedAvgSite[H]):
         Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY, A_DISTANCE, STEPS)),
         VALIDATE,
     )
-    batch_norm = Kept("batch_norm")
 
     def __init__(self, site: Site, plan: Plan[H, Any]):
         super().__init__(site, plan)
@@ -60,20 +58,15 @@ class LocalModelSite(FedAvgSite[H]):
 
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training; the local model is measured, offered as the personal one and, where asked for, probed (A-distance)."""
-        start = {**incoming.states[GLOBAL], **(self.batch_norm or {})}
-        as_it_came = self.validate(round, incoming).facts[VALIDATION] if self.batch_norm else {}
         self._steps = None
-        reply = super().train(round, Message({GLOBAL: start}, incoming.facts))
-        reply.facts[VALIDATION] |= as_it_came  # with the site's own batch normalisation it is not the model that is delivered
+        reply = super().train(round, incoming)
         state = reply.states[MODEL]
         local = self.network("model", state)
         value = finite_or_none(self.validation(local))
         reply.facts[VALIDATION]["personal"] = value
         self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
-        if self.hyper.batch_norm == "local":
-            self.batch_norm = LocalPart.of_batch_norm(local).kept(state)
         if self.hyper.probe:
-            reply.facts[A_DISTANCE] = self._a_distance(self.frozen(start), local, round)
+            reply.facts[A_DISTANCE] = self._a_distance(self.frozen(incoming.states[GLOBAL]), local, round)
         if self._steps is not None:
             reply.facts[STEPS] = self._steps
         return reply
@@ -106,5 +99,5 @@ class LocalModelSite(FedAvgSite[H]):
     def _adapted(self, model: Message) -> Message:
         hyper, task = self.hyper, self.site.task
         if hyper.tta == "tent":
-            return with_tent(model, task, rate=hyper.tent_rate, steps=hyper.tent_steps, episodic=hyper.tent_episodic)
+            return with_tent(model, task, rate=hyper.tent_rate)
         return dsbn_for(self.site, model, partial(build, task)) if hyper.tta == "dsbn" else model

@@ -44,9 +44,6 @@ class ConsistencyAggregation(WeightedMean):
             states_of(models),
             self.shares(models),
             [name for name in chosen if name in sent],
-            include_self=self.hyper.include_self,
-            negative=self.hyper.negative,
-            granularity=self.hyper.granularity,
             server_rate=self.hyper.server_rate,
         )
         if self.hyper.rule == "mean":
@@ -65,7 +62,7 @@ class GraceServer(FedAvgServer[GraceServerHyper]):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         task, site = context.task, context.plan.site_hyper
-        if getattr(site, "client", None) == "coral" and not getattr(site, "align_pixels", 0) and task.batch_size < LEAST_BATCH:
+        if getattr(site, "client", None) == "coral" and task.batch_size < LEAST_BATCH:
             text = f"CORAL's covariances are of half a batch of {task.batch_size}, mostly noise below {LEAST_BATCH}"
             context.events.add("warning", f"{text}; make task.batch_size larger, or set client=meta")
 

@@ -1,7 +1,6 @@
 """GRACE's way of local training: meta-train on one half of every batch, meta-update with the other (MICCAI 2023, Sec. 2.2)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,6 @@ def train_two_steps(
     *,
     inner: Inner = "optimizer",
     rate: float | None = None,
-    second_order: bool = False,
-    adam_plus_sgd: bool = False,
     swap: bool = True,
 ) -> tuple[float, dict[str, float | None]]:
     """One round of local training in place.
@@ -44,9 +41,6 @@ def train_two_steps(
         inner: the meta-train step: "optimizer", one of the optimizer from its moments as they are, which it leaves as they are; "sgd", a
             plain gradient step.
         rate: eta of a plain meta-train step; None: the optimizer's learning rate.
-        second_order: differentiate through a plain meta-train step.
-        adam_plus_sgd: both steps are a step of the optimizer and a plain one of the same rate, as in the published code, where
-            meta-train therefore leaves its mark in the optimizer's moments.
         swap: each half of a batch is meta-test once, see `roles`.
 
     Returns:
@@ -57,9 +51,9 @@ def train_two_steps(
 
     def adapt(parameters: Parameters, task_loss: Callable[[Parameters], Tensor]) -> dict[str, Tensor]:
         if inner == "sgd":
-            adapted = meta_trained(parameters, task_loss, eta, second_order)
+            adapted = meta_trained(parameters, task_loss, eta)
         else:
-            with nullcontext() if adam_plus_sgd else unremembered(optimizer):
+            with unremembered(optimizer):
                 adapted = stepped(parameters, task_loss, optimizer)
         lengths.adapted(list(adapted.values()))
         return adapted
@@ -70,8 +64,7 @@ def train_two_steps(
         lengths.arrived()
         return meta_loss(network, images, targets)
 
-    with plain_step_too(optimizer) if adam_plus_sgd else nullcontext():
-        mean = train_epochs(model, optimizer, site, round, "model", loss=loss)
+    mean = train_epochs(model, optimizer, site, round, "model", loss=loss)
     lengths.arrived()
     return mean, lengths.means()
 
@@ -199,21 +192,3 @@ def stepped(parameters: Parameters, task_loss: Callable[[Parameters], Tensor], o
         for name, parameter in parameters.items():
             parameter.copy_(origin[name])
     return {name: parameter + moves[name] for name, parameter in parameters.items()}
-
-
-@contextmanager
-def plain_step_too(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, every step of the optimizer is followed by theta <- theta - lr * gradient."""
-
-    @torch.no_grad()
-    def descend(*_: object) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
-
-    handle = optimizer.register_step_post_hook(descend)
-    try:
-        yield
-    finally:
-        handle.remove()

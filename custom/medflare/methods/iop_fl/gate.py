@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medflare.methods.iop_fl.formulas import all_classes, entropy_loss
-from medflare.methods.iop_fl.information import agreeing, class_shares, entropy_of
+from medflare.methods.iop_fl.formulas import agreeing, all_classes, class_shares, entropy_loss, entropy_of
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground
 
@@ -26,7 +25,7 @@ class Look:
     Attributes:
         loss: the test-time loss.
         information: mutual information of pixel and prediction, in nats, at least 0.
-        agreement: with the masks, or classes, of the start; see `information.agreement`.
+        agreement: with the masks, or classes, of the start; see `formulas.agreeing`.
         shares: soft share of every foreground class; none in classification.
     """
 

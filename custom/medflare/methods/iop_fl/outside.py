@@ -1,6 +1,6 @@
 """IOP-FL at a site that never trained: test-time routing over all personal models and the global one (Sec. III-C, Algorithm 1).
 
-The coefficients of every layer (`medflare.inference.routing`) are fitted to the site's unlabelled images by consistency under
+The coefficients of every layer (`medflare.methods.iop_fl.routing`) are fitted to the site's unlabelled images by consistency under
 noise, shape and certainty (Eq. 7-10); of the states that pass the gate (`gate`) the one with the lowest loss is kept, so labels decide
 nothing.
 """
@@ -19,11 +19,10 @@ from medflare.core.manifest import Entry, Fact, listing, number
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
 from medflare.inference.deployed import MODEL, Repeated, network_with
-from medflare.inference.routing import RoutedNetwork
 from medflare.methods.iop_fl import formulas
 from medflare.methods.iop_fl.gate import Gate, Gathering, Look, Range
 from medflare.methods.iop_fl.hyper import OutsideHyper
-from medflare.methods.iop_fl.information import divergence, image_spread, information_total, mean_entropy, window_radius
+from medflare.methods.iop_fl.routing import RoutedNetwork
 from medflare.tasks.config import TaskConfig
 
 EXPERT = Entry("expert/")  # the sites' personal models
@@ -62,26 +61,15 @@ class RoutedModel(nn.Module):
         self.gate = Gate(hyper.gate_information, hyper.gate_agreement, hyper.gate_share, ranges)
         self.adaptation: dict[str, Any] = {}
         self._start = network.adapted_state()
-        self.online_steps = 0
-        self.optimizer = self._new_optimizer()
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) to probabilities (N, outputs, ...), cut into batches as `adapt` cuts them."""
-        return torch.cat([self._predicted(part) for part in self._cut(images)])
+        self.network.eval()
+        return torch.cat([self._probabilities(part) for part in self._cut(images)])
 
     def _cut(self, images: Tensor) -> tuple[Tensor, ...]:
         """Even batches of at most the task's size: how many images a caller hands over at once must not shape their statistics."""
         return images.tensor_split(math.ceil(len(images) / self.task.batch_size))
-
-    def _predicted(self, images: Tensor) -> Tensor:
-        if self.hyper.online:
-            self._online_step(images)
-        self.network.train(self.hyper.predict_dropout)
-        with seeded(self.seed, "predict"):
-            return self._probabilities(images)
 
     def _probabilities(self, images: Tensor) -> Tensor:
         return self.task.probabilities(self.network(images))
@@ -105,16 +93,16 @@ class RoutedModel(nn.Module):
         """
         parts = Repeated(lambda: (part for images in batches for part in self._cut(images)))
         self.network.load_adapted_state(self._start)
-        self.optimizer, self.online_steps = self._new_optimizer(), 0
+        optimizer = torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
         looks, kept, chosen = [self.look(parts)], self.network.adapted_state(), 0
         refused: dict[int, str] = {}
         for epoch in range(self.hyper.route_epochs):
             for place, images in enumerate(parts):
-                self._step(images, "epoch", epoch, place)
+                self._step(optimizer, images, "epoch", epoch, place)
             looks.append(self.look(parts))
             if reason := self.gate.refusal(looks[-1], looks[0]):
                 refused[epoch + 1] = reason
-            elif self.hyper.choose == "last" or looks[-1].loss < looks[chosen].loss:
+            elif looks[-1].loss < looks[chosen].loss:
                 kept, chosen = self.network.adapted_state(), epoch + 1
         self.network.load_adapted_state(kept)
         self.adaptation = {
@@ -145,36 +133,20 @@ class RoutedModel(nn.Module):
             gathering.add(test_time_loss(clean, noisy, self.task, self.hyper, start), clean, start)
         return gathering.look()
 
-    def _step(self, images: Tensor, *key: str | int) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, images: Tensor, *key: str | int) -> None:
         self.network.train()
         with seeded(self.seed, "dropout", *key):
-            clean, noisy, start = self._answers(images, *(key if self.hyper.fresh_noise else ("fixed",)))
-        self.optimizer.zero_grad()
+            clean, noisy, start = self._answers(images, *key)
+        optimizer.zero_grad()
         test_time_loss(clean, noisy, self.task, self.hyper, start).backward()
-        self.optimizer.step()
-
-    def _online_step(self, images: Tensor) -> None:
-        with torch.inference_mode(False), torch.enable_grad():
-            self._step(images.clone() if images.is_inference() else images, "online", self.online_steps)
-        self.online_steps += 1
+        optimizer.step()
 
     def _answers(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities for a batch of unlabelled images, for its noisy copy, whose noise `key` names, and those of the start."""
+        noise = torch.randn(images.shape, generator=torch_generator(self.seed, "noise", *key)).to(images)
         clean = self._probabilities(images)
-        noisy = self._noisy_probabilities(images, torch_generator(self.seed, "noise", *key))
+        noisy = self._probabilities(images + self.hyper.noise * formulas.image_spread(images) * noise)
         return clean, noisy, self._at_start(images)  # the start comes last: it leaves the routers without dropout
-
-    def _noisy_probabilities(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """The prediction for a perturbed copy, brought back to the original's orientation."""
-        unit = image_spread(images) if self.hyper.noise_unit == "spread" else 1.0
-        noisy = images + self.hyper.noise * unit * torch.randn(images.shape, generator=generator).to(images)
-        if self.hyper.perturbation == "noise":
-            return self._probabilities(noisy)
-        step = 1 if images.shape[2] == images.shape[3] else 2  # a quarter turn would swap the sides of an oblong image
-        turns = step * torch.randint(4 // step, (len(images),), generator=generator)
-        flips = torch.randint(2, (len(images),), generator=generator)
-        p = self._probabilities(formulas.turned(noisy, turns, flips))
-        return formulas.turned_back(p, turns, flips) if self.task.kind == "segmentation" else p
 
     def report(self) -> dict[str, Any]:
         """What `adapt` did, see `adaptation`."""
@@ -205,33 +177,22 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
         A scalar; 0 where every term is switched off.
     """
     every, every_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
-    official, nothing = hyper.objective == "official", p.new_zeros(())
-    consistency = shape = entropy = nothing
+    consistency = shape = entropy = information = p.new_zeros(())
     if hyper.use_consistency:
-        consistency = formulas.consistency_loss(every.detach() if hyper.stop_gradient else every, every_noisy)
+        consistency = formulas.consistency_loss(every, every_noisy)
     if hyper.use_shape and task.kind == "segmentation":
-        shape = _shape_term(p, every, task, hyper)
+        shape = formulas.shape_loss(every, formulas.window_radius(p.shape[2:]) if hyper.radius == "auto" else hyper.radius)
     if hyper.use_entropy:
-        entropy = (formulas.entropy_loss_official if official else formulas.entropy_loss)(every)
-    if official:
-        return formulas.total_loss_official(consistency, shape, entropy, every.shape[1])
+        entropy = formulas.entropy_loss(every)
     if hyper.objective == "paper":
         return formulas.total_loss(consistency, shape, entropy, hyper.beta)
-    information = mean_entropy(every) - entropy if hyper.use_entropy else nothing
-    leaving = divergence(formulas.all_classes(start, task.target), every)
-    return information_total(consistency, shape, information, leaving, hyper.beta, hyper.anchor)
+    if hyper.use_entropy:
+        information = formulas.mean_entropy(every) - entropy
+    leaving = formulas.divergence(formulas.all_classes(start, task.target), every)
+    return formulas.information_total(consistency, shape, information, leaving, hyper.beta, hyper.anchor)
 
 
 test_time_loss.__test__ = False  # type: ignore[attr-defined]  # the paper's name for it, not a test
-
-
-def _shape_term(p: Tensor, every: Tensor, task: TaskConfig, hyper: OutsideHyper) -> Tensor:
-    radius = window_radius(p.shape[2:]) if hyper.radius == "auto" else hyper.radius
-    if hyper.objective == "official":
-        return formulas.shape_loss_official(formulas.foreground(p, task.target), radius)
-    chosen = every if hyper.shape_classes == "all" else formulas.foreground(p, task.target)
-    loss = formulas.shape_loss(chosen, radius)
-    return loss * math.prod(p.shape[2:]) if hyper.shape_sum == "sum" else loss
 
 
 # -- delivered models ----------------------------------------------------------------------------------------------------------
@@ -255,7 +216,8 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     Raises:
         StateError: experts that do not fit the task's network, or coefficients of other settings.
     """
-    settings = {"coefficients": "sigmoid", **message.facts["routing"]}  # what models had that were stored before there was a choice
+    known = {field.name for field in dataclasses.fields(OutsideHyper)}  # models that were stored before have settings that are gone
+    settings = {"coefficients": "sigmoid", **{name: value for name, value in message.facts["routing"].items() if name in known}}
     hyper, seed = build_hyper(OutsideHyper, settings), int(message.facts["seed"])
     states = [*EXPERT.family(message.states).values(), message.states[MODEL]]
     network = RoutedNetwork(network_with(task, states[-1]), states, hyper.routed(seed))

@@ -3,23 +3,21 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from medflare.core.errors import ConfigError, StateError
+from medflare.adaptation.registry import with_tent
+from medflare.core.errors import StateError
 from medflare.core.manifest import Entry, Phase
 from medflare.core.message import Message
-from medflare.core.states import StateDict, batch_norm_entries, copy_state, difference
+from medflare.core.states import batch_norm_entries, copy_state
 from medflare.data.sites.site import Site
-from medflare.inference.adaptation import with_tent
 from medflare.inference.deployed import Repeated, plain_message
-from medflare.inference.routing import Statistics, routed_layers
 from medflare.methods.base import N_SAMPLES, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite, received, trained_model
-from medflare.methods.iop_fl.formulas import local_adapted, local_adapted_explicit, local_adapted_incremental, site_step
+from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
+from medflare.methods.iop_fl.routing import Statistics
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
-from medflare.networks.catalogue import meta_network
-from medflare.tasks.config import TaskConfig
 
 ADAPTED = Entry("adapted", "the site's local adapted model, of which outside sites route their own")
 
@@ -32,71 +30,36 @@ class IOPSite(FedAvgSite[IOPHyper]):
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND.maybe(), SHARES.maybe()))
     adapted = Kept("adapted")  # P_k
-    local_step = Kept("site_step")  # reading "explicit": a `site_step` that waits for its round's global model
-    last_global = Kept("last_global")  # reading "incremental": the global model of the last round that was seen
 
     def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
         super().__init__(site, plan)
         self.best = Best(self.memory, "adapted")
-        self.learnt = frozenset(name for name, _ in plan.network().named_parameters())
-
-    @classmethod
-    def check(cls, task: TaskConfig, hyper: IOPHyper, server_hyper: Any) -> None:
-        """As FedAvg's; layers that keep their coefficients are layers of the network that are routed.
-
-        Raises:
-            ConfigError: one that is not.
-        """
-        super().check(task, hyper, server_hyper)
-        if fixed := hyper.routed(0).fixed_layers:
-            found = [name for name, _ in routed_layers(meta_network(task))]
-            if unknown := sorted(set(fixed) - set(found)):
-                network = f"network {task.network['name']} has no layer {', '.join(unknown)} to route"
-                raise ConfigError(f"fixed_layers: {network}; layers found: {', '.join(found) or 'none'}")
 
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training; its local model goes into P_k (Eq. 4), whose metric is measured before."""
         global_ = incoming.states[GLOBAL]
-        personal = self._look(round, global_)
+        personal = self._look(round)
         reply = super().train(round, incoming)
-        if self.adapted is None and self.hyper.start == "global":  # P_k^0 = w_g, which has just been measured
+        if self.adapted is None:  # P_k^0 = w_g, which has just been measured
             self.adapted, personal = copy_state(global_), reply.facts["validation"]["global"]
-        self._accumulate(global_, reply.states[MODEL])
+        self.adapted = local_adapted(self.adapted, reply.states[MODEL], self.hyper.tau)
         reply.facts["validation"]["personal"] = personal
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming global model and of P_k."""
-        personal = self._look(round, incoming.states[GLOBAL])
+        personal = self._look(round)
         reply = super().validate(round, incoming)
         reply.facts["validation"]["personal"] = personal
         return reply
 
-    def _look(self, round: int, global_: StateDict) -> float | None:
+    def _look(self, round: int) -> float | None:
         """P_k as of this round's start, measured and offered for delivery; None while there is none."""
         if self.adapted is None:
             return None
-        if self.local_step is not None:
-            self.adapted = local_adapted_explicit(self.adapted, global_, self.local_step, self.hyper.tau, self.learnt)
-            self.local_step = None
         value = finite_or_none(self.validation(self.network("model", self.adapted)))
         self.best.offer(value, round, self.adapted)
         return value
-
-    def _accumulate(self, global_: StateDict, local: StateDict) -> None:
-        """Eq. 4 after local training, in the chosen reading."""
-        tau, last, self.last_global = self.hyper.tau, self.last_global, None
-        if self.adapted is None:
-            self.adapted = copy_state(local)  # start "local"
-        elif self.hyper.reading == "ema_local":
-            self.adapted = local_adapted(self.adapted, local, tau)
-        elif self.hyper.reading == "explicit":
-            self.local_step = site_step(local, global_, self.learnt)
-        else:
-            global_step = difference(global_, global_ if last is None else last)
-            self.adapted = local_adapted_incremental(self.adapted, site_step(local, global_, self.learnt), global_step, tau, self.learnt)
-        if self.hyper.reading == "incremental":
-            self.last_global = copy_state(global_)
 
     def submit(self, round: int, incoming: Message) -> Message:
         """P_k leaves the site once, at the end, and only where an outside site takes part.
@@ -142,8 +105,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
         ("mixture_running").
         """
         experts, global_ = EXPERT.family(incoming.states), incoming.states[GLOBAL]
-        members = {**experts, "global": global_} if self.hyper.ensemble_global else experts
-        models = {"ensemble": Message(dict(members), {"kind": "ensemble"})}
+        models = {"ensemble": Message(dict(experts), {"kind": "ensemble"})}
         models |= {f"personal/{site}": plain_message(state) for site, state in experts.items()}
         if batch_norm_entries(self.network("model", global_)):
             models["tent"] = with_tent(plain_message(global_), self.site.task)

@@ -91,7 +91,7 @@ def fourier_aggregate(
 
 @dataclass(frozen=True)
 class Reading:
-    """How the paper's equations are read, see `PRRServerHyper`.
+    """How the paper's equations are read.
 
     Attributes:
         layout: the matrix of a convolution: "in_major" (I kh, kw O) as in the official code, "out_major" (O kh, I kw) as printed;
@@ -289,7 +289,7 @@ def without_rule(network: nn.Module) -> str | None:
 
 
 def aggregate_models(
-    states: Mapping[str, StateDict], plan: Mapping[str, Treatment], r: float, *, fourier: bool = True, **reading: str
+    states: Mapping[str, StateDict], plan: Mapping[str, Treatment], r: float, *, fourier: bool = True, components: str = "both"
 ) -> dict[str, StateDict]:
     """The aggregated model S_k of each site (PRR, Alg. 1 line 7): Fourier aggregation by layer, the plain mean elsewhere.
 
@@ -298,7 +298,7 @@ def aggregate_models(
         plan: how each entry is treated, see `treatments`.
         r: low-frequency threshold of the round, see `frequency_ratio`.
         fourier: False averages everything plainly, which with local batch normalisation is FedBN.
-        reading: see `Reading`.
+        components: see `Reading`.
 
     Returns:
         Site -> aggregated state.
@@ -318,13 +318,13 @@ def aggregate_models(
     mixed = [name for name in states[sites[0]] if fourier and plan[name].kind in ("kernel", "classifier")]
     averaged = {site: split_state(states[site], frozenset(mixed))[1] for site in sites}
     mean = weighted_mean(averaged, dict.fromkeys(sites, 1.0))
-    options = Reading(**reading)
+    reading = Reading(components=components)
     aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
     for name in mixed:
         treatment, given = plan[name], [states[site][name].detach() for site in sites]
         found = [empty(states[site][name].shape, states[site][name].dtype) for site in sites]
         weights, into = ([tensor.transpose(0, 1) if treatment.inputs_first else tensor for tensor in of] for of in (given, found))
-        _aggregate_layer(weights, into, r, treatment.kind == "classifier", options)
+        _aggregate_layer(weights, into, r, treatment.kind == "classifier", reading)
         for site, weight in zip(sites, found, strict=True):
             aggregated[site][name] = weight
     return {site: {name: aggregated[site][name] for name in states[site]} for site in sites}

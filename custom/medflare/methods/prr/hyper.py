@@ -19,18 +19,10 @@ class PRRSiteHyper(SiteHyper):
     det_steps: Literal["E", "RE", "RES"] = param("RES", "Exchange; Recover + Exchange; + Sublimate", source="Table VI")
     lam1: float = param(0.7, "share of the personal metric from which the deputy teaches", symbol="λ_1", source="Table VIII", low=0)
     lam2: float = param(0.9, "share from which the deputy learns from labels alone", symbol="λ_2", source="Table VIII", low=0)
-    stage_rule: Literal["auto", "official", "threshold"] = param(
-        "auto", "the code's stage machine or the printed thresholds; auto: the machine, where a round has several epochs"
-    )
-    metric_split: Literal["validation", "train"] = param("validation", "images on which the two models are compared; the code takes train")
-    distillation: Literal["kl", "mse10"] = param("kl", "what a student pays for differing", source="Eq. 5-6")
     cpa: Literal["both", "global", "local", "off"] = param("both", "CPA loss, one of its parts, or off", source="Eq. 13, Table IV")
     beta: float = param(0.8, "exponent of the conjoint objective", symbol="β", source="Eq. 9, Table IX", low=0)
     tau: float = param(3.0, "smoothing of the prototype distance", symbol="τ", source="Eq. 12, Table IX", low=1)
     plain_loss: Literal["task", "ce", "focal", "fedeamc"] = param("task", "L_sup where cpa is off", source="Table XI")
-    segmentation_loss: Literal["paper", "official"] = param("paper", "CPA + Dice, or the code's (CPA + CE) / 2 + Dice", source="Sec. IV-A")
-    prototype_pass: Literal["training", "separate"] = param("training", "local prototypes from the training pass or a pass of their own")
-    embedding: Literal["features", "logits"] = param("features", "what a prototype is the mean of", source="Eq. 10")
     warm_up: int = param(1, "first rounds without refinement; the code: 15 of 50, segmentation 1", low=0)
     halve_every: Annotated[int, Field(ge=0)] | Literal["auto"] = param(
         "auto", "rounds after which the learning rate halves, 0 never; auto: after every 25 local epochs", source="Sec. IV-A"
@@ -59,14 +51,6 @@ class PRRServerHyper(ServerHyper):
     r0: float = param(0.35, "low-frequency threshold of the first round", symbol="r_0", source="Table VII", low=0, high=0.5)
     r1: float = param(0.48, "threshold it grows to; the official code ends at 0.475", symbol="r_1", source="Table VII", low=0, high=0.5)
     components: Literal["both", "amplitude", "phase"] = param("both", "what is averaged", source="Table V")
-    phase_mean: Literal["arithmetic", "circular"] = param("arithmetic", "mean of the angles, or angle of the mean phasor", source="Eq. 4")
-    window: Literal["closed", "official"] = param("closed", "low band |k| <= rN, or the code's half-open one", symbol="M", source="Eq. 2")
-    layout: Literal["in_major", "out_major"] = param(
-        "in_major", "a convolution's matrix: the code's (I kh, kw O) or the printed (O kh, I kw)"
-    )
-    prototypes: Literal["gaussian", "clamped", "mean"] = param(
-        "gaussian", "global prototypes: sampled, sampled with the code's clamp, or the mean"
-    )
     outside_model: Literal["mean", "personal"] = param(
         "mean", "model for outside sites: mean deputy, or the most representative site's personal model"
     )

@@ -48,8 +48,8 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
         states, hyper = states_of(models), self.hyper
         rounds = self.rounds or _ROUNDS
         low_band = frequency_ratio(min(round, rounds), rounds, hyper.r0, hyper.r1)
-        options = {name: getattr(hyper, name) for name in ("layout", "window", "components", "phase_mean")}
-        return aggregate_models(states, self.treatments or treatments_by_shape(states), low_band, fourier=hyper.pfa, **options)
+        plan = self.treatments or treatments_by_shape(states)
+        return aggregate_models(states, plan, low_band, fourier=hyper.pfa, components=hyper.components)
 
 
 class PRRServer(ServerHalf[PRRServerHyper]):
@@ -137,7 +137,7 @@ class PRRServer(ServerHalf[PRRServerHyper]):
             local = torch.stack([reply.states[PROTOTYPES]["prototypes"] for reply in replies.values()])
             present = torch.stack([reply.states[PROTOTYPES]["present"] for reply in replies.values()])
             noise = torch.randn(local.shape[1:], generator=torch_generator(self.context.seed, "server", round, "prototypes"))
-            self.prototypes = {"prototypes": global_prototypes(local, present, noise, self.hyper.prototypes)}
+            self.prototypes = {"prototypes": global_prototypes(local, present, noise)}
 
     def _note_absent_classes(self, totals: Tensor) -> None:
         silent = [site for site in self.context.sites if self.context.site_counts.get(site, {}).get("class_counts") == []]

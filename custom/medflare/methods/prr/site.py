@@ -35,8 +35,7 @@ def local_part(plan: PRRPlan) -> LocalPart:
 
 
 def _prototypes(plan: PRRPlan) -> StateDict:
-    embedding = plan.site_hyper.embedding
-    return SitePrototypes(plan.task, prototype_width(plan.task, embedding), embedding, "meta").state()
+    return SitePrototypes(plan.task, prototype_width(plan.task), "meta").state()
 
 
 DEPUTY = Entry(
@@ -90,7 +89,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
     def __init__(self, site: Site, plan: Plan[PRRSiteHyper, Any]):
         super().__init__(site, plan)
         self.part = local_part(plan)
-        self.width = prototype_width(site.task, self.hyper.embedding) if self.hyper.refines else 0
+        self.width = prototype_width(site.task) if self.hyper.refines else 0
         self.best = {role: Best(self.memory, role) for role in ("global", "personal")}
 
     @classmethod
@@ -132,7 +131,6 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
             tau=self.hyper.tau,
             totals=torch.tensor(incoming.facts[CLASS_TOTALS]),
             global_=prototypes if round >= self.hyper.warm_up else None,
-            mix=self.hyper.segmentation_loss,
         )
         transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.width, self.prototypes or {})
         loss = transfer.run(round, validation)

@@ -79,10 +79,8 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
     return totals
 
 
-def prototype_width(task: TaskConfig, embedding: str) -> int:
-    """D of a prototype: channels of the network's features, or its outputs where `embedding` is "logits"."""
-    if embedding == "logits":
-        return task.outputs
+def prototype_width(task: TaskConfig) -> int:
+    """D of a prototype: channels of the network's features."""
     with torch.no_grad():
         return meta_network(task).eval().features_and_output(example(task.image_channels, task.size, "meta"))[0].shape[1]
 
@@ -93,32 +91,28 @@ class SitePrototypes:
     Args:
         task: gives groups and classes.
         width: see `prototype_width`.
-        embedding: "features" or "logits".
         device: where embeddings are summed.
     """
 
-    def __init__(self, task: TaskConfig, width: int, embedding: str, device: torch.device | str):
+    def __init__(self, task: TaskConfig, width: int, device: torch.device | str):
         self.task = task
-        self.embedding = embedding
         groups, classes = groups_and_classes(task)
         self._means = [PrototypeMean(classes, width, device) for _ in range(groups)]
 
-    def add(self, features: Tensor, logits: Tensor, targets: Tensor) -> None:
+    def add(self, features: Tensor, targets: Tensor) -> None:
         """Take in a batch; a map that is smaller than the label map sees it by its nearest pixels.
 
         Args:
             features: (N, D) or (N, D, ...).
-            logits: (N, outputs) or (N, outputs, ...).
             targets: as in `data.splits.Split`.
         """
-        embeddings = (features if self.embedding == "features" else logits).detach()
-        dims = embeddings.dim() - 2
-        if dims and embeddings.shape[2:] != targets.shape[-dims:]:
+        dims = features.dim() - 2
+        if dims and features.shape[2:] != targets.shape[-dims:]:
             maps = targets.reshape(len(targets), -1, *targets.shape[-dims:]).float()
-            nearest = functional.interpolate(maps, embeddings.shape[2:], mode="nearest")
-            targets = nearest.reshape(*targets.shape[:-dims], *embeddings.shape[2:]).to(targets.dtype)
+            nearest = functional.interpolate(maps, features.shape[2:], mode="nearest")
+            targets = nearest.reshape(*targets.shape[:-dims], *features.shape[2:]).to(targets.dtype)
         for mean, labels in zip(self._means, class_targets(targets, self.task), strict=True):
-            mean.add(embeddings, labels)
+            mean.add(features, labels)
 
     def state(self) -> StateDict:
         """{"prototypes": (G C, D), "present": (G C,) bool}; the prototype of a class that was never seen is zero."""
@@ -137,10 +131,9 @@ class Supervision:
         tau: smoothing of γ.
         totals: (G, C) class counts over all sites.
         global_: (G C, D) prototypes from the server; None before the first ones and during the warm-up: gamma = 1.
-        mix: segmentation: "paper" CPA + Dice, "official" (CPA + CE) / 2 + Dice.
     """
 
-    def __init__(self, site: Site, kind: str, *, beta: float, tau: float, totals: Tensor, global_: Tensor | None, mix: str):
+    def __init__(self, site: Site, kind: str, *, beta: float, tau: float, totals: Tensor, global_: Tensor | None):
         self.site = site
         self.kind = kind
         self.beta = beta
@@ -148,7 +141,6 @@ class Supervision:
         self.counts: list[Tensor | None] = list(totals) if kind in ("both", "global") else [None] * len(totals)
         self.gamma = _balanced(site) if kind == "fedeamc" else None
         self._global = global_ if kind in ("both", "local") else None
-        self._official = mix == "official" and kind in ("both", "global", "local")
         self._dice = site.annotation.loss({"name": "dice"}) if site.task.kind == "segmentation" else None
         self._focal = site.annotation.loss({"name": "focal"}) if kind == "focal" else None
 
@@ -176,10 +168,7 @@ class Supervision:
         gamma = [None] * len(self.counts) if self.gamma is None else list(self.gamma)
         counts, gammas = self._annotated(self.counts), self._annotated(gamma)
         parts = [cpa_loss(*group, self.beta) for group in zip(grouped, labels, counts, gammas, strict=True)]
-        value = torch.stack(parts).mean()
-        if self._official and self._dice is not None:
-            return (value + functional.cross_entropy(grouped.flatten(0, 1), labels.flatten(0, 1))) / 2
-        return value
+        return torch.stack(parts).mean()
 
     def _annotated(self, numbers: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Numbers (C,) of every group, of those groups and classes that the site annotated."""

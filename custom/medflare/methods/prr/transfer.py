@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from medflare.core.states import StateDict, copy_state
@@ -95,46 +94,34 @@ class Transfer:
             self.stages.append(self._stage(self.stages[-1] if self.stages else 0, validation))
         if not self.hyper.refines:
             return None
-        gathered = SitePrototypes(self.site.task, self.width, self.hyper.embedding, self.site.device)
-        if self.hyper.prototype_pass == "separate":
-            self._gather_in_order(gathered)
-            self.prototypes = copy_state(gathered.state())
+        gathered = SitePrototypes(self.site.task, self.width, self.site.device)
         self.supervision.refine(self.prototypes.get("prototypes"))
         if self.supervision.gamma is not None:
             self.gammas.append(self.supervision.gamma.tolist())
-        return gathered if self.hyper.prototype_pass == "training" else None
-
-    def _gather_in_order(self, gathered: SitePrototypes) -> None:
-        """Prototypes of the personal model as it is, over the training images without augmentation."""
-        self.personal.eval()
-        with torch.no_grad():
-            for images, targets, _ in self.site.ordered("train"):
-                gathered.add(*self.personal.features_and_output(images), targets)
+        return gathered
 
     def _stage(self, stage: int, validation: dict[str, float | None]) -> int:
         """The stage of the coming epoch; `stage` is that of the one before, 0 at the start of a round."""
         hyper, several = self.hyper, self.site.task.local_epochs > 1
-        rule = hyper.stage_rule if hyper.stage_rule != "auto" else "official" if several else "threshold"
-        if hyper.det_steps == "E" or (rule == "official" and not several):
-            return EXCHANGE  # after a single epoch of recovery none would be left in which the deputy teaches
-        if rule == "official" and stage == 0:
+        if hyper.det_steps == "E":
+            return EXCHANGE
+        if several and stage == 0:
             return RECOVER
-        metrics = validation
-        if stage != 0 or hyper.metric_split != "validation":
-            metrics = {"global": self._metric(self.deputy), "personal": self._metric(self.personal)}
+        metrics = validation if stage == 0 else {"global": self._metric(self.deputy), "personal": self._metric(self.personal)}
         phi = {role: math.nan if value is None else value for role, value in metrics.items()}
-        found = next_stage(stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, rule)
+        # of a single epoch of recovery none would be left in which the deputy teaches: there the printed thresholds decide
+        found = next_stage(stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, "official" if several else "threshold")
         return min(found, EXCHANGE) if hyper.det_steps == "RE" else found
 
     def _metric(self, model: nn.Module) -> float | None:
         metric = self.site.task.metric
-        return self.site.score(self.site.predictor(model), self.hyper.metric_split, [metric]).values[metric]
+        return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
     def _losses(self, images: Tensor, targets: Tensor, gathered: SitePrototypes | None) -> list[Tensor]:
         """[L_P, L_D] of a batch (Eq. 5-6), or [L_sup] of the only model."""
         features, logits = self.personal.features_and_output(images)
         if gathered is not None:
-            gathered.add(features, logits, targets)
+            gathered.add(features, targets)
         own = self.supervision(logits, targets)
         if self._alone:
             return [own]
@@ -142,7 +129,7 @@ class Transfer:
         other = self.supervision(answer, targets)
         own_logits, other_logits = (class_logits(output, self.site.task).flatten(0, 1) for output in (logits, answer))
         if self.stages[-1] in (EXCHANGE, SUBLIMATE):
-            own = own + distillation_loss(own_logits, other_logits, self.hyper.distillation)
+            own = own + distillation_loss(own_logits, other_logits)
         if self.stages[-1] in (RECOVER, EXCHANGE):
-            other = other + distillation_loss(other_logits, own_logits, self.hyper.distillation)
+            other = other + distillation_loss(other_logits, own_logits)
         return [own, other]

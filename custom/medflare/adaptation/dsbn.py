@@ -7,12 +7,34 @@ import copy
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.states import StateDict, copy_state, misfit
-from medflare.inference.routing import TestTimeNorm
+
+
+class TestTimeNorm(nn.Module):
+    """A BatchNorm layer that normalises by the test images at hand instead of its running statistics.
+
+    A channel with one value only (one image, 1x1 features) has no variance: there the running statistics are used.
+
+    Args:
+        layer: the BatchNorm layer; scale and shift stay its own.
+    """
+
+    __test__ = False  # not a test, whatever its name begins with
+
+    def __init__(self, layer: _BatchNorm):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Inputs (N, C, ...) normalised per channel, over the batch."""
+        if inputs.numel() == inputs.shape[1]:
+            return self.layer(inputs)
+        return F.batch_norm(inputs, None, None, self.layer.weight, self.layer.bias, training=True, eps=self.layer.eps)
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -39,7 +61,7 @@ def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTi
     replaced: dict[_BatchNorm, TestTimeNorm] = {}
     by_name: dict[str, TestTimeNorm] = {}
     for name, layer in batch_norm_layers(model).items():
-        by_name[name] = replaced.setdefault(layer, TestTimeNorm(layer, "batch"))
+        by_name[name] = replaced.setdefault(layer, TestTimeNorm(layer))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, by_name[name])
     return model, by_name

@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from medflare.adaptation.dsbn import TestTimeNorm
 from medflare.core.errors import StateError
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state, misfit
 
-Statistics = Literal["batch", "instance", "running"]
 Coefficients = Literal["softmax", "sigmoid"]
+Statistics = Literal["batch", "running"]
+_DROPOUT = 0.2  # of a router while it is fitted; the published code's
 
 # Exact types: a subclass may read its weight elsewhere than in `forward` (attention's output projection does).
 ROUTED_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
@@ -34,32 +35,26 @@ ROUTED_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 class MLPRouter(nn.Module):
     """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts, softmax or sigmoid (Eq. 6).
 
-    With `uniform` the last layer starts at weight 0 and the bias of `uniform_logit`: every coefficient is 1/experts whatever the
-    input, and its gradient does not vanish. Otherwise it starts as any linear layer (the published code).
+    The last layer starts at weight 0 and the bias of `uniform_logit`: every coefficient is 1/experts whatever the input, and its
+    gradient does not vanish.
 
     Args:
         channels: C of the layer's input.
         experts: K + 1.
-        uniform: how the last layer starts.
-        dropout: probability, in training mode.
         kind: "softmax", whose coefficients add up to one, or the printed "sigmoid".
     """
 
-    def __init__(self, channels: int, experts: int, *, uniform: bool = True, dropout: float = 0.2, kind: Coefficients = "softmax"):
+    def __init__(self, channels: int, experts: int, kind: Coefficients = "softmax"):
         super().__init__()
         self.kind = kind
         self.fc1 = nn.Linear(channels, 2 * channels)
         self.fc2 = nn.Linear(2 * channels, experts)
-        self.dropout = nn.Dropout(dropout)
-        if uniform:
-            nn.init.zeros_(self.fc2.weight)
-            nn.init.constant_(self.fc2.bias, uniform_logit(experts, kind))
+        self.dropout = nn.Dropout(_DROPOUT)
+        nn.init.zeros_(self.fc2.weight)
+        nn.init.constant_(self.fc2.bias, uniform_logit(experts, kind))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1).
-
-        Args:
-            inputs: what the layer is fed with.
 
         Examples:
             >>> MLPRouter(3, 4)(torch.zeros(1, 3, 2, 2)).detach()
@@ -67,33 +62,6 @@ class MLPRouter(nn.Module):
         """
         pooled = inputs.flatten(2).mean(dim=2) if inputs.dim() > 2 else inputs
         return coefficients_of(self.fc2(self.dropout(self.fc1(pooled))), self.kind)
-
-
-class FreeRouter(nn.Module):
-    """Coefficients that are parameters themselves, the same for every input: the matrix R of Algorithm 1.
-
-    Args:
-        experts: K + 1.
-        uniform: start with every coefficient at 1/(K+1), else at random.
-        kind: as of `MLPRouter`.
-    """
-
-    def __init__(self, experts: int, *, uniform: bool = True, kind: Coefficients = "softmax"):
-        super().__init__()
-        self.kind = kind
-        self.logits = nn.Parameter(torch.full((experts,), uniform_logit(experts, kind)) if uniform else torch.randn(experts))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """inputs of any shape -> coefficients (1, experts).
-
-        Args:
-            inputs: not read.
-
-        Examples:
-            >>> FreeRouter(2)(torch.zeros(5, 3)).detach()
-            tensor([[0.5000, 0.5000]])
-        """
-        return coefficients_of(self.logits[None], self.kind)
 
 
 class _Given(nn.Module):
@@ -140,7 +108,7 @@ class RoutedLayer(nn.Module):
     Args:
         layer: run with the mixed weights; its own do not matter.
         experts: weight and bias of every expert, by name.
-        router: the layer's input, channels second -> coefficients (N, K+1) or (1, K+1).
+        router: the layer's input, channels second -> coefficients (N, K+1).
     """
 
     def __init__(self, layer: nn.Module, experts: Sequence[StateDict], router: nn.Module):
@@ -151,9 +119,9 @@ class RoutedLayer(nn.Module):
             self.register_buffer(f"experts_{part}", torch.stack([expert[part] for expert in experts]), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the layer gives for `inputs`, with weights of its own for every sample, or one set for all."""
+        """What the layer gives for `inputs`, with weights of its own for every sample."""
         mixed = self.mixed(self.router(_channels_second(self.layer, inputs)))
-        if len(mixed["weight"]) == 1:  # one set of weights for the whole batch
+        if len(inputs) == 1:
             return functional_call(self.layer, {part: mixture[0] for part, mixture in mixed.items()}, (inputs,))
         return vmap(self._one)(inputs, mixed)
 
@@ -165,7 +133,7 @@ class RoutedLayer(nn.Module):
 
         Examples:
             >>> experts = [{"weight": torch.tensor([[value]])} for value in (1.0, 3.0)]
-            >>> layer = RoutedLayer(nn.Linear(1, 1, bias=False), experts, FreeRouter(2))
+            >>> layer = RoutedLayer(nn.Linear(1, 1, bias=False), experts, MLPRouter(1, 2))
             >>> layer.mixed(torch.tensor([[0.5, 0.5]])), layer(torch.ones(1, 1))
             ({'weight': tensor([[[2.]]])}, tensor([[2.]], grad_fn=...))
         """
@@ -181,72 +149,21 @@ def _channels_second(layer: nn.Module, inputs: Tensor) -> Tensor:
     return inputs.movedim(-1, 1) if isinstance(layer, nn.Linear) else inputs
 
 
-class TestTimeNorm(nn.Module):
-    """A BatchNorm layer that normalises by the test images at hand instead of its running statistics.
-
-    A channel with one value only (one image, 1x1 features) has no variance: there the running statistics are used.
-
-    Args:
-        layer: the BatchNorm layer; scale and shift stay its own.
-        statistics: "batch", "instance", or "running" for the layer itself.
-    """
-
-    __test__ = False  # not a test, whatever its name begins with
-
-    def __init__(self, layer: _BatchNorm, statistics: Statistics):
-        super().__init__()
-        self.layer, self.statistics = layer, statistics
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs (N, C, ...) normalised per channel, over the batch or over each image."""
-        layer, per_image = self.layer, math.prod(inputs.shape[2:])
-        if self.statistics == "instance" and per_image > 1:
-            return F.instance_norm(inputs, weight=layer.weight, bias=layer.bias, eps=layer.eps)
-        if self.statistics == "batch" and len(inputs) * per_image > 1:
-            return F.batch_norm(inputs, None, None, layer.weight, layer.bias, training=True, eps=layer.eps)
-        return layer(inputs)
-
-
 @dataclass(frozen=True)
 class Routing:
     """How a network is routed.
 
     Attributes:
-        router: "mlp" (Eq. 6, from the layer's input) or "free" (Algorithm 1, R itself).
         per_layer: a router for every layer, or one for all layers, fed with the image (Table III, "global").
-        uniform: start with every coefficient 1/(K+1), else at random.
-        dropout: of the mlp router, while it is in training mode.
         coefficients: "softmax", which adds up to one, or the printed "sigmoid", which need not.
-        statistics: of BatchNorm: of the test "batch", of each image ("instance"), or the global model's "running" ones.
-        train_affine: let adaptation change the scale and shift of BatchNorm layers too (the published code).
-        fixed_layers: layers whose coefficients stay as they start.
+        statistics: of BatchNorm: of the test "batch", or the global model's "running" ones.
         seed: of the routers' initial weights.
     """
 
-    router: Literal["mlp", "free"] = "mlp"
     per_layer: bool = True
-    uniform: bool = True
-    dropout: float = 0.2
     coefficients: Coefficients = "softmax"
     statistics: Statistics = "batch"
-    train_affine: bool = False
-    fixed_layers: tuple[str, ...] = ()
     seed: int = 0
-
-    def new_router(self, channels: int, experts: int) -> nn.Module:
-        """A router for a layer with so many input channels."""
-        if self.router == "free":
-            return FreeRouter(experts, uniform=self.uniform, kind=self.coefficients)
-        return MLPRouter(channels, experts, uniform=self.uniform, dropout=self.dropout, kind=self.coefficients)
-
-
-def routed_layers(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and layer, of those that get coefficients; one that the network uses in two places has two names and is replaced at both.
-
-    Args:
-        network: before it is routed.
-    """
-    return [(name, layer) for name, layer in network.named_modules(remove_duplicate=False) if type(layer) in ROUTED_TYPES]
 
 
 class RoutedNetwork(nn.Module):
@@ -255,61 +172,58 @@ class RoutedNetwork(nn.Module):
     Args:
         network: the architecture; it is copied, its weights do not matter.
         experts: states of (P_1, ..., P_K, w_g), at least two; the last gives all entries that are not routed.
-        routing: how it is routed; None: the defaults.
+        routing: how it is routed.
 
     Raises:
         StateError: an expert that does not fit the network, or no layer to route.
     """
 
-    def __init__(self, network: nn.Module, experts: Sequence[StateDict], routing: Routing | None = None):
+    def __init__(self, network: nn.Module, experts: Sequence[StateDict], routing: Routing = Routing()):
         super().__init__()
         _check_experts(network, experts)
-        routing = routing or Routing()
         self.network = copy.deepcopy(network)
         self.network.load_state_dict(experts[-1])
         self.network.requires_grad_(False)
         self._shared = _Given()
-        self.router: nn.Module | None = None
+        self.router: MLPRouter | None = None
         with seeded(routing.seed, "router"):
             self._route(experts, routing)
-        self._prepare_normalisation(routing)
+        if routing.statistics == "batch":
+            for name, layer in list(self.network.named_modules()):
+                if isinstance(layer, _BatchNorm):
+                    self._replace(name, TestTimeNorm(layer))
         self.eval()
 
     def _route(self, experts: Sequence[StateDict], routing: Routing) -> None:
-        layers = routed_layers(self.network)
-        unknown = sorted(set(routing.fixed_layers) - {name for name, _ in layers})
-        if unknown or not layers:
-            found = ", ".join(name for name, _ in layers) or "none"
-            raise StateError(f"no layer {', '.join(unknown) or 'at all'} to route; layers found: {found}")
+        layers = [(name, layer) for name, layer in self.network.named_modules(remove_duplicate=False) if type(layer) in ROUTED_TYPES]
+        if not layers:
+            raise StateError(f"{type(self.network).__name__} has no convolution and no linear layer to route")
         if not routing.per_layer:
-            self.router = routing.new_router(_input_channels(layers[0][1]), len(experts))
+            self.router = MLPRouter(_input_channels(layers[0][1]), len(experts), routing.coefficients)
         routed: dict[nn.Module, RoutedLayer] = {}
-        for name, layer in layers:
+        for name, layer in layers:  # a layer that is used in two places has two names and is replaced at both
             if layer not in routed:
                 parts = [{part: expert[f"{name}.{part}" if name else part] for part, _ in layer.named_parameters()} for expert in experts]
-                router = routing.new_router(_input_channels(layer), len(experts)) if routing.per_layer else self._shared
-                routed[layer] = RoutedLayer(layer, parts, router.requires_grad_(name not in routing.fixed_layers))
+                own = MLPRouter(_input_channels(layer), len(experts), routing.coefficients) if routing.per_layer else self._shared
+                routed[layer] = RoutedLayer(layer, parts, own)
             self._replace(name, routed[layer])
 
     def forward(self, images: Tensor) -> Any:
         """What the network gives for images (N, C, H, W), with the coefficients of the moment."""
-        self._share(images)
-        return self.network(images)
-
-    def _share(self, images: Tensor) -> None:
         if self.router is not None:
             self._shared.coefficients = self.router(images)
+        return self.network(images)
 
     def train(self, mode: bool = True) -> "RoutedNetwork":
         """Training mode is for the routers' dropout alone; the network itself stays as it is used."""
         super().train(False)
         for module in self.modules():
-            if isinstance(module, (MLPRouter, FreeRouter)):
+            if isinstance(module, MLPRouter):
                 module.train(mode)
         return self
 
     def adaptable(self) -> dict[str, nn.Parameter]:
-        """What test-time adaptation may change, by name: the routers, and scale and shift where `train_affine` was asked for."""
+        """What test-time adaptation may change, by name: the routers."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def adapted_state(self) -> StateDict:
@@ -318,9 +232,6 @@ class RoutedNetwork(nn.Module):
 
     def load_adapted_state(self, state: StateDict) -> None:
         """Take up what `adapted_state` of such a network gave.
-
-        Args:
-            state: parameters by name.
 
         Raises:
             StateError: it belongs to other settings.
@@ -334,7 +245,7 @@ class RoutedNetwork(nn.Module):
 
     @torch.no_grad()
     def coefficients(self, images: Tensor) -> dict[str, Tensor]:
-        """R for these images: layer -> (N, K+1), in the network's order; (1, K+1) from a free router.
+        """R for these images: layer -> (N, K+1), in the network's order.
 
         Args:
             images: (N, C, H, W).
@@ -359,13 +270,6 @@ class RoutedNetwork(nn.Module):
             return
         parent, _, child = name.rpartition(".")
         setattr(self.network.get_submodule(parent), child, module)
-
-    def _prepare_normalisation(self, routing: Routing) -> None:
-        for name, layer in list(self.network.named_modules()):
-            if isinstance(layer, _BatchNorm):
-                layer.requires_grad_(routing.train_affine)
-                if routing.statistics != "running":
-                    self._replace(name, TestTimeNorm(layer, routing.statistics))
 
 
 def _input_channels(layer: nn.Module) -> int:

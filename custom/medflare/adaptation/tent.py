@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.core.errors import ConfigError
-from medflare.inference.batch_statistics import with_batch_statistics
 
 
 def prediction_entropy(probabilities: Tensor, target: str) -> Tensor:

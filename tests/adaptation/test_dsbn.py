@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from medflare.adaptation.dsbn import TargetStatistics, TestTimeNorm, batch_norm_layers, estimate_statistics
 from medflare.core.errors import ConfigError, DataError, StateError
-from medflare.inference.batch_statistics import TargetStatistics, batch_norm_layers, estimate_statistics
 
 
 def images(n: int, seed: int = 0, size: int = 8) -> Tensor:
@@ -68,6 +68,15 @@ def test_one_image_with_one_value_per_channel_keeps_the_trained_statistics() -> 
     torch.testing.assert_close(network[1].running_mean, network[0](images(3)).mean(dim=(0, 2, 3)))
 
 
+def test_one_value_per_channel_is_normalised_by_running_statistics() -> None:
+    layer, pixel = nn.BatchNorm2d(3).eval(), torch.rand(1, 3, 1, 1)
+    assert layer.running_mean is not None
+    layer.running_mean.fill_(2.0)
+    torch.testing.assert_close(TestTimeNorm(layer)(pixel), layer(pixel))
+    pooled = TestTimeNorm(nn.BatchNorm1d(3).eval())
+    assert torch.isfinite(pooled(torch.rand(1, 3))).all() and torch.isfinite(pooled(torch.rand(2, 3))).all()
+
+
 def test_layer_used_twice_sees_both() -> None:
     shared = nn.BatchNorm2d(2)
     network = nn.Sequential(shared, nn.ReLU(), shared)
@@ -83,7 +92,7 @@ def test_statistics_can_be_kept_and_taken_up() -> None:
     assert kept.keys() == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
     other.load_statistics(kept)
     assert torch.equal(other(images(3)), adapted(images(3)))
-    with pytest.raises(StateError, match="another network"):
+    with pytest.raises(StateError, match="running_"):
         other.load_statistics({"0.running_mean": torch.zeros(2)})
 
 
@@ -94,7 +103,7 @@ def test_is_the_adaptive_model_of_deployment() -> None:
 
 
 def test_network_without_batch_norm_or_images() -> None:
-    with pytest.raises(ConfigError, match=r"has no BatchNorm.*none"):
+    with pytest.raises(ConfigError, match="BatchNorm"):
         TargetStatistics(nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2)))
-    with pytest.raises(DataError, match="at least one"):
+    with pytest.raises(DataError, match="DSBN"):
         estimate_statistics(model(), [])

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from medflare.adaptation.dsbn import TargetStatistics
+from medflare.adaptation.registry import adapted_model, check_adaptable, dsbn_for, with_dsbn, with_tent
+from medflare.adaptation.tent import Tent
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.inference.adaptation import adapted_model, check_adaptable, dsbn_for, with_dsbn, with_tent
-from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import load_model, plain_message, save_model
-from medflare.inference.tent import Tent
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import TaskConfig
 from methods import squares
@@ -75,6 +75,6 @@ def test_the_model_underneath_may_be_of_any_kind() -> None:
 
 
 def test_network_without_batch_norm_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no BatchNorm.*none"):
+    with pytest.raises(ConfigError, match="BatchNorm"):
         check_adaptable(squares.WITHOUT_BATCH_NORM)
     check_adaptable(squares.SEGMENTATION)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fixture_types import Golden
 from medflare.core.errors import StateError
 from medflare.core.states import StateDict, weighted_mean
-from medflare.inference.routing import FreeRouter, MLPRouter, RoutedLayer, RoutedNetwork, Routing, TestTimeNorm
+from medflare.methods.iop_fl.routing import MLPRouter, RoutedLayer, RoutedNetwork, Routing
 
 
 class Everything(nn.Module):
@@ -50,26 +50,33 @@ def averaged(make: Callable[[], nn.Module], states: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("per_layer", [True, False])
-@pytest.mark.parametrize("router", ["mlp", "free"])
 @pytest.mark.parametrize("experts", [2, 5])
-def test_uniform_router_equals_the_averaged_network(router: Any, per_layer: bool, experts: int) -> None:
+def test_uniform_router_equals_the_averaged_network(per_layer: bool, experts: int) -> None:
     torch.manual_seed(0)
     states, images = states_of(Everything, experts), torch.rand(3, 3, 8, 10)
-    routed = RoutedNetwork(Everything(), states, Routing(router=router, per_layer=per_layer))
+    routed = RoutedNetwork(Everything(), states, Routing(per_layer=per_layer))
     with torch.no_grad():
         torch.testing.assert_close(routed(images), averaged(Everything, states)(images), rtol=1e-5, atol=1e-6)
     for coefficients in routed.coefficients(images).values():
         torch.testing.assert_close(coefficients, torch.full_like(coefficients, 1 / experts))
 
 
-@pytest.mark.parametrize("router", ["mlp", "free"])
-def test_a_softmax_keeps_the_mixture_between_the_experts(router: Any) -> None:
+def drawn(network: nn.Module, states: list[StateDict], seed: int = 0, **routing: Any) -> Any:
+    """A routed network whose routers do not start uniform."""
+    routed = RoutedNetwork(network, states, Routing(**routing))
+    torch.manual_seed(seed)
+    for router in (module for module in routed.modules() if isinstance(module, MLPRouter)):
+        nn.init.normal_(router.fc2.weight)
+    return routed
+
+
+def test_a_softmax_keeps_the_mixture_between_the_experts() -> None:
     """Whatever the router says, weights that all experts share stay what they are; with sigmoids they need not."""
     torch.manual_seed(0)
     same, images = [states_of(Everything, 1)[0]] * 3, torch.rand(2, 3, 8, 8)
     kinds: tuple[tuple[Any, bool], ...] = (("softmax", True), ("sigmoid", False))
     for coefficients, unchanged in kinds:
-        routed = RoutedNetwork(Everything(), same, Routing(router=router, uniform=False, seed=2, coefficients=coefficients))
+        routed = drawn(Everything(), same, coefficients=coefficients)
         with torch.no_grad():
             assert torch.allclose(routed(images), averaged(Everything, same)(images), atol=1e-5) == unchanged
 
@@ -77,7 +84,7 @@ def test_a_softmax_keeps_the_mixture_between_the_experts(router: Any) -> None:
 def test_samples_have_weights_of_their_own() -> None:
     """A batch gives what its images give one by one: no coefficient leaks from one sample to another."""
     torch.manual_seed(0)
-    routed = RoutedNetwork(Everything(), states_of(Everything, 3), Routing(uniform=False, seed=4))
+    routed = drawn(Everything(), states_of(Everything, 3))
     images = torch.rand(4, 3, 8, 8) * torch.tensor([0.1, 1.0, 5.0, 20.0]).view(-1, 1, 1, 1)
     with torch.no_grad():
         alone = torch.cat([routed(image[None]) for image in images])
@@ -88,10 +95,10 @@ def test_samples_have_weights_of_their_own() -> None:
 
 def test_one_hot_coefficients_give_that_expert() -> None:
     states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
-    routed = RoutedNetwork(Everything(), states, Routing(router="free"))
+    routed = RoutedNetwork(Everything(), states)
     with torch.no_grad():
-        for router in (module for module in routed.modules() if isinstance(module, FreeRouter)):
-            router.logits.copy_(torch.tensor([-200.0, 200.0, -200.0]))
+        for router in (module for module in routed.modules() if isinstance(module, MLPRouter)):
+            router.fc2.bias.copy_(torch.tensor([-200.0, 200.0, -200.0]))
         chosen = Everything()
         chosen.load_state_dict({**states[1], "act.weight": states[-1]["act.weight"]})
         torch.testing.assert_close(routed(images), chosen(images))
@@ -102,7 +109,7 @@ def test_reference_numbers(golden: Golden, name: str, entry: str) -> None:
     numbers = {key: torch.as_tensor(value) for key, value in golden("iop").items()}
     layer = nn.Conv2d(3, 5, 3, padding=1) if name == "conv" else nn.ConvTranspose2d(3, 4, 2, stride=2)
     experts = [{part: numbers[f"route/expert{k}/{entry}.{part}"] for part in ("weight", "bias")} for k in range(5)]
-    routed: Any = RoutedNetwork(layer, experts, Routing(uniform=False, coefficients="sigmoid"))
+    routed: Any = RoutedNetwork(layer, experts, Routing(coefficients="sigmoid"))
     routed.network.router.load_state_dict({key: numbers[f"route/{name}/routing_fn/{key}"] for key in routed.network.router.state_dict()})
     images = numbers["route/x"]
     torch.testing.assert_close(routed.coefficients(images)[""], numbers[f"route/{name}/r"], rtol=1e-5, atol=1e-6)
@@ -123,29 +130,6 @@ def test_gradients_reach_every_router_and_nothing_else() -> None:
     assert all(parameter.grad is None for name, parameter in routed.named_parameters() if name not in adaptable)
 
 
-def test_coefficient_gradient_matches_finite_differences() -> None:
-    torch.manual_seed(0)
-    layer = nn.Conv2d(2, 3, 3, padding=1).double()
-    experts = [{name: torch.randn_like(part) for name, part in layer.state_dict().items()} for _ in range(3)]
-    router = FreeRouter(3).double()
-    routed, images = RoutedLayer(layer.requires_grad_(False), experts, router), torch.rand(2, 2, 4, 4, dtype=torch.float64)
-
-    def output(logits: Tensor) -> Tensor:
-        return torch.func.functional_call(routed, {"router.logits": logits}, (images,)).square().sum()
-
-    assert torch.autograd.gradcheck(output, (torch.randn(3, dtype=torch.float64, requires_grad=True),))
-
-
-def test_fixed_layers_and_affine_parameters() -> None:
-    make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
-    routed = RoutedNetwork(make(), states_of(make, 2), Routing(fixed_layers=("up",), train_affine=True))
-    names = routed.adaptable()
-    assert not any(name.startswith("network.up.") for name in names) and any(name.startswith("network.down.") for name in names)
-    assert {"network.norm.layer.weight", "network.norm.layer.bias"} <= names.keys()
-    with pytest.raises(StateError, match="nowhere"):
-        RoutedNetwork(make(), states_of(make, 2), Routing(fixed_layers=("nowhere",)))
-
-
 def test_batch_norm_uses_the_test_batch() -> None:
     make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
     states, images = states_of(make, 2), torch.rand(4, 3, 8, 8)
@@ -154,28 +138,15 @@ def test_batch_norm_uses_the_test_batch() -> None:
         running = RoutedNetwork(make(), states, Routing(statistics="running"))(images)
         torch.testing.assert_close(running, reference(images), rtol=1e-5, atol=1e-6)
         batch: Any = RoutedNetwork(make(), states, Routing(statistics="batch"))
-        instance = RoutedNetwork(make(), states, Routing(statistics="instance"))
         reference.norm.train()
         torch.testing.assert_close(batch(images), reference(images), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(instance(images), torch.cat([batch(image[None]) for image in images]), rtol=1e-4, atol=1e-5)
     assert torch.equal(batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"])  # looked at, never changed
-
-
-@pytest.mark.parametrize("statistics", ["batch", "instance", "running"])
-def test_one_value_per_channel_falls_back_on_running_statistics(statistics: Any) -> None:
-    layer = nn.BatchNorm2d(3).eval()
-    assert layer.running_mean is not None
-    layer.running_mean.fill_(2.0)
-    norm, pixel = TestTimeNorm(layer, statistics), torch.rand(1, 3, 1, 1)
-    torch.testing.assert_close(norm(pixel), layer(pixel))
-    pooled = TestTimeNorm(nn.BatchNorm1d(3).eval(), statistics)
-    assert torch.isfinite(pooled(torch.rand(1, 3))).all() and torch.isfinite(pooled(torch.rand(2, 3))).all()
 
 
 def test_dropout_only_while_adapting_and_the_network_stays_in_evaluation_mode() -> None:
     make = lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.9), nn.Conv2d(4, 2, 1))  # noqa: E731
     images = torch.rand(2, 1, 6, 6)
-    routed: Any = RoutedNetwork(make(), states_of(make, 2), Routing(uniform=False))
+    routed = drawn(make(), states_of(make, 2))
     with torch.no_grad():
         assert torch.equal(routed(images), routed(images))
         routed.train()
@@ -202,15 +173,12 @@ def test_a_layer_used_twice_is_routed_at_both_places() -> None:
 
 def test_adapted_state_comes_back_and_foreign_ones_are_refused() -> None:
     states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
-    first = RoutedNetwork(Everything(), states, Routing(uniform=False, seed=1))
-    second = RoutedNetwork(Everything(), states, Routing(uniform=False, seed=2))
+    first, second = (drawn(Everything(), states, seed) for seed in (1, 2))
     assert not torch.equal(first(images), second(images))
     second.load_adapted_state(first.adapted_state())
     assert torch.equal(first(images), second(images))
-    again = RoutedNetwork(Everything(), states, Routing(uniform=False, seed=1))
-    assert torch.equal(first(images), again(images))
-    with pytest.raises(StateError, match="other settings"):
-        RoutedNetwork(Everything(), states, Routing(router="free")).load_adapted_state(first.adapted_state())
+    with pytest.raises(StateError):
+        RoutedNetwork(Everything(), states, Routing(per_layer=False)).load_adapted_state(first.adapted_state())
 
 
 def test_building_leaves_the_global_generator_and_the_network_alone() -> None:
@@ -228,13 +196,13 @@ def states_of_frozen() -> list[StateDict]:
 
 def test_errors_name_the_offender() -> None:
     state = Everything().state_dict()
-    with pytest.raises(StateError, match="at least two"):
+    with pytest.raises(StateError, match="1"):
         RoutedNetwork(Everything(), [state])
-    with pytest.raises(StateError, match=r"model 1 of 2 .* head\.bias"):
+    with pytest.raises(StateError, match=r"head\.bias"):
         RoutedNetwork(Everything(), [state, {name: tensor for name, tensor in state.items() if name != "head.bias"}])
-    with pytest.raises(StateError, match="at all"):
+    with pytest.raises(StateError, match="BatchNorm2d"):
         RoutedNetwork(nn.BatchNorm2d(2), [nn.BatchNorm2d(2).state_dict()] * 2)
-    with pytest.raises(ValueError, match="at least two"):
+    with pytest.raises(ValueError, match="1"):
         MLPRouter(3, 1)
 
 

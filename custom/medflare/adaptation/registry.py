@@ -1,24 +1,38 @@
-"""Test-time adaptation as a part of a delivered model: a model of any kind, used with DSBN or Tent (GRACE paper, Table 3).
+"""Test-time adaptation of any delivered model (GRACE paper, Table 3): `ADAPTATIONS` by name, and the messages that carry them.
 
 A message of kind "dsbn" or "tent" holds the model that it adapts, whose own kind is its fact "base".
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
+from medflare.adaptation.dsbn import TargetStatistics, batch_norm_layers
+from medflare.adaptation.tent import Tent
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
-from medflare.inference.batch_statistics import TargetStatistics, batch_norm_layers
-from medflare.inference.tent import Tent
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
-ADAPTATIONS: Final = ("dsbn", "tent")
 STATISTICS = "statistics"  # the entry with the BatchNorm statistics that DSBN estimated
 
 Build = Callable[[Message], nn.Module]
+
+
+def _dsbn(model: nn.Module, task: TaskConfig, message: Message) -> TargetStatistics:
+    adapted = TargetStatistics(model)
+    if STATISTICS in message.states:
+        adapted.load_statistics(message.states[STATISTICS])
+    return adapted
+
+
+def _tent(model: nn.Module, task: TaskConfig, message: Message) -> Tent:
+    return Tent(model, task.target, **message.facts.get("tent", {"batch_size": task.batch_size}))
+
+
+# kind -> what wraps a built model: (model, task, message) -> module, images to probabilities
+ADAPTATIONS: Final[dict[str, Callable[[nn.Module, TaskConfig, Message], nn.Module]]] = {"dsbn": _dsbn, "tent": _tent}
 
 
 def check_adaptable(task: TaskConfig) -> None:
@@ -31,15 +45,7 @@ def check_adaptable(task: TaskConfig) -> None:
 
 
 def with_tent(message: Message, task: TaskConfig, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False) -> Message:
-    """The delivered model with Tent around it.
-
-    Args:
-        message: the delivered model.
-        task: gives the batch size.
-        rate: of Adam.
-        steps: per batch.
-        episodic: forget after every batch.
-    """
+    """The delivered model with Tent around it; the settings are those of `Tent`."""
     settings = {"rate": rate, "steps": steps, "episodic": episodic, "batch_size": task.batch_size}
     return Message(dict(message.states), {**message.facts, "kind": "tent", "base": message.facts["kind"], "tent": settings})
 
@@ -50,35 +56,28 @@ def with_dsbn(message: Message) -> Message:
 
 
 def dsbn_for(site: Site, message: Message, build: Build) -> Message:
-    """`with_dsbn`, with the statistics of the site's unlabelled test images.
+    """`with_dsbn`, with the statistics of the site's test images, whose labels nobody looks at.
 
     Args:
-        site: whose test images are looked at, without their labels.
+        site: gives the images.
         message: the delivered model that is adapted.
         build: message -> module, of the model that is adapted.
     """
     message = with_dsbn(message)
     if site.n["test"]:
-        module = adapted_model(site.task, message, build).to(site.device)
+        module = TargetStatistics(build(Message(message.states, {**message.facts, "kind": message.facts["base"]}))).to(site.device)
         module.adapt(batch.images for batch in site.ordered("test", site.scoring_batch))
         message.states[STATISTICS] = module.statistics()
     return message
 
 
-def adapted_model(task: TaskConfig, message: Message, build: Build) -> Any:
-    """The module of a delivered model of kind "dsbn" or "tent".
-
-    DSBN's has the statistics that it was delivered with, `adapt` takes other images'; Tent's adapts while it predicts.
+def adapted_model(task: TaskConfig, message: Message, build: Build) -> nn.Module:
+    """The module of a delivered model of one of the kinds of `ADAPTATIONS`.
 
     Args:
-        task: gives the target, for Tent.
+        task: what the model was trained for.
         message: the delivered model, with its fact "base".
         build: message -> module, of the model that is adapted.
     """
     base = build(Message(message.states, {**message.facts, "kind": message.facts["base"]}))
-    if message.facts["kind"] == "tent":
-        return Tent(base, task.target, **message.facts["tent"])
-    model = TargetStatistics(base)
-    if STATISTICS in message.states:
-        model.load_statistics(message.states[STATISTICS])
-    return model
+    return ADAPTATIONS[message.facts["kind"]](base, task, message)
