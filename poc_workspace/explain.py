@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from medflare.core.errors import MedflareError
-from medflare.flare.jobs.explaining import explained
 from medflare.flare.jobs.sessions import found_job, id_of, jobs_of, session
+from medflare.flare.jobs.watching import explained
 
 
 def main(kit: str, job: str) -> None:

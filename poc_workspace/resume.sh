@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from medflare.core.errors import MedflareError
-from medflare.flare.jobs.resuming import interrupted_job
+from medflare.flare.jobs.sessions import interrupted_job
 
 try:
     print(interrupted_job(Path(sys.argv[1]), sys.argv[2]))

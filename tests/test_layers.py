@@ -232,7 +232,7 @@ def test_the_layers_are_those_of_the_architecture_note() -> None:
 BAD = {
     "import nvflare": ("methods/x.py", "only flare/"),
     "def f():\n    from nvflare.apis import dxo": ("evaluation/x.py", "only flare/"),
-    "from medflare.flare.exchange.wire import to_dxo": ("federation/x.py", "federation is not above flare"),
+    "from medflare.flare.messages import to_dxo": ("federation/x.py", "federation is not above flare"),
     "from medflare.studies.grid import run_study": ("flare/x.py", "flare is not above studies"),
     "from medflare.evaluation.results import RunResults": ("methods/x.py", "methods is not above evaluation"),
     "from medflare import studies": ("federation/x.py", "federation is not above studies"),

@@ -9,8 +9,8 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from medflare.flare.exchange.wire import FACTS
 from medflare.flare.executors import FedAvgExecutor
+from medflare.flare.messages import FACTS
 
 USAGE = "usage.jsonl"  # in the site's folder of the job: threads and megabytes of its process, a line a round
 

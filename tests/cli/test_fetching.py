@@ -16,7 +16,7 @@ from medflare import run_local
 from medflare.cli import main
 from medflare.core.errors import MedflareError
 from medflare.flare.jobs import sessions
-from medflare.flare.jobs.fetching import fetch_job
+from medflare.flare.jobs.sessions import fetch_job
 from small import tiny_phantom
 
 

@@ -15,7 +15,7 @@ import psutil
 import yaml
 
 from e2e.simulation import ROOT, environment
-from medflare.flare.simulator.ports import quiet_ports
+from medflare.flare.flare_patches import quiet_ports
 
 PATIENCE = 300.0  # seconds until a wait is given up; nothing but a failing test takes that long, also on a busy machine
 

@@ -15,8 +15,7 @@ from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation
 from e2e.simulation import MACHINE, ROOT, Simulate, environment
 from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
-from medflare.flare.jobs.building import build_job
-from medflare.flare.jobs.embedding import copy_package
+from medflare.flare.jobs.building import build_job, copy_package
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -99,10 +98,10 @@ def test_the_warm_host_finds_the_code_of_the_job(tmp_path: Path) -> None:
 import os, sys
 sys.path.append({str(tmp_path / "app" / "custom")!r})
 from medflare.core.errors import MedflareError
-from medflare.flare.exchange.participants import ParticipantSpec
-from medflare.flare.exchange.wire import register_decomposers, to_shareable
+from medflare.flare.participants import ParticipantSpec
+from medflare.flare.messages import register_decomposers, to_shareable
 from medflare.core.message import Message
-from medflare.flare.simulator.relay import Relay
+from medflare.flare.simulator import Relay
 register_decomposers()
 relay = Relay(os.getpid())
 relay.start("fedsm")

@@ -15,7 +15,7 @@ from medflare.data.sites.opening import open_site
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.participants import TASK_FILE
+from medflare.flare.participants import TASK_FILE
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
 

@@ -12,7 +12,7 @@ from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.serving import ServerSpec
+from medflare.flare.server_run import ServerSpec
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
@@ -35,7 +35,7 @@ def models_of(folder: Path) -> dict[str, bytes]:
 def served(folder: Path, aggregator: MethodAggregator, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The models of a run that the controller makes with this component."""
     exchange = in_this_process(get_method(aggregator.method_name), task, LAST, SEED)
-    monkeypatch.setattr("medflare.flare.exchange.messages.MessageExchange", exchange)
+    monkeypatch.setattr("medflare.flare.messages.MessageExchange", exchange)
     server = Server(folder, aggregator, task)
     server.run(MedflareController(rounds=ROUNDS, seed=SEED))
     assert load_results(folder)["status"] == "COMPLETED", server.panics
@@ -91,9 +91,9 @@ class TestWhatShapesTheFormula:
         assert MethodAggregator(hyper, "fedsm").aggregation.hyper.lam == 0.3
 
     def test_a_wrong_name_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="no hyper-parameter 'lamb'"):
+        with pytest.raises(ConfigError, match="lamb"):
             _ = MethodAggregator({"lamb": 0.3}, "fedsm").aggregation
-        with pytest.raises(ConfigError, match=r"no hyper-parameter 'server\.lamb'"):
+        with pytest.raises(ConfigError, match="lamb"):
             _ = MethodAggregator({"server": {"lamb": 0.3}}, "fedsm").aggregation
 
     def test_the_site_half_may_be_another_methods(self) -> None:

@@ -28,9 +28,9 @@ from medflare.core.message import Message
 from medflare.core.store import StateStore
 from medflare.federation.screening.rounding import Rounding
 from medflare.federation.settings import FACTS_LIMIT
-from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask
-from medflare.flare.exchange.wire import error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.guard import OutboundGuard, own_limits, planned
+from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
+from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
 from medflare.flare.privacy import UpdatePrivacy
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task

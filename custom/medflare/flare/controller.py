@@ -1,6 +1,6 @@
 """The server's part under FLARE: connects the schedule to FLARE's tasks, events and folders.
 
-Light to import, as `executors`: in the simulator the run is computed elsewhere (`simulator.office`).
+Light to import, as `executors`: in the simulator the run is computed elsewhere (`simulator.ServerProxy`).
 """
 
 import os
@@ -22,18 +22,12 @@ from medflare.core.errors import Aborted
 from medflare.core.events import Event, EventLog
 from medflare.federation.settings import RUN_SETTINGS
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.exchange.desk import Desk
-from medflare.flare.exchange.progress import GROUP, Journal, Progress
-from medflare.flare.exchange.serving import Ending, ServerSpec, allowed, executed, formula
-from medflare.flare.exchange.tasks import TaskExchange, survive_resends
-from medflare.flare.exchange.tracking import Tracking
-from medflare.flare.exchange.upkeep import share_cleanup_thread
-from medflare.flare.exchange.watch import Watch
-from medflare.flare.simulator.lightness import spare_torch
-from medflare.flare.simulator.office import Office
-from medflare.flare.simulator.ports import keep_ports_apart
-from medflare.flare.simulator.relay import Relay
-from medflare.flare.simulator.workers import Workers
+from medflare.flare.flare_patches import end_without_torch, keep_ports_apart, share_cleanup_thread, survive_resends
+from medflare.flare.liveness import Liveness
+from medflare.flare.server_run import Ending, ServerSpec, allowed, executed, formula
+from medflare.flare.simulator import Relay, ServerProxy, Workers
+from medflare.flare.tasks import Listener, TaskExchange
+from medflare.flare.tracking import GROUP, Progress, Tracking
 
 _LATE: Final = 20  # a site's answers to closed steps that become events
 
@@ -74,7 +68,7 @@ class MedflareController(Controller):
         self.site_half, self.aggregator_id = site_half, aggregator_id
         share_cleanup_thread()
         keep_ports_apart()
-        self._desk = Desk()
+        self._listener = Listener()
         self._events = EventLog()
         self._progress = Progress(self._events)
         self._stop_reason = ""
@@ -91,19 +85,19 @@ class MedflareController(Controller):
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Let nobody wait for work any more, and take back the open tasks."""
-        if self._desk.exchange is not None:
-            self._desk.exchange.close()
+        if self._listener.exchange is not None:
+            self._listener.exchange.close()
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Open the desk when the run starts; say how far it is when somebody asks; remember why FLARE gives it up."""
+        """Listen to the sites when the run starts; say how far it is when somebody asks; remember why FLARE gives up."""
         if event_type == EventType.START_RUN:
-            self._desk.open(fl_ctx.get_engine())
+            self._listener.open(fl_ctx.get_engine())
             if isinstance(fl_ctx.get_engine(), SimulatorServerEngine):
                 self._start_host(fl_ctx)
         elif event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
-            collector.set_info(GROUP, self._progress.to_dict(self._desk.exchange))
+            collector.set_info(GROUP, self._progress.to_dict(self._listener.exchange))
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
             self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
 
@@ -118,27 +112,27 @@ class MedflareController(Controller):
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
-        journal = Journal(self, fl_ctx, self._events, self._progress, Tracking(self, fl_ctx, self.rounds))
-        tasks = self._desk.exchange = TaskExchange(
+        self._progress.log = lambda line: self.log_info(fl_ctx, line)
+        tasks = self._listener.exchange = TaskExchange(
             self,
             fl_ctx,
             abort_signal,
             members=self._members,
             stop_reason=lambda: self._stop_reason or "stopped on request",
-            say=journal.say,
+            say=self._progress.say,
             step_timeout=self.step_timeout,
             enrol_timeout=self.enrol_timeout,
-            watch=Watch(self.silence, None if self._workers is None else self._workers.dead),
+            liveness=Liveness(self.silence, None if self._workers is None else self._workers.dead),
         )
         settings = {name: getattr(self, name) for name in RUN_SETTINGS}
         spec = ServerSpec.of(fl_ctx, self._aggregator(fl_ctx), self.site_half, settings, self._members())
         try:
-            ending = self._ended(spec, tasks, journal, fl_ctx)
+            ending = self._ended(spec, tasks, fl_ctx)
         except Aborted as error:
-            journal.log_events()
+            self._progress.log_events()
             self.log_error(fl_ctx, f"medflare: FAILED: aborted: {error}")
             return
-        journal.log_events()
+        self._progress.log_events()
         self.log_info(fl_ctx, "\n" + ending.table)
         if ending.reason:
             self.log_error(fl_ctx, f"medflare: FAILED: {ending.reason}")
@@ -148,21 +142,23 @@ class MedflareController(Controller):
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
-    def _ended(self, spec: ServerSpec, tasks: TaskExchange, journal: Journal, fl_ctx: FLContext) -> Ending:
+    def _ended(self, spec: ServerSpec, tasks: TaskExchange, fl_ctx: FLContext) -> Ending:
         """What becomes of the job, here or in a fork of the simulator's host."""
+        observe = Tracking(self, fl_ctx, self.rounds)
         try:
             aggregator = formula(self._aggregator(fl_ctx), self.aggregator_id)
             spec = allowed(spec, fl_ctx)
             if self._relay is not None and type(aggregator).__module__ == MethodAggregator.__module__:  # another is known here alone
-                spare_torch(self.communicator)
-                office = Office(tasks, journal)
-                self._note = office.note
-                return office.serve(self._relay, spec)
-            run = spec.run(aggregator, say=journal.say, observe=lambda report: journal.observe(report.line()), events=journal.events)
+                end_without_torch(self.communicator)
+                proxy = ServerProxy(tasks, self._progress, observe)
+                self._note = proxy.note
+                return proxy.serve(self._relay, spec)
+            watching: dict[str, Any] = {"say": self._progress.say, "events": self._events}
+            run = spec.run(aggregator, observe=lambda report: observe(report.line()), **watching)
         except Aborted:
             raise
         except Exception as error:
-            return spec.refused(error, journal.events)
+            return spec.refused(error, self._events)
         return executed(run, tasks)
 
     def _aggregator(self, fl_ctx: FLContext) -> Any:

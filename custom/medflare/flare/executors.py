@@ -1,6 +1,6 @@
 """A site's part as FLARE executors: a class for each paper's method, so that a job names what it runs.
 
-The imports at the top are light. In FLARE's simulator they are all there is: the participants live elsewhere (`simulator.relay`).
+The imports at the top are light. In FLARE's simulator they are all there is: the participants live elsewhere (`simulator`).
 In a site's own process torch, MONAI and the method are loaded by a thread while FLARE still connects (`Preload`).
 """
 
@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
-from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, MedflareError
 from medflare.data.sites.local import LOCAL_FILE, private_folder
-from medflare.flare.exchange.participants import (
+from medflare.flare.flare_patches import share_cleanup_thread
+from medflare.flare.liveness import Heartbeat, wait_for_work
+from medflare.flare.messages import ERRORS, UNABLE, error_reply, outward, to_message, to_shareable, turn_into_arrays
+from medflare.flare.names import by_name, named_classes
+from medflare.flare.participants import (
     DATA_ROOT,
     SITE_TASK,
     TASK_FILE,
@@ -35,12 +40,7 @@ from medflare.flare.exchange.participants import (
     load_ahead,
     refuse_result_filters,
 )
-from medflare.flare.exchange.signs import Pulse, announce_tensors, expect_answers, wait_for_work
-from medflare.flare.exchange.upkeep import give_back_memory, share_cleanup_thread
-from medflare.flare.exchange.wire import ERRORS, UNABLE, arrays_bytes, error_reply, outward, register_tensors, to_message, to_shareable
-from medflare.flare.names import by_name, named_classes
-from medflare.flare.simulator.relay import Relay
-from medflare.flare.simulator.threads import share_cores
+from medflare.flare.simulator import Relay
 
 if TYPE_CHECKING:
     from medflare.federation.participant import Participant
@@ -72,7 +72,7 @@ class MedflareExecutor(Executor):
         self._abort_signal = Signal()
         share_cleanup_thread()
         self._relay = Relay(os.getppid())
-        self._pulse = Pulse()
+        self._heartbeat = Heartbeat()
         self._preload = Preload(self.method_name) if _serves_a_site() and not self._relay.there() else None
         anchor(DATA_ROOT)
 
@@ -82,23 +82,20 @@ class MedflareExecutor(Executor):
         return self.method or self.default_method
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Have everything imported before the first task; wait for work before every poll; tell the server that the site lives until the
-        answer has been sent; be able to send it; tidy up."""
+        """Import everything before the first task; wait for work before every poll; send heartbeats until the answer has been sent."""
         if event_type == EventType.ABOUT_TO_START_RUN and self._preload is not None:
             self._preload.finish()
         elif event_type == EventType.BEFORE_PULL_TASK:
-            self._pulse.end()
+            self._heartbeat.end()
             wait_for_work(fl_ctx)
-            self._pulse.begin(fl_ctx)
+            self._heartbeat.begin(fl_ctx)
         elif event_type == EventType.AFTER_SEND_TASK_RESULT:
-            self._pulse.end()
-            give_back_memory()
+            self._heartbeat.end()
+            try_malloc_trim()
         elif event_type == EventType.END_RUN:
-            self._pulse.end()
-        elif event_type == EventType.BEFORE_SEND_TASK_RESULT and "torch" in sys.modules:
-            register_tensors()  # code that a job or a filter brings may have left a tensor where none belongs
-            if self._relay.there():
-                announce_tensors(fl_ctx)
+            self._heartbeat.end()
+        elif event_type == EventType.AFTER_TASK_RESULT_FILTER and "torch" in sys.modules:
+            turn_into_arrays(fl_ctx.get_prop(FLContextKey.TASK_RESULT))
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """The answer to one task; whatever goes wrong becomes a reply that says so on one line, without the name of an image or patient.
@@ -113,9 +110,7 @@ class MedflareExecutor(Executor):
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:
             fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, shareable, self._spec(fl_ctx)), private=True, sticky=False)
-            reply = self._reply(task_name, round, shareable, fl_ctx)
-            expect_answers(fl_ctx, arrays_bytes(reply))
-            return reply
+            return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         except Exception as error:
@@ -181,7 +176,6 @@ class Preload:
 
     def __init__(self, method: str):
         self._method = method
-        share_cores()
         self._thread = threading.Thread(target=self._load, name="medflare_preload", daemon=True)
         self._thread.start()
 

@@ -21,7 +21,7 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
 from medflare.data.sites.local import OUTBOUND, OutboundLimits, local_settings, read_local
-from medflare.flare.exchange.participants import SITE_TASK, ParticipantSpec, SiteTask, refuse_result_filters
+from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask, refuse_result_filters
 
 if TYPE_CHECKING:
     from medflare.core.manifest import Fact, Manifest
@@ -52,7 +52,7 @@ class OutboundGuard(Filter):
         Raises:
             UnsafeJobError: the job names filters of its own, which FLARE would run after this one; FLARE sends nothing and ends the job.
         """
-        from medflare.flare.exchange.wire import UNABLE, error_reply, to_message, to_shareable
+        from medflare.flare.messages import UNABLE, error_reply, to_message, to_shareable
 
         site = fl_ctx.get_identity_name()
         try:
@@ -91,7 +91,7 @@ class OutboundGuard(Filter):
         """
         from medflare.federation.exchange import REPORTS_OF_ALL
         from medflare.federation.screening.rounding import WIRE, Rounding
-        from medflare.flare.exchange.wire import to_message
+        from medflare.flare.messages import to_message
 
         if task.phase in REPORTS_OF_ALL:
             self._known = None  # whoever enrols anew may do so among other sites
@@ -199,7 +199,7 @@ def _return_code(shareable: Shareable) -> str:
 
 def _failed(shareable: Shareable, code: str, task: SiteTask | None) -> Shareable:
     """A failed task's answer: its return code and its one line, whatever else the result holds."""
-    from medflare.flare.exchange.wire import failed, reason_of
+    from medflare.flare.messages import failed, reason_of
 
     line = _line(reason_of(shareable) or f"the task ended with FLARE's return code {code}")
     if task is not None:
@@ -210,7 +210,7 @@ def _failed(shareable: Shareable, code: str, task: SiteTask | None) -> Shareable
 def _line(text: str) -> str:
     """A reason as it may leave the site: one line, not too long, without the site's folders."""
     from medflare.federation.screening.plain import one_line
-    from medflare.flare.exchange.wire import without_folders
+    from medflare.flare.messages import without_folders
 
     return one_line(without_folders(text))[:_LINE]
 

@@ -42,7 +42,7 @@ COMPONENTS: Final[dict[str, tuple[str, ...]]] = {
     "server": (
         f"{_HERE}.controller.MedflareController",
         *(f"{_HERE}.aggregators.{name}" for name in ("MethodAggregator", *(of.aggregator for of in NAMES.values() if of.aggregator))),
-        f"{_HERE}.exchange.tracking.MLflowTracker",
+        f"{_HERE}.tracking.MLflowTracker",
         "nvflare.app_common.widgets.metrics_artifact_writer.MetricsArtifactWriter",
         "nvflare.app_opt.tracking.tb.tb_receiver.TBAnalyticsReceiver",
     ),

@@ -17,7 +17,7 @@ from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from nvflare.app_common.filters.svt_privacy import SVTPrivacy
 
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
-from medflare.flare.exchange.participants import SITE_TASK, SiteTask
+from medflare.flare.participants import SITE_TASK, SiteTask
 
 if TYPE_CHECKING:
     from medflare.core.message import Message
@@ -56,7 +56,7 @@ class UpdatePrivacy(Filter):
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """The result with filtered changes, or a failed task where something has no change that could be filtered."""
         from medflare.core.message import Message
-        from medflare.flare.exchange.wire import error_reply, to_message, to_shareable
+        from medflare.flare.messages import error_reply, to_message, to_shareable
 
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable

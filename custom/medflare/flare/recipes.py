@@ -7,12 +7,8 @@ FedSMRecipe(task="phantom", rounds=10, lam=0.3).execute(SimEnv(num_clients=4))
 """
 
 import re
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, Final
 
 from nvflare.recipe import SimEnv
@@ -78,14 +74,12 @@ class MedflareRecipe(Recipe):
         Raises:
             ConfigError: FLARE can have no site of such a name, or no workspace there.
             FederationFailed: the simulator did not come to its end, or the run failed, whose results say why.
-            KeyboardInterrupt: Ctrl-C was pressed.
         """
         check_place(sites, workspace)
-        with _interruptible():
-            try:
-                self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
-            except RuntimeError as error:
-                raise FederationFailed(f"FLARE's simulator failed: {error}") from error
+        try:
+            self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
+        except RuntimeError as error:
+            raise FederationFailed(f"FLARE's simulator failed: {error}") from error
 
 
 def check_place(sites: Iterable[str], workspace: Path) -> None:
@@ -103,32 +97,6 @@ def check_place(sites: Iterable[str], workspace: Path) -> None:
             raise ConfigError(f"site {site!r}: FLARE takes names of letters without accents, digits, - and _; the plain loop takes others")
     if any(letter.isspace() for letter in str(workspace.absolute())):
         raise ConfigError(f"{workspace.absolute()}: FLARE's simulator takes no blanks in its path; use another folder, or the plain loop")
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the block as it ends any other: FLARE takes it for a simulation that failed with return code -9.
-
-    That code alone would not tell: it is also that of a simulator which the system killed.
-    """
-    pressed: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        signal.default_int_handler(number, frame)
-
-    if threading.current_thread() is not threading.main_thread():  # nobody presses keys there, and Python refuses handlers
-        yield
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    except FederationFailed:
-        if pressed:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 RECIPES = named_classes(MedflareRecipe, "recipe", __name__)  # method -> recipe

@@ -2,7 +2,7 @@
 
 A task and a delivered model's card are data that come from others. Who trusts a package says so where the process runs: in the
 environment variable MEDFLARE_NETWORKS, or, under FLARE, as one of the `packages` in the party's local/medflare.json (see
-`flare.exchange.participants`). What is named there is looked at before it is called: a class derived from `torch.nn.Module`, or a
+`flare.participants`). What is named there is looked at before it is called: a class derived from `torch.nn.Module`, or a
 function that its package has declared with `register`.
 """
 

@@ -39,7 +39,7 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     resources = _read(server, "resources.json")
     assert resources["components"][0]["args"]["uri_root"] == str(server.folder / "storage" / "jobs")
     assert resources["servers"][0]["heart_beat_timeout"] == 120
-    assert resources["components"][-1]["path"] == "medflare.flare.jobs.unfinished.UnfinishedJobs"
+    assert resources["components"][-1]["path"] == "medflare.flare.components.UnfinishedJobs"
 
 
 def test_a_kit_is_for_its_account_alone(site: Kit, tmp_path: Path) -> None:

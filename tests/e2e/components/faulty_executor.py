@@ -9,8 +9,8 @@ from typing import Any
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from medflare.flare.exchange.wire import to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor
+from medflare.flare.messages import to_message, to_shareable
 
 
 class FaultyExecutor(FedAvgExecutor):

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from medflare.flare.exchange.wire import to_message, to_shareable
 from medflare.flare.executors import FedAvgExecutor
+from medflare.flare.messages import to_message, to_shareable
 
 FAULTS = (
     "nan",

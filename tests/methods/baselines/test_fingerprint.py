@@ -22,9 +22,9 @@ from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.participant import Participant
 from medflare.federation.settings import DELIVER
+from medflare.flare import messages
 from medflare.flare.aggregators import WeightedAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange import messages
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.baselines.fingerprint import FILE, FINGERPRINT, FingerprintServer, FingerprintSite
 from medflare.methods.catalogue import get_method, method_names

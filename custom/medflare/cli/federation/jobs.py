@@ -34,8 +34,7 @@ def add_commands(commands: Commands) -> None:
 
 def _job(options: argparse.Namespace) -> int:
     from medflare.evaluation.presentation import format_bytes
-    from medflare.flare.jobs.building import build_job
-    from medflare.flare.jobs.embedding import size_of
+    from medflare.flare.jobs.building import build_job, size_of
 
     hyper, task = hyper_and_task(options, chosen_method(options))
     folder = build_job(

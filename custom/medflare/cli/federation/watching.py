@@ -63,8 +63,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _fetch(options: argparse.Namespace) -> int:
     from medflare.evaluation.console import show_results
-    from medflare.flare.jobs.fetching import fetch_job
-    from medflare.flare.jobs.sessions import found_job, id_of, jobs_of, session
+    from medflare.flare.jobs.sessions import fetch_job, found_job, id_of, jobs_of, session
 
     _refuse_expired(options.kit)
     before = os.umask(0o077)  # what was learnt from patients is for this account
@@ -78,8 +77,7 @@ def _fetch(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from medflare.flare.jobs.listing import listing
-    from medflare.flare.jobs.sessions import jobs_of, session
+    from medflare.flare.jobs.sessions import jobs_of, listing, session
 
     _refuse_expired(options.kit)
     with session(options.kit) as opened:

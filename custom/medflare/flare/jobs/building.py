@@ -1,4 +1,7 @@
-"""From a method, a task and settings to a FLARE job: configuration only; the code is installed, or a copy of it in the job."""
+"""From a method, a task and settings to a FLARE job, and to the job that takes up an interrupted one.
+
+A job is configuration only; the code is installed at the sites, or a copy of it lies in the job.
+"""
 
 import json
 import math
@@ -8,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
@@ -27,16 +30,13 @@ from medflare.federation.preflight import check_run
 from medflare.federation.settings import RUN_SETTINGS, RunSettings
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.participants import TASK_FILE
-from medflare.flare.exchange.tracking import MLflowTracker
 from medflare.flare.executors import EXECUTORS, MedflareExecutor
-from medflare.flare.jobs.embedding import copy_package
-from medflare.flare.jobs.placing import beside, put_in_place
+from medflare.flare.jobs.sessions import ABOUT, beside, put_in_place
+from medflare.flare.participants import TASK_FILE
+from medflare.flare.tracking import MLflowTracker
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
-
-ABOUT: Final = "medflare"  # in a job's meta.json: what a list of jobs shows of it
 
 # A poll for work costs next to nothing; FLARE's default of two seconds between polls would be most of a short round.
 _POLL = 0.1
@@ -53,6 +53,17 @@ Python files in this folder can be imported in the job: an executor, an aggregat
 
 To FLARE a job with this folder is "bring your own code". Sites that refuse such jobs run one without it
 (`medflare job ... --no-byoc`): they install medflare, and `medflare site setup` lists its classes in their `resources.json`.
+"""
+
+_README = """\
+# medflare {version}
+
+This job carries its own code: the package as it was where the job was written. Sites and server need Python with torch, MONAI
+and FLARE. Where medflare is installed as well, FLARE takes the installed one.
+
+Beyond the embedded synthetic images a site needs what decodes its files: pillow for PNG, JPEG and TIFF, nibabel for NIfTI,
+pydicom for DICOM. Without scipy HD95 is undefined, without matplotlib the report has no figures. TensorBoard files are not written;
+metrics.jsonl has the numbers.
 """
 
 
@@ -184,6 +195,22 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
             write_json(new / path.relative_to(job), content, public=True)
         put_in_place(new, out)
     return out
+
+
+# -- folders -------------------------------------------------------------------------------------------------------------------
+
+
+def copy_package(folder: Path) -> Path:
+    """Copy the running package into `folder`/medflare, without compiled files, beside a README; returns `folder`."""
+    package = Path(medflare.__file__).parent
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    (folder / "README.md").write_text(_README.format(version=medflare.__version__), encoding="utf-8")
+    return folder
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below `folder`."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 # -- components ----------------------------------------------------------------------------------------------------------------

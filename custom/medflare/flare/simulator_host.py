@@ -2,7 +2,7 @@
 
 A site's fork keeps its participant from task to task, as a site's process does in a real federation. What it remembers is written to
 disk after every task all the same: a fork that is killed, or ends because it had nothing to do for a while, is replaced by a
-new one that goes on from there. The server's fork computes the whole run (`running`).
+new one that goes on from there. The server's fork computes the whole run; what it needs of FLARE it asks the server's process for.
 """
 
 import json
@@ -14,19 +14,35 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from medflare.core.errors import MedflareError
+from nvflare.apis.shareable import Shareable
+from nvflare.fuel.utils.memory_utils import try_malloc_trim
+
+from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.events import Event, EventLog
 from medflare.data.progress import print_lines
-from medflare.flare.exchange.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
-from medflare.flare.exchange.upkeep import give_back_memory
-
-if TYPE_CHECKING:
-    from medflare.flare.simulator.running import RunSeat
+from medflare.evaluation.record import json_ready
+from medflare.federation.outcome import StepReport
+from medflare.flare.messages import (
+    MessageExchange,
+    from_bytes,
+    register_decomposers,
+    register_tensors,
+    to_bytes,
+    to_message,
+    to_shareable,
+    together_to_bytes,
+    unexpected,
+)
+from medflare.flare.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
+from medflare.flare.server_run import Ending, ServerSpec
+from medflare.flare.tasks import A, Answer, Read
 
 _TICK = 1.0  # seconds between two looks at who still lives
 _IDLE = 60.0  # seconds after which a fork without work ends: with many sites and few threads not all stay in memory
@@ -120,7 +136,7 @@ class Host:
                 del self._forks[party]
 
 
-class _Seat:
+class SiteWorker:
     """One site's participant in its fork, and the connection that it works for."""
 
     def __init__(self, spec: ParticipantSpec):
@@ -130,8 +146,6 @@ class _Seat:
 
     def answer(self, connection: Connection) -> None:
         """Take one task and answer it."""
-        from medflare.flare.exchange.wire import from_bytes, to_bytes, to_message, to_shareable, unexpected
-
         self._connection = connection
         asked, content = json.loads(connection.recv_bytes()), connection.recv_bytes()
         trace = ""
@@ -156,16 +170,115 @@ class _Seat:
         return self._connection is None or self._connection.poll()
 
 
+class ServerWorker:
+    """The server's part of a job, in its fork.
+
+    Args:
+        spec: of the job, a `ServerSpec` as JSON has it.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]):
+        self._spec = ServerSpec(**{**spec, "members": tuple(spec["members"])})
+
+    def answer(self, connection: Connection) -> None:
+        """Run to the end, and say how it ended."""
+        register_tensors()
+        line = _RunConnection(connection)
+        try:
+            ending = self._ended(line)
+        except Aborted as error:
+            line.tell("end", aborted=True, reason=str(error))
+            return
+        except Exception as error:  # the run's results say so already
+            traceback.print_exc()
+            ending = Ending(f"{type(error).__name__}: {error}", "")
+        line.tell("end", aborted=False, reason=ending.reason, table=ending.table)
+
+    def _ended(self, line: "_RunConnection") -> Ending:
+        try:
+            run = self._spec.run(self._spec.aggregator(), say=line.say, observe=line.observe, events=line.events)
+        except Exception as error:
+            return self._spec.refused(error)
+        return Ending.of(run.execute(MessageExchange(RelayedTasks(line), run.outside), resume=bool(run.settings.resume)))
+
+
+class _RunConnection:
+    """The connection to the server's process.
+
+    Attributes:
+        events: of the run.
+    """
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.events = EventLog()
+        self._told: list[Event] = []
+
+    def say(self, line: str) -> None:
+        """A line for the job's log."""
+        self.tell("say", line=line)
+
+    def observe(self, report: StepReport) -> None:
+        """A step for FLARE's trackers."""
+        self.tell("step", line=json_ready(report.line()))
+
+    def tell(self, what: str, **more: Any) -> None:
+        """Send something, and the events if there are others than last time."""
+        events = self.events.to_list()
+        said = {"what": what, "events": None if events == self._told else events, **more}
+        self._told = events
+        self.connection.send_bytes(json.dumps(said).encode())
+
+    def hear(self) -> dict[str, Any]:
+        """What is answered next.
+
+        Raises:
+            Aborted: the job is being stopped.
+            ConfigError: the job names a site that is not there.
+        """
+        answer: dict[str, Any] = json.loads(self.connection.recv_bytes())
+        self.events.extend(answer.pop("noted", ()))
+        if "aborted" in answer:
+            raise Aborted(answer["aborted"])
+        if "refused" in answer:
+            raise ConfigError(answer["refused"])
+        return answer
+
+
+class RelayedTasks:
+    """The job's tasks, which the server's process has; see `TaskExchange`.
+
+    Args:
+        line: to that process.
+    """
+
+    def __init__(self, line: _RunConnection):
+        self._line = line
+
+    def present(self, outside: Iterable[str]) -> list[str]:
+        """See `TaskExchange.present`."""
+        self._line.tell("present", outside=list(outside))
+        found: list[str] = self._line.hear()["sites"]
+        return found
+
+    def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
+        """See `TaskExchange`."""
+        self._line.tell("ask", phase=phase, round=round)
+        self._line.connection.send_bytes(together_to_bytes(outgoing))
+        contents: dict[str, A] = {}
+        while "site" in (said := self._line.hear()):
+            contents[said["site"]] = read(said["site"], from_bytes(self._line.connection.recv_bytes()))
+        return {site: Answer(contents.get(site), **found) for site, found in said["answers"].items()}
+
+
 def _party(request: dict[str, Any]) -> tuple[str, str]:
     """For whom a fork is to act: "site" and its name, or "server" and its job."""
     kind, spec = request["kind"], request["spec"]
     return kind, spec["name" if kind == "site" else "job"]
 
 
-def _seat(request: dict[str, Any]) -> "_Seat | RunSeat":
-    from medflare.flare.simulator.running import RunSeat
-
-    return _Seat(ParticipantSpec(**request["spec"])) if request["kind"] == "site" else RunSeat(request["spec"])
+def _seat(request: dict[str, Any]) -> SiteWorker | ServerWorker:
+    return SiteWorker(ParticipantSpec(**request["spec"])) if request["kind"] == "site" else ServerWorker(request["spec"])
 
 
 def serve(listener: socket.socket, simulator: int, method: str) -> None:
@@ -204,7 +317,7 @@ def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, h
             at_work[0] = 1
             with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
                 seat.answer(connection)
-            give_back_memory()  # tens of megabytes in each of many forks are more than what they use
+            try_malloc_trim()  # tens of megabytes in each of many forks are more than what they use
             at_work[0] = 0
     except BaseException:
         traceback.print_exc()
@@ -212,9 +325,6 @@ def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, h
 
 
 def _import_everything(method: str) -> None:
-    import medflare.flare.simulator.running  # noqa: F401, for the server's fork
-    from medflare.flare.exchange.wire import register_decomposers
-
     register_decomposers()
     load_ahead(method)
 

@@ -1,4 +1,4 @@
-"""Messages on FLARE's wire: a COLLECTION DXO with one WEIGHTS DXO per state and one METRICS DXO for the facts.
+"""Messages as FLARE sends them: a COLLECTION DXO with one WEIGHTS DXO per state and one METRICS DXO for the facts.
 
 Everything that holds tensors lies in a DXO, so that a hospital's privacy filters reach it; headers carry no more than the
 return code and, for a failed task, its one line of text. Tensors travel as numpy arrays, the form that FLARE's own filters
@@ -7,11 +7,12 @@ or unpacked.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import numpy as np
-from nvflare.apis.dxo import DXO, DataKind, from_shareable, get_leaf_dxos
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from nvflare.fuel.utils import fobs
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from medflare.core.message import Message
+    from medflare.federation.exchange import Reply
+    from medflare.flare.tasks import A, Answer, Read
+    from medflare.methods.base import Step
 
 C = TypeVar("C")
 UNABLE: Final = "medflare: unable: "  # in a site's log, before the line that says why it has no answer
@@ -66,15 +70,6 @@ def to_message(shareable: Shareable) -> "Message":
     return Message(states, dict(parts[FACTS].data))
 
 
-def arrays_bytes(shareable: Shareable) -> int:
-    """Bytes of all arrays in a message that `to_shareable` packed; 0 for anything else."""
-    try:
-        leaves, _ = get_leaf_dxos(from_shareable(shareable), "")
-    except ValueError:
-        return 0
-    return sum(value.nbytes for leaf in leaves.values() for value in leaf.data.values() if isinstance(value, np.ndarray))
-
-
 def register_decomposers() -> None:
     """Make FLARE's serialisation know messages, in a process that FLARE itself has not made ready; again changes nothing."""
     from nvflare.apis.utils.decomposers import flare_decomposers
@@ -85,13 +80,29 @@ def register_decomposers() -> None:
 
 
 def register_tensors() -> None:
-    """Let FLARE write and read torch tensors: a result that holds one is then refused as its site's fault.
-
-    For a type that its server cannot read FLARE ends the whole job.
-    """
+    """Let FLARE read torch tensors, which clients of another make may send; for a type that it cannot read it ends the whole job."""
     from nvflare.app_opt.pt.decomposers import TensorDecomposer
 
     fobs.register(TensorDecomposer)
+
+
+def turn_into_arrays(value: Any) -> Any:
+    """Torch's tensors anywhere in a result as numpy's arrays: the simulator's server process cannot read them.
+
+    Code that a job or a filter brings may have left some; what lies in dictionaries, lists and DXOs is changed in place.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        ready = value.detach().to("cpu")
+        return (ready.float() if ready.dtype == torch.bfloat16 else ready).numpy()
+    if isinstance(value, DXO):
+        turn_into_arrays(value.data)
+    elif isinstance(value, dict):
+        value.update({name: turn_into_arrays(inner) for name, inner in value.items()})
+    elif isinstance(value, list):
+        value[:] = map(turn_into_arrays, value)
+    return value
 
 
 def to_bytes(shareable: Shareable) -> bytes:
@@ -232,6 +243,59 @@ def readable(answer: Shareable, read: Callable[[Shareable], C]) -> tuple[C | Non
         return None, str(error), "rejected"
     except Exception as error:  # FLARE carries whatever a filter or a forger put into the answer, and it is this site's alone
         return None, f"its answer cannot be read ({type(error).__name__}: {error})", "rejected"
+
+
+# -- what the schedule uses ---------------------------------------------------------------------------------------------------
+
+
+class Tasks(Protocol):
+    """What reaches the sites, see `TaskExchange`."""
+
+    def present(self, outside: Iterable[str]) -> list[str]:
+        """Names of the sites that can be asked."""
+
+    def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: "Read[A]") -> "dict[str, Answer[A]]":
+        """Ask every site that is sent something."""
+
+
+class MessageExchange:
+    """The exchange that the schedule uses under FLARE.
+
+    Args:
+        tasks: of the job.
+        outside: names of sites that never train.
+    """
+
+    def __init__(self, tasks: Tasks, outside: Iterable[str]):
+        self._tasks, self._outside = tasks, tuple(outside)
+
+    def present(self, round: int) -> list[str]:
+        """See `TaskExchange.present`."""
+        return self._tasks.present(self._outside)
+
+    def __call__(self, step: "Step", outgoing: "Mapping[str, Message]") -> "dict[str, Reply]":
+        packed = {site: to_shareable(message) for site, message in outgoing.items()}
+        answers = self._tasks(step.phase, step.round, packed, lambda site, answer: reply_of(answer))
+        return {site: replied(answer) for site, answer in answers.items()}
+
+
+def reply_of(answer: Shareable) -> "Reply":
+    """A site's answer, laid aside, or why nobody can read it."""
+    from medflare.federation.exchange import Reply, laid_aside
+
+    return laid_aside(Reply(*readable(answer, to_message)))
+
+
+def replied(answer: "Answer[Reply]") -> "Reply":
+    """What the schedule hears of a site's task: an answer that came after the site was given up does not count."""
+    from medflare.federation.exchange import Reply
+
+    if answer.content is None or answer.problem:
+        return Reply(problem=answer.problem, kind=answer.kind, seconds=answer.seconds)
+    return replace(answer.content, seconds=answer.seconds)
+
+
+# -- helpers -------------------------------------------------------------------------------------------------------------------
 
 
 def _packed(entry: str, state: Mapping[str, Any]) -> DXO:

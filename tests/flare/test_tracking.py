@@ -1,7 +1,9 @@
-"""FLARE's own trackers, fed from the reports of a run's steps."""
+"""What a run tells while it goes on: its lines and events, whom it waits for, and curves for FLARE's own trackers."""
 
 import json
 import sys
+import threading
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +18,15 @@ from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
+from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from flare.test_tasks import STEP, FakeController, answers, asked, exchange, never_answers
+from medflare.core.events import EventLog
 from medflare.federation.schedule import StepReport
-from medflare.flare.exchange.tracking import MLflowTracker, Tracking, numbers_of, weighted_means
+from medflare.flare import tracking
+from medflare.flare.controller import MedflareController
+from medflare.flare.tracking import MLflowTracker, Progress, Tracking, numbers_of, weighted_means
 from medflare.methods.base import Step
 
 RECEIVER = "nvflare.app_opt.tracking.mlflow.mlflow_receiver"
@@ -166,3 +173,55 @@ def test_what_is_undefined_or_not_finite_is_left_out() -> None:
     assert numbers_of({"loss": float("nan"), "validation": {"global": 0.5, "personal": None}}) == {"validation_global": 0.5}
     assert numbers_of({}) == {}
     assert weighted_means({"a": {"loss": 1.0}, "b": {}}, {"a": 2.0, "b": 8.0}) == {"loss": 1.0}
+
+
+def test_events_stand_before_the_line_of_their_step() -> None:
+    events = EventLog()
+    told = Progress(events)
+    told.say("round 0")
+    events.add("missing", "no sign of life", site="B", round=1)
+    told.say("round 1")
+    events.add("warning", "nearly over")
+    expected = ["round 0", "missing: B (round 1): no sign of life", "round 1", "warning: nearly over"]
+    assert told.to_dict(None) == {"count": 4, "lines": expected}
+    assert told.to_dict(None)["count"] == 4, "an event is told once"
+
+
+def test_a_long_run_keeps_its_last_lines_and_counts_all() -> None:
+    told = Progress(EventLog())
+    for number in range(2 * tracking._KEPT):
+        told.say(str(number))
+    found = told.to_dict(None)
+    assert found["count"] == 2 * tracking._KEPT and found["lines"][-1] == str(found["count"] - 1)
+    assert len(found["lines"]) == tracking._KEPT
+
+
+def test_whom_the_step_waits_for_and_for_how_long() -> None:
+    controller = FakeController(CS=answers(), DU=never_answers)
+    carrier = exchange(controller, step_timeout=0.7, silence=30.0)
+    assert carrier.tasks.waiting() == {}
+    step = threading.Thread(target=carrier, args=(STEP, asked(controller)))
+    step.start()
+    time.sleep(0.4)
+    told = Progress(EventLog()).to_dict(carrier.tasks)
+    step.join()
+    assert (told["phase"], told["round"], told["silence"]) == ("train", 3, 30.0)
+    assert list(told["silent"]) == ["DU"] and 0.2 < told["silent"]["DU"] < 60
+    assert carrier.tasks.waiting()["silent"] == {}, "nobody is waited for between two steps"
+
+
+def test_flare_is_told_when_it_asks() -> None:
+    controller = MedflareController(rounds=1, seed=0)
+    collector, fl_ctx = GroupInfoCollector(), FLContext()
+    fl_ctx.set_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR, collector, private=True, sticky=False)
+    controller.handle_event(InfoCollector.EVENT_TYPE_GET_STATS, fl_ctx)
+    assert collector.info == {"medflare": {"count": 0, "lines": []}}
+
+
+def test_events_go_to_the_log_before_the_line_of_their_step() -> None:
+    events, logged = EventLog(), list[str]()
+    told = Progress(events, logged.append)
+    events.add("rejected", "its vote does not count", site="B", round=0)
+    told.say("round 0")
+    told.say("round 1")
+    assert logged == ["medflare: noted: rejected: B (round 0): its vote does not count", "round 0", "round 1"]

@@ -1,12 +1,14 @@
-"""What FLARE's own trackers see of a run: analytics events (TensorBoard, MLflow) and aggregation results (metrics artefacts).
+"""What a run tells while it goes on: lines for the job's log and for who asks FLARE for its statistics, numbers for FLARE's trackers.
 
-Both are fired at the server from the facts of the replies, so that they are complete whatever became of the sites'
-processes.
+Trackers (TensorBoard, MLflow, metrics artefacts) are fed at the server from the sites' replies, so that they are complete whatever became
+of the sites' processes.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from nvflare.apis.analytix import ANALYTIC_EVENT_TYPE, AnalyticsData, AnalyticsDataType
 from nvflare.apis.dxo import from_shareable
@@ -18,6 +20,82 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.widgets.streaming import AnalyticsReceiver
+
+from medflare.core.events import Event, EventLog
+
+if TYPE_CHECKING:
+    from medflare.flare.tasks import TaskExchange
+
+GROUP: Final = "medflare"  # in FLARE's statistics of the job
+NOTED: Final = "medflare: noted: "  # before an event in the job's log
+_KEPT = 200  # lines: who asks every few seconds misses none
+
+
+class Progress:
+    """The lines of a run and its events, for the job's log and for FLARE's statistics (`medflare job watch`, `nvflare job stats`).
+
+    Args:
+        events: of the run; new ones are noticed when a line comes or somebody asks.
+        log: takes a line for the job's log; set when the run begins.
+    """
+
+    def __init__(self, events: EventLog, log: Callable[[str], None] = lambda line: None):
+        self.events, self.log = events, log
+        self._seen = self._logged = 0
+        self._lines: deque[str] = deque(maxlen=_KEPT)
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        """Take a line."""
+        self.log_events()
+        self.log(line)
+        with self._lock:
+            self._take_events()
+            self._add(line)
+
+    def log_events(self) -> None:
+        """Write the new events to the log: there finds them who begins to watch when the job is over, see `jobs.watching`."""
+        with self._lock:
+            new = list(self.events)[self._logged :]
+            self._logged += len(new)
+        for event in new:
+            self.log(f"{NOTED}{event_line(event)}")
+
+    def to_dict(self, exchange: "TaskExchange | None") -> dict[str, Any]:
+        """As JSON has it: `count` of all lines so far, the last of them as `lines`, and what `TaskExchange.waiting` says.
+
+        Args:
+            exchange: of the run; None before it begins.
+        """
+        with self._lock:
+            self._take_events()
+            told = {"count": self._count, "lines": list(self._lines)}
+        return told if exchange is None else {**told, **exchange.waiting()}
+
+    def _take_events(self) -> None:
+        new = list(self.events)[self._seen :]
+        self._seen += len(new)
+        for event in new:
+            self._add(event_line(event))
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line)
+        self._count += 1
+
+
+def event_line(event: Event) -> str:
+    """An event in one line.
+
+    Args:
+        event: see `core.events`.
+
+    Examples:
+        >>> event_line({"kind": "missing", "site": "B", "round": 3, "message": "no sign of life"})
+        'missing: B (round 3): no sign of life'
+    """
+    where = " ".join(filter(None, [event["site"], "" if event["round"] is None else f"(round {event['round']})"]))
+    return ": ".join(filter(None, [event["kind"], where, event["message"]]))
 
 
 class Tracking:

@@ -1,8 +1,7 @@
 """How a step's messages reach the sites under FLARE and their answers come back: one task per site, one wait for all.
 
-Nothing here can hang on a site: an answer comes, or the step's time is over, or the site shows no sign of life any more. Signs
-of life are its questions for work and the pulse that it sends while it has a task, see `signs`. What the messages say is not
-looked at (`messages` does), and the imports are light, see `executors`.
+Nothing here can hang on a site: an answer comes, or the step's time is over, or the site shows no sign of life any more (`liveness`).
+What the messages say is not looked at (`messages` does), and the imports are light, see `executors`.
 """
 
 import math
@@ -13,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, ConfigError
 from medflare.federation.settings import DELIVER, ENROL
-from medflare.flare.exchange.upkeep import give_back_memory
-from medflare.flare.exchange.watch import Watch
+from medflare.flare.liveness import ALIVE, PATIENCE, WORK, Liveness
 
 _NEWCOMER = 60.0  # seconds for which the others wait for a site that joins later; then it goes on reading, and is asked again
 _SLOW = 300.0  # seconds at work after which a site is named where the others were done long ago: it lives, yet may never answer
@@ -47,27 +47,6 @@ class Answer(Generic[A]):
     problem: str = "no answer"
     kind: str = "missing"
     seconds: float = 0.0
-
-
-class _Sent(dict[str, ClientTask]):
-    """FLARE's list of the tasks that sites have, by id, from which one may be taken twice."""
-
-    def pop(self, key: str, default: Any = None) -> Any:
-        """The task, or the default."""
-        return super().pop(key, default)
-
-
-def survive_resends(communicator: Any) -> None:
-    """Let FLARE's monitor of tasks live where a site asks twice for its task, as after a lost answer or a restart.
-
-    FLARE 2.9.0 looks through all standing tasks for the one that it sends again, forgets at the next one that it is sent again, and notes
-    it a second time. When the task ends it is taken from the list twice, and the monitor dies of a KeyError: no task would be forgotten
-    from then on, its model neither, and no dead site noticed.
-
-    Args:
-        communicator: of the workflow's controller, a `WFCommServer`, before it has sent anything.
-    """
-    communicator._client_task_map = _Sent(communicator._client_task_map)
 
 
 class _Step(NamedTuple):
@@ -96,47 +75,7 @@ class _Asked:
         return self.answer is not None or self.taken is not None
 
 
-class Board:
-    """What lies there for the sites in the step at hand, for who asks beside the tasks.
-
-    Args:
-        watch: when sites count as gone.
-    """
-
-    def __init__(self, watch: Watch):
-        self.watch = watch
-        self._step: _Step | None = None
-        self._asked: dict[str, _Asked] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def wait_for_task(self, site: str, seconds: float) -> bool:
-        """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`, and whether."""
-        with self._changed:
-            self.watch.question(site, self._ready(site))
-            return self._changed.wait_for(lambda: self._closed or self._ready(site), seconds)
-
-    def _ready(self, site: str) -> bool:
-        return site in self._asked and not self._asked[site].fetched
-
-    def waiting(self) -> dict[str, Any]:
-        """The `phase` and `round` of the step, the seconds for which every site that has not answered was not heard of (`silent`), and
-        those after which it is given up (`silence`); empty before the first step."""
-        with self._changed:
-            if self._step is None:
-                return {}
-            since = {site: self.watch.silent_since(site, one.since) for site, one in self._asked.items() if not one.answered}
-        silent = {site: round(seconds, 1) for site, seconds in since.items()}
-        return {**self._step._asdict(), "silent": silent, "silence": self.watch.silence}
-
-    def close(self) -> None:
-        """There will be no more tasks: nobody is kept waiting for one."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-class TaskExchange(Board):
+class TaskExchange:
     """Asks the sites of a FLARE job.
 
     Args:
@@ -149,7 +88,7 @@ class TaskExchange(Board):
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for every site that
             lives. Delivery always does: the last evaluation may take long.
         enrol_timeout: the same for enrolment, in which sites read their images; a site that is late joins when it is ready.
-        watch: when sites count as gone.
+        liveness: when sites count as gone.
     """
 
     def __init__(
@@ -163,15 +102,19 @@ class TaskExchange(Board):
         say: Callable[[str], None],
         step_timeout: float,
         enrol_timeout: float,
-        watch: Watch,
+        liveness: Liveness,
     ):
-        super().__init__(watch)
+        self.liveness = liveness
         self.controller, self.fl_ctx, self.abort_signal = controller, fl_ctx, abort_signal
         self.members, self.stop_reason, self.say = members, stop_reason, say
         self.step_timeout, self.enrol_timeout = step_timeout, enrol_timeout
+        self._step: _Step | None = None
+        self._asked: dict[str, _Asked] = {}
+        self._changed = threading.Condition()
+        self._closed = False
 
     def present(self, outside: Iterable[str]) -> list[str]:
-        """The job's sites that are not given up; one that was comes back when it is heard of, see `Watch`.
+        """The job's sites that are not given up; one that was comes back when it is heard of, see `Liveness`.
 
         Args:
             outside: names of sites that never train, as the job has them.
@@ -183,7 +126,7 @@ class TaskExchange(Board):
         if unknown:
             there = ", ".join(sorted(self.members()))
             raise ConfigError(f"unknown outside site {unknown[0]!r}; this job runs at {there}: correct 'outside' or start the site first")
-        return sorted(site for site in self.members() if self.watch.there(site))
+        return sorted(site for site in self.members() if self.liveness.there(site))
 
     def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
         """Ask every site that is sent something.
@@ -213,8 +156,35 @@ class TaskExchange(Board):
             for one in asked.values():
                 if not one.answered:
                     self.controller.cancel_task(one.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
-            give_back_memory()
+            try_malloc_trim()  # many threads make and read messages, and the C library keeps what each has freed
         return {site: problems.get(site) or _taken(site, one, read) for site, one in asked.items()}
+
+    # -- for who asks beside the tasks ----------------------------------------------------------------------------------------
+
+    def wait_for_task(self, site: str, seconds: float) -> bool:
+        """The site asks for work: returns when there is a task that it has not fetched, at the latest after `seconds`, and whether."""
+        with self._changed:
+            self.liveness.question(site, self._ready(site))
+            return self._changed.wait_for(lambda: self._closed or self._ready(site), seconds)
+
+    def _ready(self, site: str) -> bool:
+        return site in self._asked and not self._asked[site].fetched
+
+    def waiting(self) -> dict[str, Any]:
+        """The `phase` and `round` of the step, the seconds for which every site that has not answered was not heard of (`silent`), and
+        those after which it is given up (`silence`); empty before the first step."""
+        with self._changed:
+            if self._step is None:
+                return {}
+            since = {site: self.liveness.silent_since(site, one.since) for site, one in self._asked.items() if not one.answered}
+        silent = {site: round(seconds, 1) for site, seconds in since.items()}
+        return {**self._step._asdict(), "silent": silent, "silence": self.liveness.silence}
+
+    def close(self) -> None:
+        """There will be no more tasks: nobody is kept waiting for one."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _timeout(self, phase: str) -> float:
         """Seconds for which the next step waits; for a newcomer everybody does, so that it may read its images while the others go on."""
@@ -233,7 +203,7 @@ class TaskExchange(Board):
     def _fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         site = client_task.client.name
         with self._changed:
-            self.watch.fetched(site)
+            self.liveness.fetched(site)
             if site in self._asked and self._asked[site].task is client_task.task:
                 self._asked[site].fetched, self._asked[site].began = True, time.monotonic()
 
@@ -241,7 +211,7 @@ class TaskExchange(Board):
         """Only stores the answer: FLARE holds its locks while this runs."""
         site, result = client_task.client.name, client_task.result
         client_task.result = None  # FLARE would keep it until the task monitor comes round
-        self.watch.sign_of_life(site)
+        self.liveness.heard_of(site)
         with self._changed:
             if site in self._asked and self._asked[site].task is client_task.task:
                 self._asked[site].answer = result
@@ -268,11 +238,11 @@ class TaskExchange(Board):
                 if timeout and time.monotonic() - started > timeout:
                     problems |= {site: Answer(problem=_overdue(step, one, timeout), kind="late") for site, one in pending.items()}
                     if step.phase == ENROL:
-                        self.watch.behind |= pending.keys()
+                        self.liveness.behind |= pending.keys()
                     return problems
-                self.watch.look()
+                self.liveness.look()
                 gone = {site: why for site, one in pending.items() if (why := self._gone(step, site, one, busy))}
-                self.watch.lost |= gone.keys()
+                self.liveness.lost |= gone.keys()
                 problems |= {site: Answer(problem=why) for site, why in gone.items()}
                 busy = time.monotonic() if any(one.fetched for site, one in pending.items() if site not in gone) else busy
                 self._changed.wait(_LOOK)
@@ -281,7 +251,39 @@ class TaskExchange(Board):
         """Why a site cannot be expected to answer; empty as long as it can."""
         if self.controller.get_client_disconnect_time(site):
             return f"no sign of life in {step}; going on without the site"
-        return self.watch.gone(site, str(step), asked.fetched, asked.since, busy)
+        return self.liveness.gone(site, str(step), asked.fetched, asked.since, busy)
+
+
+class Listener:
+    """Takes heartbeats and questions for work.
+
+    Attributes:
+        exchange: the run's; None before the run begins, when sites may ask already.
+    """
+
+    def __init__(self) -> None:
+        self.exchange: TaskExchange | None = None
+
+    def open(self, engine: Any) -> None:
+        """Take messages from now on."""
+        engine.register_aux_message_handler(ALIVE, self.alive)
+        engine.register_aux_message_handler(WORK, self.work)
+
+    def alive(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+        """A heartbeat, in FLARE's form of a handler."""
+        if self.exchange is not None:
+            self.exchange.liveness.heard_of(_sender(fl_ctx))
+        return make_reply(ReturnCode.OK)
+
+    def work(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Hold a question for work until there is some, in FLARE's form of a handler."""
+        if self.exchange is not None:
+            self.exchange.wait_for_task(_sender(fl_ctx), PATIENCE)
+        return make_reply(ReturnCode.OK)
+
+
+def _sender(fl_ctx: FLContext) -> str:
+    return fl_ctx.get_peer_context().get_identity_name()
 
 
 def _overdue(step: _Step, asked: _Asked, timeout: float) -> str:

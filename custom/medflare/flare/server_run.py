@@ -3,13 +3,12 @@
 The imports at the top are light, see `executors`.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
@@ -20,13 +19,11 @@ from medflare.data.sites.local import LOCAL_FILE, local_settings, read_local
 from medflare.evaluation.names import FAILED, FOLDER, UNKNOWN
 from medflare.federation.settings import run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.exchange.participants import TASK_FILE, authorize, authorize_network, interrupted, rebuild_hint
-from medflare.flare.exchange.tasks import TaskExchange
+from medflare.flare.participants import TASK_FILE, authorize, authorize_network, interrupted
+from medflare.flare.tasks import TaskExchange
 
 if TYPE_CHECKING:
     from medflare.federation.run import Run
-
-_EARLIER: Final = "took_up.json"  # beside a job's checkpoint: the id of the job that it took up, whose own folder FLARE may have packed up
 
 
 @dataclass(frozen=True)
@@ -92,13 +89,9 @@ class ServerSpec:
         return Path(self.kept) / self.job
 
     def forget(self) -> None:
-        """Remove the checkpoints of a completed job, and of those that it took up, one after the other: nothing of them is left to do."""
-        folders, job = list[Path](), self.job
-        while job and (folder := Path(self.kept) / interrupted(job)) not in folders:
-            folders.append(folder)
-            job = _earlier(folder)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        """Remove the checkpoints of a completed job, and of the one that it took up: nothing of them is left to do."""
+        for job in filter(None, (self.job, self.settings["resume"])):
+            shutil.rmtree(Path(self.kept) / interrupted(job), ignore_errors=True)
 
     def aggregator(self) -> MethodAggregator:
         """One that does what the job's component does, in a process that has no components."""
@@ -114,7 +107,6 @@ class ServerSpec:
         Raises:
             MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
         """
-        from medflare.core.store import write_json
         from medflare.federation.checkpoint import take_up
         from medflare.federation.run import Run
         from medflare.methods.catalogue import get_method
@@ -124,12 +116,10 @@ class ServerSpec:
         settings, own = run_settings(self.settings), local_settings(read_local(Path(self.local_file)))
         if settings.resume:
             take_up(Path(self.kept) / interrupted(settings.resume), self.checkpoints)
-            write_json(self.checkpoints / _EARLIER, settings.resume)
         for module in filter(None, (*own.packages, self.trusted)):
             trust(module)
         task, method = load_task(Path(self.task_file)), get_method(self.method, server=self.server_half)
-        with rebuild_hint():  # the formula goes by the halves' own values, whichever way the job spells them
-            aggregator.hyper = method.effective(aggregator.hyper or {})
+        aggregator.hyper = method.effective(aggregator.hyper or {})  # the halves' own values, whichever way the job spells them
         return Run(
             method=method,
             task=task,
@@ -163,13 +153,6 @@ class ServerSpec:
         named = outside if isinstance(outside, list | tuple) else ()
         roles = {site: "outside" if site in named else "inside" for site in self.members}
         return Ending.of(refused_run(Path(self.results), reason, roles, method=str(self.server_half) or UNKNOWN, events=events, **known))
-
-
-def _earlier(checkpoints: Path) -> str:
-    """The id of the job that a job took up; "" where it took up none, or nobody can tell."""
-    with suppress(OSError, ValueError):
-        return interrupted(json.loads((checkpoints / _EARLIER).read_text(encoding="utf-8")))
-    return ""
 
 
 @dataclass(frozen=True)
@@ -233,8 +216,7 @@ def executed(run: "Run", tasks: TaskExchange) -> Ending:
     Raises:
         Aborted: it was stopped, after its results were written.
     """
-    from medflare.flare.exchange.messages import MessageExchange
-    from medflare.flare.exchange.wire import register_tensors
+    from medflare.flare.messages import MessageExchange, register_tensors
 
     register_tensors()
     return Ending.of(run.execute(MessageExchange(tasks, run.outside), resume=bool(run.settings.resume)))

@@ -1,0 +1,102 @@
+"""A site polls when the server can be heard, and the server tells a working site from a dead one."""
+
+import threading
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nvflare.apis.fl_constant import ReservedKey, ReturnCode
+from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.shareable import make_reply
+from nvflare.apis.signal import Signal
+
+from medflare.flare import liveness
+from medflare.flare.liveness import Heartbeat, Liveness, wait_for_work
+from waiting import eventually
+
+
+class Engine:
+    """The site's engine, with a server that answers as it is told to, and then as it did last."""
+
+    def __init__(self, *codes: str | None):
+        self.codes = list(codes)
+        self.asked = 0
+        self.new_context: Any = None
+        self.client = SimpleNamespace(communicator=SimpleNamespace(timeout=300.0))
+
+    def was_asked(self, times: int) -> bool:
+        return self.asked >= times
+
+    def send_aux_request(self, topic: str, **request: Any) -> dict[str, Any]:
+        code = self.codes[min(self.asked, len(self.codes) - 1)]
+        self.asked += 1
+        return {} if code is None else {"server": make_reply(code)}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_PAUSE", 0.0)
+
+
+def context(engine: Engine, aborted: bool = False) -> FLContext:
+    manager = FLContextManager(engine=engine, identity_name="CS", job_id="job", public_stickers={}, private_stickers={})
+    fl_ctx, signal = manager.new_context(), Signal()
+    if aborted:
+        signal.trigger(True)
+    fl_ctx.put(ReservedKey.RUN_ABORT_SIGNAL, signal, private=True, sticky=False)
+    return fl_ctx
+
+
+@pytest.mark.parametrize(
+    ("codes", "asked"),
+    [
+        ([ReturnCode.OK], 1),
+        ([ReturnCode.TOPIC_UNKNOWN], 1),
+        ([ReturnCode.TIMEOUT, ReturnCode.COMMUNICATION_ERROR, None, ReturnCode.OK], 4),
+    ],
+)
+def test_a_site_polls_as_soon_as_the_server_answers(codes: list[str | None], asked: int) -> None:
+    engine = Engine(*codes)
+    wait_for_work(context(engine))
+    assert engine.asked == asked
+    assert engine.client.communicator.timeout == 30.0, "a lost answer to a poll is noticed in half a minute"
+
+
+def test_an_aborted_run_does_not_wait() -> None:
+    engine = Engine(ReturnCode.TIMEOUT)
+    wait_for_work(context(engine, aborted=True))
+    assert engine.asked == 1
+
+
+def test_an_unreachable_server_holds_a_site_for_a_minute_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_UNREACHABLE", 0.05)
+    wait_for_work(context(Engine(ReturnCode.TIMEOUT)))
+
+
+def test_heartbeats_are_sent_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_EVERY", 0.01)
+    engine = Engine(ReturnCode.OK)
+    fl_ctx, heartbeat = context(engine), Heartbeat()
+    engine.new_context = lambda: nullcontext(fl_ctx)
+    for _ in range(2):
+        heartbeat.begin(fl_ctx)
+        assert eventually(partial(engine.was_asked, engine.asked + 2))
+    heartbeat.end()
+    assert eventually(lambda: not any(thread.name == "medflare_heartbeat" for thread in threading.enumerate()))
+
+
+def test_questions_of_a_site_that_gets_no_task_are_no_sign_of_life() -> None:
+    """A preflight check of a running site voids its token: it asks for work for ever, and FLARE gives it none."""
+    heard = Liveness(silence=0.0)
+    heard.question("CS", ready=False)
+    heard.question("CS", ready=True)
+    assert heard.heard.pop("CS")
+    for ready in (True, True, False):
+        heard.question("CS", ready)
+    assert not heard.heard and "restart the site" in heard.gone("CS", "'train'", False, since=0.0, busy=0.0)
+    heard.fetched("CS")
+    heard.question("CS", ready=True)
+    heard.question("CS", ready=True)
+    assert "CS" in heard.heard and not heard.refused, "a site that was served before is not taken for refused"
