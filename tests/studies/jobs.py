@@ -9,9 +9,7 @@ from pathlib import Path
 class Broken:
     """Cannot be run."""
 
-    title: str = "the broken run"
-
-    def __call__(self) -> str:
+    def __call__(self) -> None:
         raise RuntimeError("no images are mounted")
 
 
@@ -20,9 +18,7 @@ class Touching:
     """Leaves a file after a while."""
 
     file: Path
-    title: str = "a run"
 
-    def __call__(self) -> str:
+    def __call__(self) -> None:
         time.sleep(0.3)
         self.file.touch()
-        return self.title

@@ -1,14 +1,15 @@
-"""A study on disk: runs, rows in their order, and the same tables without training."""
+"""A study in one file: runs, rows in their order, and the same tables without training."""
 
-import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
 from medflare.core.errors import StateError
-from medflare.studies.archive import SCORES_FILE, STUDY_FILE, read_study, run_folder, write_rows, write_run
+from medflare.studies.archive import STUDY_FILE, read_runs, read_study, run_name, write_rows, write_run
 from medflare.studies.statistics.seeds import Run
 from medflare.studies.tables.report import study_report
 
@@ -16,33 +17,44 @@ from medflare.studies.tables.report import study_report
 def kept(out: Path, label: str, runs: Sequence[Run]) -> Sequence[Run]:
     named = [{**run, "configuration": {**run["configuration"], "settings": {"label": label}}} for run in runs]
     for run in named:
-        write_run(run_folder(out, label, run["seed"]), run)
+        write_run(out, run_name(label, run["seed"]), run)
     return named
 
 
-def test_a_study_comes_back_as_it_was(runs: list[Run], tmp_path: Path) -> None:
+def entry(out: Path, name: str) -> Any:
+    with ZipFile(out / STUDY_FILE) as archive:
+        return json.loads(archive.read(name))
+
+
+def test_a_study_is_read_as_it_was_written(runs: list[Run], tmp_path: Path) -> None:
     with_scores = [{**run, "scores": {"A": {"global": {"patients": ["p"], "values": {"dice": [run["seed"] / 10]}}}}} for run in runs]
     groups = {label: kept(tmp_path, label, with_scores) for label in ("fedsm:lam=0.3", "fedavg")}
     write_rows(tmp_path, groups)
     found = read_study(tmp_path)
     assert found == groups and list(found) == list(groups), "in the order of the rows"
     assert study_report(found) == study_report(groups)
+    assert [file.name for file in tmp_path.iterdir()] == [STUDY_FILE]
+    before = (tmp_path / STUDY_FILE).read_bytes()
+    write_run(tmp_path, "fedavg/seed0", groups["fedavg"][0])
+    assert (tmp_path / STUDY_FILE).read_bytes() == before, "the same runs, the same bytes"
 
 
-def test_models_that_score_alike_share_their_scores(runs: list[Run], tmp_path: Path) -> None:
+def test_models_with_equal_scores_share_them(runs: list[Run], tmp_path: Path) -> None:
     one, other = ({"patients": ["p"], "values": {"dice": [value]}} for value in (0.25, 0.5))
     scores = {"A": {"global": one, "personal": other, "deployed": dict(other)}, "B": {"global": other, "deployed": dict(other)}}
-    (run,) = kept(tmp_path, "fedavg", [{**runs[0], "scores": scores}])
-    written = json.loads(gzip.decompress((run_folder(tmp_path, "fedavg", run["seed"]) / SCORES_FILE).read_bytes()))
-    assert written == {"A": {"global": one, "personal": other, "deployed": "personal"}, "B": {"global": other, "deployed": "global"}}
+    kept(tmp_path, "fedavg", [{**runs[0], "scores": scores}])
+    written = {"A": {"global": one, "personal": other, "deployed": "personal"}, "B": {"global": other, "deployed": "global"}}
+    assert entry(tmp_path, "fedavg/seed0/scores.json") == written
     assert read_study(tmp_path)["fedavg"][0]["scores"] == scores
 
 
-def test_what_single_patients_scored_lies_apart(runs: list[Run], tmp_path: Path) -> None:
-    (run,) = kept(tmp_path, "fedavg", [{**runs[0], "scores": {"A": {"global": {"patients": ["Jane Doe"], "values": {}}}}}])
-    folder = run_folder(tmp_path, "fedavg", run["seed"])
-    assert "Jane Doe" not in (folder / "results.json").read_text()
-    (folder / SCORES_FILE).unlink()
+def test_results_name_no_patient_and_do_without_the_scores(runs: list[Run], tmp_path: Path) -> None:
+    kept(tmp_path, "fedavg", [{**runs[0], "scores": {"A": {"global": {"patients": ["Jane Doe"], "values": {}}}}}])
+    assert (tmp_path / STUDY_FILE).stat().st_mode & 0o077 == 0, "the scores are for this account alone"
+    results = entry(tmp_path, "fedavg/seed0/results.json")
+    assert "Jane Doe" not in json.dumps(results)
+    with ZipFile(tmp_path / STUDY_FILE, "w") as archive:
+        archive.writestr("fedavg/seed0/results.json", json.dumps(results))
     assert "scores" not in read_study(tmp_path)["fedavg"][0]
 
 
@@ -62,18 +74,22 @@ def test_rows_without_a_list_are_sorted_and_a_list_grows(runs: list[Run], tmp_pa
     write_rows(tmp_path, ["b"])
     assert list(read_study(tmp_path)) == ["b", "a"]
     write_rows(tmp_path, ["c", "a"])
-    assert json.loads((tmp_path / STUDY_FILE).read_text()) == {"rows": ["c", "a", "b"]}
+    assert entry(tmp_path, "study.json") == {"rows": ["c", "a", "b"]}
 
 
-def test_what_cannot_be_read_is_one_line(runs: list[Run], tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="no run of a study here"):
+def test_a_damaged_study_is_refused(runs: list[Run], tmp_path: Path) -> None:
+    assert read_runs(tmp_path) == {}
+    with pytest.raises(StateError, match=STUDY_FILE):
         read_study(tmp_path)
     kept(tmp_path, "a", runs[:1])
-    whole = gzip.compress(b'{"A": {"global": "personal"}}')
-    damaged = (b"{", whole[:-9], whole[:12] + b"?" * 9 + whole[21:], gzip.compress(b"{"), whole)
-    for file, content in ((STUDY_FILE, b"[]"), *((f"a/seed0/{SCORES_FILE}", content) for content in damaged)):
-        (tmp_path / file).write_bytes(content)
-        with pytest.raises(StateError, match=file.rpartition("/")[2]) as refused:
+    file = tmp_path / STUDY_FILE
+    whole = file.read_bytes()
+    for content in (b"", whole[:-9], whole[:80] + b"?" * 9 + whole[89:]):
+        file.write_bytes(content)
+        with pytest.raises(StateError, match=STUDY_FILE):
             read_study(tmp_path)
-        assert "\n" not in str(refused.value)
-        (tmp_path / file).unlink()
+    for content in (b"{", b"{}"):
+        with ZipFile(file, "w") as archive:
+            archive.writestr("a/seed0/results.json", content)
+        with pytest.raises(StateError, match="a/seed0"):
+            read_study(tmp_path)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from medflare.cli import main
-from medflare.studies.archive import run_folder, write_run
+from medflare.studies.archive import write_run
 from medflare.studies.figures import (
     learning_curves,
     patients_by_site,
@@ -90,7 +90,7 @@ def test_routing_shows_its_coefficients_at_the_site_that_was_left_out(routing: R
 
 def test_a_study_draws_what_it_can(selecting: Run, routing: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(study_figures({"fedsm": [selecting], "iop_fl": [routing]})) == {"selector", "routing"}
-    write_run(run_folder(tmp_path, "fedsm", 0), selecting)
+    write_run(tmp_path, "fedsm/seed0", selecting)
     assert main(["study", "--tables", str(tmp_path), "--figures", str(tmp_path / "drawn")]) == 0
     assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["selector.svg"]
     assert "currentColor" not in (tmp_path / "drawn" / "selector.svg").read_text()

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from medflare.studies.archive import read_study, run_folder, write_rows, write_run
+from medflare.studies.archive import STUDY_FILE, read_runs, read_study, write_rows, write_run
 from medflare.studies.statistics.seeds import Run
 from medflare.studies.tables.report import study_tables
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "results.md", *sorted((DOCS / "results").glob("*.md"))]
-STUDIES = sorted(path.parent for path in (DOCS / "results").glob("*/study.json"))
+STUDIES = sorted(path.parent for path in (DOCS / "results").glob(f"*/{STUDY_FILE}"))
 
 
 def published(page: str) -> list[tuple[str, str, str]]:
@@ -53,7 +53,7 @@ def test_figures_are_there_and_small(page: Path) -> None:
 
 def test_a_table_with_another_number_is_found(runs: list[Run], tmp_path: Path) -> None:
     for run in runs:
-        write_run(run_folder(tmp_path / "results" / "study", "fedavg", run["seed"]), run)
+        write_run(tmp_path / "results" / "study", f"fedavg/seed{run['seed']}", run)
     write_rows(tmp_path / "results" / "study", ["fedsm"])
     made = study_tables(read_study(tmp_path / "results" / "study"), {"dice"})
     assert made.keys() == {"dice"}, "no other was asked for"
@@ -66,6 +66,5 @@ def test_a_table_with_another_number_is_found(runs: list[Run], tmp_path: Path) -
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
 def test_committed_studies_are_small_and_shown(study: Path) -> None:
-    runs = len(list(study.glob("*/*/results.json")))
-    assert sum(file.stat().st_size for file in study.rglob("*") if file.is_file()) < 45_000 * runs
+    assert (study / STUDY_FILE).stat().st_size < 30_000 * len(read_runs(study))
     assert any(f"<!-- table results/{study.name}:" in page.read_text(encoding="utf-8") for page in PAGES)

@@ -97,9 +97,7 @@ def add_commands(commands: Commands) -> None:
     add_data_root(parser)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at the same time (default: %(default)s)")
     place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument(
-        "--out", type=Path, help="folder for table.md and every run's results.json and scores.json.gz (scores of single patients)"
-    )
+    place.add_argument("--out", type=Path, help="folder for table.md and study.zip (results of every run, and scores of single patients)")
     place.add_argument("--tables", type=Path, metavar="FOLDER", help="train nothing: print the tables of the runs in this folder")
     parser.add_argument(
         "--figures", type=Path, metavar="FOLDER", help="write figures into this folder as SVG files, those that the runs have numbers for"

@@ -1,62 +1,129 @@
-"""A study on disk: a folder for every run, small enough to be committed, from which the tables can be made again.
+"""A study in one file, small enough to be committed, from which the tables can be made again.
 
-    OUT/study.json                            the rows in their order
-    OUT/<row>/seed<seed>[-<outside>]/results.json, scores.json.gz
     OUT/table.md
+    OUT/study.zip
+        study.json                                  the rows in their order
+        <row>/seed<seed>[-<outside>]/results.json
+        <row>/seed<seed>[-<outside>]/scores.json    the scores of single patients, under their names
 
-scores.json.gz holds what single patients scored, under their names. It is read where it is there; without it the tables lack what needs
-it. A study whose patients nobody may name is handed on without. Of a site's models that score alike one has its scores, and the others name
-it.
+Without its scores (`zip -d study.zip '*/scores.json'`) a study can be handed on; the tables then lack what needs them. Of a site's models
+with equal scores one has them, and the others name it.
 """
 
-import gzip
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
 from medflare.core.errors import StateError
-from medflare.core.store import write_atomically, write_json
-from medflare.evaluation.results import RESULTS_FILE, load_results
+from medflare.core.store import replacing
+from medflare.evaluation.contract import validate_results
+from medflare.evaluation.results import RESULTS_FILE
 from medflare.studies.recorded import CURVES, SCORES
 
-STUDY_FILE: Final = "study.json"
-SCORES_FILE: Final = "scores.json.gz"
+STUDY_FILE: Final = "study.zip"
+SCORES_FILE: Final = "scores.json"
+_ROWS: Final = "study.json"
 Groups: TypeAlias = dict[str, list[dict[str, Any]]]  # row -> results of all its runs
 
 
-def run_folder(out: Path, label: str, seed: int, outside: Sequence[str] = ()) -> Path:
-    """Where a run lies.
+def run_name(label: str, seed: int, outside: Sequence[str] = ()) -> str:
+    """The folder of a run in the file.
 
     Args:
-        out: the study's folder.
         label: the row.
         seed: of the run.
         outside: sites that did not train.
+
+    Examples:
+        >>> run_name("fedsm:lam=0.3", 1, ["CS"])
+        'fedsm_lam=0.3/seed1-CS'
     """
     row = "".join(sign if sign.isalnum() or sign in "-_.=" else "_" for sign in label)
-    return out / row / "-".join([f"seed{seed}", *outside])
+    return f"{row}/{'-'.join([f'seed{seed}', *outside])}"
 
 
 def write_rows(out: Path, labels: Iterable[str]) -> None:
-    """Write down the rows in their order, after those of an earlier study in the same folder that are not among them."""
+    """Write the rows in their order, followed by those of an earlier study in the same folder that are not among them."""
     rows = list(labels)
-    earlier = [row for row in _rows(out) if row not in rows]
-    write_json(out / STUDY_FILE, {"rows": rows + earlier}, public=True)
+    earlier = [row for row in _rows(_contents(out)) if row not in rows]
+    _write(out, {_ROWS: _compact({"rows": rows + earlier})})
 
 
-def write_run(folder: Path, results: Mapping[str, Any]) -> None:
-    """Write a run: the scores of single patients first, apart from the results, which alone say that the run is there.
+def write_run(out: Path, name: str, results: Mapping[str, Any]) -> None:
+    """Add a run to the file, in the place of an earlier one of that name.
 
     Of elections the rounds are kept: the votes are the points of the learning curves.
     """
-    scores = _compact({site: _once(models) for site, models in results.get(SCORES, {}).items()})
-    write_atomically(folder / SCORES_FILE, gzip.compress(scores, mtime=0))  # the same scores, the same bytes
-    kept = {name: content for name, content in results.items() if name != SCORES}
+    scores = {site: _once(models) for site, models in results.get(SCORES, {}).items()}
+    kept = {key: content for key, content in results.items() if key != SCORES}
     if "elections" in kept and CURVES in kept:
         kept["elections"] = {model: {"round": election["round"]} for model, election in kept["elections"].items()}
-    write_atomically(folder / RESULTS_FILE, _compact(kept), public=True)
+    _write(out, {f"{name}/{RESULTS_FILE}": _compact(kept), f"{name}/{SCORES_FILE}": _compact(scores)})
+
+
+def read_runs(out: Path) -> dict[str, dict[str, Any]]:
+    """Name -> results of all runs in the file, with their scores where they were kept; none where there is no file.
+
+    Raises:
+        StateError: the file is damaged.
+    """
+    contents, runs = _contents(out), {}
+    for entry in sorted(entry for entry in contents if entry.endswith(f"/{RESULTS_FILE}")):
+        name = entry.removesuffix(f"/{RESULTS_FILE}")
+        try:
+            validate_results(results := json.loads(contents[entry]))
+            if scores := contents.get(f"{name}/{SCORES_FILE}"):
+                results[SCORES] = {site: _everywhere(models) for site, models in json.loads(scores).items()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise StateError(f"{out / STUDY_FILE}: {name}: {error}; delete that run (zip -d) to run it again") from error
+        runs[name] = results
+    return runs
+
+
+def read_study(out: Path) -> Groups:
+    """All runs of a study, row by row; rows that study.json does not name come last, by their names.
+
+    Args:
+        out: the study's folder.
+
+    Raises:
+        StateError: the study has no run, or is damaged.
+    """
+    groups: Groups = {}
+    for run in read_runs(out).values():
+        groups.setdefault(run["configuration"]["settings"].get("label", run["method"]), []).append(run)
+    if not groups:
+        raise StateError(f"{out}: no run of a study here; name the folder that `medflare study --out` wrote ({STUDY_FILE})")
+    order = _rows(_contents(out))
+    return dict(sorted(groups.items(), key=lambda row: (order.index(row[0]) if row[0] in order else len(order), row[0])))
+
+
+def _contents(out: Path) -> dict[str, bytes]:
+    file = out / STUDY_FILE
+    if not file.is_file():
+        return {}
+    try:
+        with ZipFile(file) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
+    except (OSError, BadZipFile, zlib.error) as error:
+        raise StateError(f"{file}: {error!r}; delete it to run the study again") from error
+
+
+def _write(out: Path, changed: Mapping[str, bytes]) -> None:
+    """Write entries of the file, in one step; the same contents give the same bytes."""
+    contents = _contents(out) | changed
+    with replacing(out / STUDY_FILE) as temporary, ZipFile(temporary, "w") as archive:
+        for name in sorted(contents):
+            entry = ZipInfo(name)
+            entry.external_attr = 0o600 << 16
+            archive.writestr(entry, contents[name], ZIP_DEFLATED, compresslevel=9)
+
+
+def _rows(contents: Mapping[str, bytes]) -> list[str]:
+    return list(json.loads(contents[_ROWS])["rows"]) if _ROWS in contents else []
 
 
 def _compact(content: Any) -> bytes:
@@ -74,54 +141,3 @@ def _once(models: Mapping[str, Any]) -> dict[str, Any]:
 def _everywhere(models: Mapping[str, Any]) -> dict[str, Any]:
     """What `_once` was given."""
     return {model: models[scores] if isinstance(scores, str) else scores for model, scores in models.items()}
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether a run lies there, completed or failed."""
-    return (folder / RESULTS_FILE).is_file()
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """The results dict of a run, with its scores where they were kept.
-
-    Raises:
-        StateError: there is none, or it is damaged.
-    """
-    results, file = load_results(folder / RESULTS_FILE), folder / SCORES_FILE
-    if not file.is_file():
-        return results
-    try:
-        return results | {SCORES: {site: _everywhere(models) for site, models in json.loads(gzip.decompress(file.read_bytes())).items()}}
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, AttributeError) as error:
-        raise StateError(f"{file}: {error!r}; delete it to do without, or the run's folder to run it again") from error
-
-
-def read_study(out: Path) -> Groups:
-    """All runs of a study, row by row; rows that study.json does not name come last, by their names.
-
-    Args:
-        out: the study's folder.
-
-    Raises:
-        StateError: no run lies there, or one is damaged.
-    """
-    runs = [read_run(file.parent) for file in sorted(out.glob(f"*/*/{RESULTS_FILE}"))]
-    if not runs:
-        raise StateError(f"{out}: no run of a study here (no */*/{RESULTS_FILE}); name the folder that `medflare study --out` wrote")
-    groups: Groups = {}
-    for run in runs:
-        groups.setdefault(run["configuration"]["settings"].get("label", run["method"]), []).append(run)
-    order = _rows(out)
-    return {
-        label: groups[label] for label in sorted(groups, key=lambda label: (order.index(label) if label in order else len(order), label))
-    }
-
-
-def _rows(out: Path) -> list[str]:
-    file = out / STUDY_FILE
-    if not file.is_file():
-        return []
-    try:
-        return [str(row) for row in json.loads(file.read_bytes())["rows"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{file}: {error!r}; delete it to have the rows sorted by name") from error

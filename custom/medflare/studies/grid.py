@@ -1,15 +1,13 @@
 """Studies: methods side by side over seeds and splits, beside the references that they have to beat.
 
-A study is a grid of plain-loop runs. Every completed run is kept under the study's folder and not run again, so a study can be
-interrupted, extended and tabulated anew. A run that failed is tried again: a site's disk may be back by then, and what fails by its
-nature costs the same once more.
+A study is a grid of plain-loop runs. Every completed run is kept in the study's file and not run again, so a study can be interrupted,
+extended and tabulated anew. A run that failed is tried again.
 """
 
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +21,7 @@ from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.record import json_ready
 from medflare.evaluation.results import COMPLETED
-from medflare.studies.archive import Groups, is_finished, read_run, run_folder, write_rows, write_run
+from medflare.studies.archive import Groups, read_runs, run_name, write_rows, write_run
 from medflare.studies.candidates import Candidate
 from medflare.studies.setting import Setting
 from medflare.studies.tables.report import TABLE_FILE, study_report
@@ -38,7 +36,10 @@ class _Job:
     setting: Setting
     seed: int
     outside: tuple[str, ...]
-    folder: Path
+
+    @property
+    def name(self) -> str:
+        return run_name(self.candidate.label, self.seed, self.outside)
 
     @property
     def title(self) -> str:
@@ -46,13 +47,12 @@ class _Job:
         left_out = f" without {', '.join(self.outside)}" if self.outside else ""
         return f"{self.candidate.label}{left_out}, seed {self.seed}"
 
-    def __call__(self) -> str:
+    def __call__(self) -> dict[str, Any]:
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
         own = {"label": self.candidate.label, "resplit": self.seed, IMAGES: _images(self.setting)}
         results["configuration"]["settings"] |= own
-        write_run(self.folder, results)
-        return f"{self.title}: {results['status']}, {results['seconds']['total']:.0f} s"
+        return results
 
 
 def run_study(
@@ -71,7 +71,7 @@ def run_study(
         candidates: the rows.
         setting: task, sites, data and rounds.
         seeds: every candidate runs with each.
-        out: folder for every run (`archive`), and for table.md (`study_report`).
+        out: folder for the file of all runs (`archive`), and for table.md (`study_report`).
         left_out: each of these sites in turn is outside (it never trains and receives the final models); none: all are inside.
         processes: runs at the same time, one thread each.
         say: takes a line for every run that ended.
@@ -92,20 +92,17 @@ def run_study(
     for candidate in candidates:
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
-    jobs = [
-        _Job(candidate, setting, seed, outside, run_folder(out, candidate.label, seed, outside))
-        for seed in seeds
-        for candidate in candidates
-        for outside in splits
-    ]
-    kept = _kept(jobs, say)
+    jobs = [_Job(candidate, setting, seed, outside) for seed in seeds for candidate in candidates for outside in splits]
+    runs = _completed(out, jobs, say)
     write_rows(out, (candidate.label for candidate in candidates))
-    missing = [job for job in jobs if job.folder not in kept]
-    for done, line in enumerate(_finished(missing, processes), start=1):
-        say(f"[{done}/{len(missing)}] {line}")
+    missing = [job for job in jobs if job.name not in runs]
+    for done, (job, results) in enumerate(_finished(missing, processes), start=1):
+        write_run(out, job.name, results)
+        say(f"[{done}/{len(missing)}] {job.title}: {results['status']}, {results['seconds']['total']:.0f} s")
+    runs = read_runs(out)
     groups: Groups = {}
     for job in jobs:
-        groups.setdefault(job.candidate.label, []).append(kept.get(job.folder) or read_run(job.folder))
+        groups.setdefault(job.candidate.label, []).append(runs[job.name])
     write_atomically(out / TABLE_FILE, study_report(groups).encode(), public=True)
     return groups
 
@@ -119,31 +116,30 @@ def _refuse_twice(what: str, given: Sequence[Hashable]) -> None:
 # -- runs of earlier calls -------------------------------------------------------------------------------------------------
 
 
-def _kept(jobs: Sequence[_Job], say: Callable[[str], None]) -> dict[Path, dict[str, Any]]:
-    """Folder -> results of the runs that completed earlier.
+def _completed(out: Path, jobs: Sequence[_Job], say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """Name -> results of the runs that completed earlier.
 
     Raises:
         StateError: one is damaged, or it is not the run that is asked for.
     """
-    found = [(job, read_run(job.folder)) for job in jobs if is_finished(job.folder)]
-    completed = [(job, run) for job, run in found if run["status"] == COMPLETED]
-    for job, run in completed:
-        _refuse_another(job, run)
-    if untold := sum(IMAGES not in run["configuration"]["settings"] for _, run in completed):
-        say(f"{untold} kept runs are of an earlier version and do not say what images they had: they are taken for runs on this study's")
+    kept = read_runs(out)
+    found = [(job, kept[job.name]) for job in jobs if job.name in kept]
+    completed = {job.name: run for job, run in found if run["status"] == COMPLETED}
     for job, run in found:
-        if run["status"] != COMPLETED:
+        if job.name in completed:
+            _refuse_another(out, job, run)
+    for job, run in found:
+        if job.name not in completed:
             say(f"{job.title} had failed and is run again: {run['reason']}")
-    return {job.folder: run for job, run in completed}
+    return completed
 
 
-def _refuse_another(job: _Job, run: Mapping[str, Any]) -> None:
+def _refuse_another(out: Path, job: _Job, run: Mapping[str, Any]) -> None:
     """StateError where a kept run had another task, images, sites, rounds or hyper-parameters; what it does not name cannot be told."""
     then, now = _had(run), _asked(job)
     if other := [name for name, value in then.items() if now.get(name) != value]:
         was, is_now = (", ".join(f"{name} = {of.get(name)!r}" for name in other) for of in (then, now))
-        remedy = "give another --out, or delete that folder to have it run anew"
-        raise StateError(f"{job.folder} holds a run with {was}, this study has {is_now}; {remedy}")
+        raise StateError(f"{out}: {job.name} is a run with {was}, this study has {is_now}; give another --out")
 
 
 def _asked(job: _Job) -> dict[str, Any]:
@@ -183,19 +179,16 @@ def _named(inside: Sequence[str], rounds: int, task: Mapping[str, Any], hyper: M
 # -- runs of this one ------------------------------------------------------------------------------------------------------
 
 
-def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[str]:
-    """One line for every job, as they end."""
+def _finished(jobs: Sequence[_Job], processes: int) -> Iterable[tuple[_Job, dict[str, Any]]]:
+    """Every job with its results, as they end."""
     if processes <= 1:
-        yield from (job() for job in jobs)
+        yield from ((job, job()) for job in jobs)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
     try:
-        titles = {pool.submit(job): job.title for job in jobs}
-        for future in as_completed(titles):
-            if error := future.exception():
-                what = "a process died, this run's or another's" if isinstance(error, BrokenProcessPool) else "cannot be run"
-                yield f"{titles[future]}: {what}; the study stops after the runs at work"
-            yield future.result()
+        running = {pool.submit(job): job for job in jobs}
+        for future in as_completed(running):
+            yield running[future], future.result()
     finally:  # also on Ctrl-C: what has not begun must not hold up the reason
         pool.shutdown(cancel_futures=True)
