@@ -1,8 +1,9 @@
-"""What the site is made of besides the pages in this folder: README, CONTRIBUTING and CHANGELOG of the repository, and a page of API
-reference for every room of the package. Called by mkdocs (mkdocs.yml)."""
+"""What the site is made of besides the pages in this folder: README, CONTRIBUTING and CHANGELOG of the repository, a page of tables for
+every committed study, and a page of API reference for every room of the package. Called by mkdocs (mkdocs.yml)."""
 
 import os
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "custom" / "medflare"
 FROM_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+STUDY = re.compile(r"\]\(results/(\w+)/study\.zip\)")
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -20,6 +22,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages."""
     for source, page in FROM_THE_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for study in sorted((ROOT / "docs" / "results").glob("*/study.zip")):
+        files.append(File.generated(config, f"results/{study.parent.name}.md", content=tables(study)))
     for room in sorted(path.parent for path in PACKAGE.glob("*/__init__.py")):
         files.append(File.generated(config, f"api/{room.name}.md", content=reference(room)))
     return files
@@ -27,8 +31,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links that lead to files of the repository, as a forge shows them, lead to the site's pages."""
+    markdown = STUDY.sub(r"](results/\1.md)", markdown)
     source = next((name for name, target in FROM_THE_ROOT.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
     return LINK.sub(lambda link: relinked(link, source, page.file.src_uri), markdown)
+
+
+def tables(study: Path) -> str:
+    """The page of a study: its command, tables and figures."""
+    with zipfile.ZipFile(study) as archive:
+        page = archive.read("tables.md").decode()
+    figures = [f"![{path.stem}]({study.parent.name}/{path.name})" for path in sorted(study.parent.glob("*.svg"))]
+    return "\n\n".join([page, *figures]) + "\n"
 
 
 def relinked(link: re.Match[str], source: str, page: str) -> str:
