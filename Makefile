@@ -4,7 +4,6 @@
 # make docs        the documentation as a site in site/; a link or reference that leads nowhere fails it
 # make release     wheel, sdist and bill of materials in dist/, each distribution installed in a clean environment and tried
 # make lock        requirements.lock anew from pyproject.toml and constraints.txt (needs uv)
-# make coverage    write what the last `make test` measured into README.md
 # make clean       remove everything that these commands made
 #
 # Needs Python 3.10, 3.11 or 3.12 with pip; everything else goes into .venv, once, and again when pyproject.toml or
@@ -24,7 +23,7 @@ FITS      := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <=
 export OMP_NUM_THREADS ?= 1
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test test-fast lint docs release lock coverage clean
+.PHONY: demo test test-fast lint docs release lock clean
 
 demo: $(VENV)/.installed
 	rm -rf $(WORKSPACE)
@@ -56,10 +55,6 @@ lock:
 		--constraint constraints.txt --python-version 3.11.5 --universal --generate-hashes \
 		--no-annotate --no-header --no-emit-index-url --no-emit-find-links 2>/dev/null \
 		| awk '/^[a-z]/ { keep = !/^(torch|triton|cuda-.*|nvidia-.*)==/ } keep' > requirements.lock
-
-coverage:
-	share=$$(coverage report --format=total) \
-		&& sed -i -E "s/[0-9]+ % of the package's lines \([0-9-]+\)/$$share % of the package's lines ($$(date +%F))/" README.md
 
 clean:
 	rm -rf $(VENV) workspace build dist site custom/*.egg-info .coverage coverage.xml .hypothesis .pytest_cache .mypy_cache .ruff_cache

@@ -1,9 +1,13 @@
 """What the site is made of besides the pages in this folder: README, CONTRIBUTING and CHANGELOG of the repository, a page of tables for
-every committed study, and a page of API reference for every room of the package. Called by mkdocs (mkdocs.yml)."""
+every committed study, the settings of a task and the hyper-parameters of all methods from the code, and a page of API reference for every room
+of the package. Called by mkdocs (mkdocs.yml)."""
 
+import inspect
+import json
 import os
 import re
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     for study in sorted((ROOT / "docs" / "results").glob("*/study.zip")):
         files.append(File.generated(config, f"results/{study.parent.name}.md", content=tables(study)))
+    files.append(File.generated(config, "task_reference.md", content=task_settings()))
+    files.append(File.generated(config, "methods/hyper_parameters.md", content=hyper_parameters()))
     for room in sorted(path.parent for path in PACKAGE.glob("*/__init__.py")):
         files.append(File.generated(config, f"api/{room.name}.md", content=reference(room)))
     return files
@@ -42,6 +48,42 @@ def tables(study: Path) -> str:
         page = archive.read("tables.md").decode()
     figures = [f"![{path.stem}]({study.parent.name}/{path.name})" for path in sorted(study.parent.glob("*.svg"))]
     return "\n\n".join([page, *figures]) + "\n"
+
+
+def task_settings() -> str:
+    """Every setting of a task with its type, range, default and meaning, from `TaskConfig`."""
+    from pydantic import TypeAdapter
+
+    from medflare.tasks.config import TaskConfig
+
+    schema = TypeAdapter(TaskConfig).json_schema()
+    described = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(TaskConfig) or "", re.MULTILINE)
+    meaning = {name: " ".join(text.split()).replace("|", "\\|") for name, text in described}
+    rows = ["# All settings of a task", "", "| setting | type and range | default | meaning |", "|---|---|---|---|"]
+    for name, setting in schema["properties"].items():
+        default = "required" if name in schema["required"] else f"`{json.dumps(setting['default'])}`" if "default" in setting else "none"
+        rows.append(f"| `{name}` | {json_type(setting)} | {default} | {meaning[name]} |")
+    return "\n".join(rows) + "\n"
+
+
+def json_type(schema: Mapping[str, Any]) -> str:
+    """A JSON schema's type and range in words."""
+    if "anyOf" in schema:
+        return " or ".join(json_type(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    limits = [f"{sign} {schema[key]}" for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤")) if key in schema]
+    items = f" of {json_type(schema['items'])}" if isinstance(schema.get("items"), dict) else ""
+    return " ".join([str(schema.get("type", "any")) + items, *limits])
+
+
+def hyper_parameters() -> str:
+    """Every hyper-parameter of every method, as `medflare methods` prints it."""
+    from medflare.cli.listing import method_listing
+    from medflare.methods.catalogue import get_method, method_names
+
+    listed = [f"## {name}\n\n```text\n{method_listing(get_method(name))}\n```" for name in method_names()]
+    return "\n\n".join(["# All hyper-parameters", *listed]) + "\n"
 
 
 def relinked(link: re.Match[str], source: str, page: str) -> str:

@@ -1,7 +1,6 @@
 """What the documents promise exists: settings in the ablation tables, files that pages link to, commands that the README shows, the
 code that CONTRIBUTING has one write, the versions and numbers that pages name."""
 
-import dataclasses
 import json
 import re
 import shlex
@@ -17,7 +16,7 @@ from medflare.cli import main
 from medflare.cli.command import command_line
 from medflare.methods.catalogue import get_method, method_names
 from medflare.networks.catalogue import NETWORKS, build_network
-from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.config import load_task
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "tests" / "reference"
@@ -61,7 +60,7 @@ def test_shortcuts_between_folders_lead_somewhere() -> None:
 
 
 def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = set(re.findall(r"^(?:MEDFLARE_DATA_ROOT=\S+ )?medflare (\w+)", read("README.md"), re.MULTILINE))
+    commands = set(re.findall(r"(?:^|&& )medflare (\w+)", read("README.md"), re.MULTILINE))
     assert commands >= {"run", "job", "results", "data", "predict", "export"}
     for command in sorted(commands):
         with pytest.raises(SystemExit) as ended:
@@ -90,12 +89,6 @@ def test_the_version_is_named_right_where_it_must_be_repeated() -> None:
     pages = [*sorted((ROOT / "poc_workspace" / "runtime").iterdir()), ROOT / "docs" / "deployment.md"]
     tags = {path.name: set(re.findall(r"medflare:(\d[\w.]*)", path.read_text(encoding="utf-8"))) for path in pages}
     assert {name: found for name, found in tags.items() if found - {medflare.__version__}} == {}
-
-
-def test_the_readme_says_how_much_is_covered() -> None:
-    match = re.search(r"(\d+) % of the package's lines \(\d{4}-\d\d-\d\d\)", read("README.md"))  # `make coverage` writes this
-    least = re.search(r"^fail_under = (\d+)$", read("pyproject.toml"), re.MULTILINE)
-    assert match and least and int(match[1]) >= int(least[1])
 
 
 def test_the_site_has_a_page_for_every_room() -> None:
@@ -128,12 +121,6 @@ def test_add_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     ((spec, width),) = eval(f"[{row}]")
     features, logits = build_network(spec, 3, 5).features_and_output(torch.zeros(2, 3, 32, 32))
     assert features.shape == (2, width) and logits.shape == (2, 5)
-
-
-def test_every_setting_of_a_task_has_its_row() -> None:
-    table = read("docs", "data.md").split("\n## Settings of a task\n")[1].split("\n## ")[0]
-    named = re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `")))
-    assert sorted(named) == sorted(field.name for field in dataclasses.fields(TaskConfig))
 
 
 def test_add_a_task(tmp_path: Path) -> None:
