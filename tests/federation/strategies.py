@@ -186,11 +186,13 @@ def nearly(draw: DrawFn, message: Message) -> Message:
     changed = copied(message)
     if not changed.states or draw(st.booleans()):
         table = changed.facts
-        while (inner := [value for value in table.values() if isinstance(value, dict) and value]) and draw(st.booleans()):
+        while inner := [value for value in table.values() if isinstance(value, dict) and value]:
+            if draw(st.booleans()):
+                break
             table = draw(st.sampled_from(inner))
         key = draw(st.sampled_from(sorted(table)) | names) if table else draw(names)
         if draw(st.integers(0, 4)):
-            table[key] = draw(numbers | anything)
+            table[key] = draw(anything)
         else:
             table.pop(key, None)
         return changed
