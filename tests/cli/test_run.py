@@ -87,7 +87,7 @@ def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
     assert named.pop("out") == tmp_path / "out" / "fedavg+grace-phantom-seed5"
     expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2}
     halves = {"site_half": None, "server_half": "grace", "site": {}, "server": {"selection": "last"}}
-    assert named == {**expected, **halves, "workers": 2, "together": False}
+    assert named == {**expected, **halves, "workers": 2}
     assert root == str(tmp_path) and ROOT not in os.environ
 
 
@@ -101,10 +101,7 @@ def test_the_plain_loop_waits_for_nobody(option: str, engine: Engine, capsys: py
 def test_workers_are_the_plain_loops(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "run", "fedavg", "--workers", "2")
     assert said == "medflare: --workers is for --engine local; FLARE's simulator has --threads\n"
-    said = refused(capsys, "run", "fedavg", "--together")
-    assert said == "medflare: --together is for --engine local; under FLARE every site trains in a process of its own\n"
-    for given in (("--workers", "2"), ("--together",)):
-        assert f"{given[0]} is for a run on this machine" in refused(capsys, "resume", "jobs/fedsm", "--job", "1", *given)
+    assert "--workers is for a run on this machine" in refused(capsys, "resume", "jobs/fedsm", "--job", "1", "--workers", "2")
     assert not engine.calls
 
 
@@ -245,7 +242,7 @@ def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path, monkey
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "datalist.json").touch()
     assert main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data"), "--workers", "3"]) == 0
-    assert engine.calls == [((tmp_path,), {"workers": 3, "together": False, "say": print}, str(tmp_path / "data"))]
+    assert engine.calls == [((tmp_path,), {"workers": 3, "say": print}, str(tmp_path / "data"))]
     assert ROOT not in os.environ
 
 

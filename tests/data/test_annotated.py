@@ -169,7 +169,6 @@ def test_the_word_lets_a_federation_learn_what_one_site_never_annotated(two: Tas
         ("moon", {}),
         ("scaffold", {}),
         ("ditto", {}),
-        ("fedavg", {"together": True}),
     ],
 )
 def test_every_method_learns_from_such_a_site(method: str, options: dict[str, Any], two: TaskConfig, tmp_path: Path) -> None:

@@ -80,12 +80,6 @@ def _add_plain_loop(parser: argparse.ArgumentParser) -> None:
         help="sites that train at the same time in the plain loop, each in a process with OMP_NUM_THREADS threads (or one); "
         "any number gives the same models (default: one site after the other, on all cores)",
     )
-    parser.add_argument(
-        "--together",
-        action="store_true",
-        help="train the networks of all sites as one batch in the plain loop, for small ones on a GPU (fedavg and methods that change "
-        "little of it); the models are those of separate training up to the order of sums",
-    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -108,13 +102,12 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{given[0].replace('_', '-')} is for FLARE's simulator; leave it out with --engine local")
         from medflare.federation.local.loop import run_local
 
-        shared = {"workers": options.workers, "together": options.together}
         with _new(folder, weights) as start, _resumable(folder, options), data_root(options.data_root), weights_place(start):
-            run_local(options.method, task, sites, rounds=options.rounds, out=folder, say=print, **shared, **settings, **hyper)
+            run_local(
+                options.method, task, sites, rounds=options.rounds, out=folder, say=print, workers=options.workers, **settings, **hyper
+            )
     elif options.workers is not None:
         raise ConfigError("--workers is for --engine local; FLARE's simulator has --threads")
-    elif options.together:
-        raise ConfigError("--together is for --engine local; under FLARE every site trains in a process of its own")
     else:
         from medflare.flare.recipes import MedflareRecipe
 
@@ -285,7 +278,7 @@ def _resume(options: argparse.Namespace) -> int:
     with _held(options.path):
         _refuse_what_cannot_go_on(options)
         with _resumable(options.path, options), data_root(options.data_root):
-            resume_local(options.path, workers=options.workers, together=options.together, say=print)
+            resume_local(options.path, workers=options.workers, say=print)
     return 0 if show_results(options.path) else 1
 
 
@@ -315,9 +308,8 @@ def _refuse_what_cannot_go_on(options: argparse.Namespace) -> None:
 
 
 def _resume_job(options: argparse.Namespace) -> int:
-    if options.workers is not None or options.together:
-        given = "--together" if options.together else "--workers"
-        raise ConfigError(f"{given} is for a run on this machine; leave it out with --job")
+    if options.workers is not None:
+        raise ConfigError("--workers is for a run on this machine; leave it out with --job")
     if options.data_root is not None:
         raise ConfigError("--data-root is for a run on this machine; with --job every site has its own, in local/medflare.json")
     from medflare.flare.jobs.building import resumed_job

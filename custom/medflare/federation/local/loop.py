@@ -16,7 +16,6 @@ from medflare.data.sites.site import Site
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.delivery import Keeper, SiteFolder
 from medflare.federation.local.exchange import LocalExchange
-from medflare.federation.local.together import TogetherExchange, check_method, check_site
 from medflare.federation.local.workers import ForkedExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
@@ -57,7 +56,6 @@ def run_local(
     out: Path | str | None = None,
     resume: bool = False,
     workers: int | None = None,
-    together: bool = False,
     models_gb: float = MODELS_GB,
     say: Callable[[str], None] = lambda line: None,
     observe: Callable[[StepReport], None] = lambda report: None,
@@ -90,8 +88,6 @@ def run_local(
         resume: go on where an interrupted run left `out`; everything else must be as it was.
         workers: how many sites train at the same time, each in a process of its own with OMP_NUM_THREADS threads (one where that
             is not set); any number gives the same models. None: one after the other in this process, on all of torch's threads.
-        together: train the networks of all sites as one batch, for small ones on a GPU, see `methods.parts.together`; the models are those
-            of separate training up to the order of sums.
         models_gb: gigabytes that a model of every site may take for all models to lie in memory, see `core.backing`.
         say: takes a progress line a step.
         observe: called after every step.
@@ -111,29 +107,22 @@ def run_local(
         raise ConfigError("every site is outside; name at least one that trains")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
-    if together and workers is not None and workers > 1:
-        raise ConfigError(f"together: sites train as one batch in this process, with workers = {workers} each in its own; leave out one")
     steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
     settings = run_settings({**steering, "max_share": max_share, "suspects": suspects, "patience": patience, "wire": wire})
     check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart)
-    if together:
-        check_method(chosen, config, hyper)
-    folder, about = None if out is None else Path(out), {"engine": "local", **({"together": True} if together else {})}
+    folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)
     run.weights = None if weights is None else Path(weights)
 
     def opened(name: str, role: str) -> Site:
-        site = opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
-        if together and role == "inside":
-            check_site(site)
-        return site
+        return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root)
 
     def participant(name: str) -> Participant:
         return _participant(run, name, opened, delivered)
 
     names = (*inside, *apart)
     with nullcontext() if workers is None else threads_of_a_site():
-        exchange: LocalExchange | ForkedExchange = (TogetherExchange if together else LocalExchange)(names, participant, absent)
+        exchange: LocalExchange | ForkedExchange = LocalExchange(names, participant, absent)
         if workers is not None and workers > 1:
             exchange = ForkedExchange(names, participant, absent, workers, run.pictures)
         with closing(exchange):
@@ -190,7 +179,6 @@ def resume_local(
     *,
     data_root: Path | str | None = None,
     workers: int | None = None,
-    together: bool = False,
     models_gb: float = MODELS_GB,
     weights: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -201,7 +189,6 @@ def resume_local(
         folder: the `out` of the interrupted run.
         data_root: as for `run_local`.
         workers: as for `run_local`.
-        together: as for `run_local`.
         models_gb: as for `run_local`.
         weights: as for `run_local`.
         say: takes a progress line a step.
@@ -223,7 +210,6 @@ def resume_local(
         out=folder,
         resume=True,
         workers=workers,
-        together=together,
         models_gb=models_gb,
         say=say,
         **steering,

@@ -84,19 +84,13 @@ def received(incoming: Message) -> Message:
 
 
 class FedAvgSite(SiteHalf[F]):
-    """Trains the incoming global model for the task's local epochs and sends it back.
-
-    Attributes:
-        together: whether all its training is `parts.training.train_epochs` of the task's loss, which sites of one machine can do as one
-            batch; a subclass says so anew.
-    """
+    """Trains the incoming global model for the task's local epochs and sends it back."""
 
     Hyper: ClassVar[type] = FedAvgHyper
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, TRAIN_PART, VALIDATE)
     delivery: ClassVar[Phase | None] = DELIVERY
     freezes: ClassVar[bool] = True
     plain_steps: ClassVar[bool] = True
-    together: ClassVar[bool] = True
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)

@@ -29,7 +29,6 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     Hyper: ClassVar[type] = IOPHyper
     plain_steps: ClassVar[bool] = True
-    together: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND.maybe(), SHARES.maybe()))
     adapted = Kept("adapted")  # P_k

@@ -43,22 +43,9 @@ class Steps:
             loss: mean loss of the batch, with its graph.
             images: of the batch.
         """
-        self.share(loss, images).backward()
-        self.settle()
-
-    def share(self, loss: Tensor, images: int) -> Tensor:
-        """What a batch gives to its step, for the caller to go backward from, alone or in a sum with others; `settle` comes after it.
-
-        Args:
-            loss: see `follow`.
-            images: see `follow`.
-        """
         self._batches, self._images = self._batches + 1, self._images + images
         share = loss if self._every == 1 else loss * (images / self._full)
-        return share if self._scaler is None else self._scaler.scale(share)
-
-    def settle(self) -> None:
-        """The gradient of what `share` gave is there: step where the batch is the last one behind a step."""
+        (share if self._scaler is None else self._scaler.scale(share)).backward()
         if self._batches == self._every:
             self.finish()
 

@@ -2,9 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,36 +18,6 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets)
 _OPTIMIZER = "optimizer/"  # entries of a half's memory
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """Local epochs of the task's loss that a site is about to do; the attributes are the arguments of `train_epochs`."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    site: Site
-    round: int
-    purpose: str
-    correct: Callable[[], None] | None
-    count: int | None
-
-
-_TRAINER: ContextVar[Callable[[Lesson], float] | None] = ContextVar("medflare_trainer", default=None)
-
-
-@contextmanager
-def trained_by(trainer: Callable[[Lesson], float]) -> Iterator[None]:
-    """Inside, `train_epochs` leaves the epochs of the task's loss to somebody who has other sites' models to train as well.
-
-    Args:
-        trainer: does in its own way what `train_epochs` would do, and returns the mean loss.
-    """
-    before = _TRAINER.set(trainer)
-    try:
-        yield
-    finally:
-        _TRAINER.reset(before)
-
-
 def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
     """Local epochs, each as its batches of training images; dropout and everything else that draws is keyed.
 
@@ -60,19 +27,8 @@ def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
         count: how many; None: the task's number.
     """
     with seeded(site.seed, site.name, *keys, "dropout"):
-        yield from passes(site, *keys, count=count)
-
-
-def passes(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
-    """The batches of `epochs`, for networks that draw nothing.
-
-    Args:
-        site: see `epochs`.
-        keys: see `epochs`.
-        count: see `epochs`.
-    """
-    for epoch in range(site.task.local_epochs if count is None else count):
-        yield site.batches("train", *keys, epoch)
+        for epoch in range(site.task.local_epochs if count is None else count):
+            yield site.batches("train", *keys, epoch)
 
 
 def samples_of_pass(site: Site) -> int:
@@ -157,9 +113,6 @@ def train_epochs(
         correct: called between gradient and step, to change the gradients in place (a proximal term, control variates).
         count: how many epochs; None: the task's number.
     """
-    trainer = _TRAINER.get()
-    if trainer is not None and loss is None:
-        return trainer(Lesson(model, optimizer, site, round, purpose, correct, count))
     model.train()
     steps = Steps(optimizer, site, correct)
 
