@@ -13,8 +13,8 @@ from medflare.core.message import Message
 from medflare.core.store import csv_text
 from medflare.core.text import printable_json
 from medflare.data.datalist import read_datalist
-from medflare.federation.screening import plain
-from medflare.federation.screening.replies import unreadable
+from medflare.federation.screening import messages
+from medflare.federation.screening.messages import unreadable
 from medflare.tasks.config import load_task
 
 EVIL = "a\x1b]0;PWN\x07\x1b[2J\r\nb\u202egnp.exe\u2066\u200b\x00\x9b31m\ud800"
@@ -24,7 +24,7 @@ TASK = load_task("phantom").to_dict()
 def test_the_same_whoever_shows_it() -> None:
     events = EventLog()
     events.add("warning", EVIL)
-    texts = [str(DataError(EVIL)), one_line(ValueError(EVIL)), plain.one_line(EVIL), next(iter(events))["message"]]
+    texts = [str(DataError(EVIL)), one_line(ValueError(EVIL)), messages.one_line(EVIL), next(iter(events))["message"]]
     assert len(set(texts)) == 1 and texts[0].isprintable() and r"\x1b[2J" in texts[0] and r"\u202e" in texts[0]
 
 

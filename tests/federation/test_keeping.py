@@ -127,5 +127,5 @@ def test_what_cannot_be_chosen_is_refused_before_training(site: Site, role: str,
         full = stacked(site.data.validation)
         site.data = replace(site.data, validation=replace(full, images=full.images[:0], targets=full.targets[:0], patients=(), names=()))
     participant = Participant("A", lambda role: site, DITTO, {}, chosen=chosen)
-    with pytest.raises(ConfigError, match=f"site A: keep in its local/medflare.json {said}"):
+    with pytest.raises(ConfigError, match=f"keep.*{said}"):
         participant.answer(ENROL, 0, Message({}, {"role": role, "sites": ["A", "B"] if role == "inside" else ["B", "C"]}))

@@ -25,7 +25,6 @@ QUICK: dict[str, dict[str, Any]] = {
     "fedsm": {"selector": "compact_selector", "selector_updates": 1},
 }
 SEED = 5
-
 DISC = {**small.SEGMENTATION, "name": "disc", "labels": ["disc"]}
 GRADE = {**small.CLASSIFICATION, "name": "grade", "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}}
 BATCH_NORM = {"segmentation": DISC, "classification": GRADE}
@@ -33,6 +32,8 @@ NO_BATCH_NORM = {
     "segmentation": {**DISC, "network": small.INSTANCE_UNET},
     "classification": {**GRADE, "network": {"name": "small_cnn", "channels": [4, 8]}},
 }
+EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+BOTH_KINDS = pytest.mark.parametrize("kind", BATCH_NORM)
 
 
 def split(task: TaskConfig, count: int, seed: int, classes: int) -> Split:
@@ -53,7 +54,7 @@ def federation(
     sites: tuple[str, ...] = ("A", "B"),
     *,
     counts: tuple[int, int, int] = (8, 4, 4),
-    outside: Mapping[str, tuple[int, int, int]] | None = None,
+    outside: int = 0,
     classes: int = 3,
     twins: bool = False,
     **options: Any,
@@ -62,22 +63,28 @@ def federation(
 
     Args:
         counts: training, validation and test images of every inside site.
-        outside: site -> its images.
+        outside: test images of the outside site X; 0: there is none.
         classes: how many of the task's classes occur.
         twins: all inside sites have the same images and, but for FedSM, whose sites must tell themselves apart, the same random numbers.
     """
     config = load_task(task)
 
     def opened(name: str, role: str) -> Site:
-        parts = (outside or {}).get(name, counts)
         twin = twins and role == "inside"
         seed = 0 if twin else 100 * ord(name)
+        parts = counts if role == "inside" else (0, 0, outside)
         train, validation, test = (split(config, count, seed + place, classes) for place, count in enumerate(parts))
         return Site("twin" if twin and method != "fedsm" else name, config, SiteData(train, validation, test), SEED)
 
-    settings = {"rounds": 1, "seed": SEED, "outside": tuple(outside or ()), "opener": opened, **QUICK.get(method, {}), **options}
+    settings = {"rounds": 1, "seed": SEED, "outside": ("X",) * bool(outside), "opener": opened, **QUICK.get(method, {}), **options}
     results = medflare.run_local(method, config, sites, **settings)
     validate_results(results)
+    assert results["status"] == "COMPLETED", results["reason"]
+    files = sorted(Path(options["out"]).rglob("model.safetensors"))
+    states = [state for file in files for state in load_model(file.parent).message.states.values()]
+    assert states and all(tensor.isfinite().all() for state in states for tensor in state.values() if tensor.is_floating_point())
+    if outside:
+        assert results["sites"]["X"]["metrics"]["deployed"][config.metric] is not None
     return results
 
 
@@ -87,120 +94,73 @@ def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medflare.evaluation.report.render_report", lambda *_: "")
 
 
-def completed(results: Mapping[str, Any], folder: Path) -> None:
-    """The run came to its end and every model that it left holds numbers."""
-    assert results["status"] == "COMPLETED", results["reason"]
-    files = sorted(folder.rglob("model.safetensors"))
-    assert files
-    for file in files:
-        for state in load_model(file.parent).message.states.values():
-            assert all(tensor.isfinite().all() for tensor in state.values() if tensor.is_floating_point()), file
-
-
-def measured_outside(results: Mapping[str, Any], folder: Path) -> None:
-    """`completed`, and what X received was measured in its task's metric."""
-    completed(results, folder)
-    assert results["sites"]["X"]["metrics"]["deployed"][results["configuration"]["task"]["metric"]] is not None
-
-
-@pytest.mark.parametrize("kind", BATCH_NORM)
-@pytest.mark.parametrize("method", METHODS)
+@BOTH_KINDS
+@EVERY_METHOD
 def test_an_outside_site_with_one_image(method: str, kind: str, tmp_path: Path) -> None:
-    results = federation(method, BATCH_NORM[kind], outside={"X": (0, 0, 1)}, out=tmp_path)
-    measured_outside(results, tmp_path)
+    federation(method, BATCH_NORM[kind], outside=1, out=tmp_path)
 
 
 @pytest.mark.parametrize("tta", ["dsbn", "tent"])
-@pytest.mark.parametrize("kind", BATCH_NORM)
+@BOTH_KINDS
 def test_one_image_to_adapt_to(kind: str, tta: str, tmp_path: Path) -> None:
-    results = federation("grace", BATCH_NORM[kind], outside={"X": (0, 0, 1)}, tta=tta, out=tmp_path)
-    measured_outside(results, tmp_path)
+    federation("grace", BATCH_NORM[kind], outside=1, tta=tta, out=tmp_path)
+    with pytest.raises(ConfigError, match="BatchNorm"):
+        federation("grace", NO_BATCH_NORM[kind], tta=tta, out=tmp_path)
 
 
-@pytest.mark.parametrize("kind", NO_BATCH_NORM)
-@pytest.mark.parametrize("method", METHODS)
+@BOTH_KINDS
+@EVERY_METHOD
 def test_a_network_without_batch_norm(method: str, kind: str, tmp_path: Path) -> None:
     """IOP-FL's outside site has no statistics to take from its images, PRR's sites nothing to keep to themselves."""
-    results = federation(method, NO_BATCH_NORM[kind], outside={"X": (0, 0, 3)}, out=tmp_path)
-    measured_outside(results, tmp_path)
+    federation(method, NO_BATCH_NORM[kind], outside=3, out=tmp_path)
 
 
-@pytest.mark.parametrize("tta", ["dsbn", "tent"])
-def test_adaptation_of_batch_norm_that_is_not_there_is_refused(tta: str) -> None:
-    with pytest.raises(ConfigError, match="has no BatchNorm, which Tent and DSBN adapt"):
-        federation("grace", NO_BATCH_NORM["segmentation"], tta=tta)
+@EVERY_METHOD
+def test_one_site_alone(method: str, tmp_path: Path) -> None:
+    federation(method, DISC, ("A",), rounds=2, out=tmp_path)
 
 
-@pytest.mark.parametrize("kind", BATCH_NORM)
-@pytest.mark.parametrize("method", METHODS)
-def test_one_site_alone(method: str, kind: str, tmp_path: Path) -> None:
-    completed(federation(method, BATCH_NORM[kind], ("A",), rounds=2, out=tmp_path), tmp_path)
-
-
-@pytest.mark.parametrize("kind", BATCH_NORM)
-@pytest.mark.parametrize("method", METHODS)
-def test_two_sites_with_the_same_images(method: str, kind: str, tmp_path: Path) -> None:
-    """Nothing tells them apart, so nothing may treat them differently."""
-    results = federation(method, BATCH_NORM[kind], rounds=2, twins=True, out=tmp_path)
-    completed(results, tmp_path)
-    if method != "fedsm":
-        assert results["sites"]["A"]["metrics"] == results["sites"]["B"]["metrics"]
+@EVERY_METHOD
+def test_two_sites_with_the_same_images_are_treated_alike(method: str, tmp_path: Path) -> None:
+    results = federation(method, DISC, rounds=2, twins=True, out=tmp_path)
+    assert method == "fedsm" or results["sites"]["A"]["metrics"] == results["sites"]["B"]["metrics"]
     weights = [numbers["weight"] for step in read_rounds(tmp_path) for numbers in step["aggregation"].values()]
-    assert weights == pytest.approx([0.5] * len(weights))
-    assert len(weights) == (4 if method in ("grace", "feddag") else 0)
+    assert weights == pytest.approx([0.5] * (4 if method in ("grace", "feddag") else 0))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EVERY_METHOD
 def test_a_class_that_no_site_has(method: str, tmp_path: Path) -> None:
     results = federation(method, GRADE, classes=2, counts=(9, 6, 6), out=tmp_path)
-    completed(results, tmp_path)
     metrics = results["sites"]["A"]["metrics"]["deployed"]
     assert metrics["accuracy"] is not None
-    undefined = [name for name, value in metrics.items() if value is None]
     said = [event["message"] for event in results["events"] if event["kind"] == "undefined" and event["site"] == "A"]
-    assert all(any(f"deployed {name}: " in line for line in said) for name in undefined)
+    assert all(any(f"deployed {name}: " in line for line in said) for name, value in metrics.items() if value is None)
 
 
-class TestConsistency:
-    """GRACE's weights where the cosines leave nothing to weigh by."""
-
-    def test_updates_that_vanish(self, tmp_path: Path) -> None:
-        still = {**DISC, "optimizer": {"name": "sgd", "lr": 1e-30}}  # too little to change a float32
-        completed(federation("grace", still, client="erm", reset_optimizer=True, out=tmp_path), tmp_path)
-        assert weights_of(tmp_path) == pytest.approx([0.5, 0.5])
-
-    def test_updates_that_disagree(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The sites' updates are turned round by the way, so that every cosine between them is negative."""
-        seen: list[float] = []
-        aggregate = grace.consistent_aggregate
-
-        def opposed(model: Any, states: Any, p: Any, names: Any, **options: Any) -> Any:
-            turned = {**states, "B": {n: 1.1 * model[n] - 0.1 * states["A"][n] if n in names else t for n, t in states["B"].items()}}
-            one, other = (torch.cat([(turned[site][n] - model[n]).flatten() for n in names]) for site in ("A", "B"))
-            seen.append(torch.cosine_similarity(one, other, dim=0).item())
-            return aggregate(model, turned, p, names, **options)
-
-        monkeypatch.setattr(grace, "consistent_aggregate", opposed)
-        completed(federation("grace", DISC, out=tmp_path), tmp_path)
-        assert seen == pytest.approx([-1.0], abs=1e-3)
-        assert sum(weights_of(tmp_path)) == pytest.approx(1.0) and min(weights_of(tmp_path)) >= 0
+def test_grace_weighs_updates_that_vanish_alike(tmp_path: Path) -> None:
+    still = {**DISC, "optimizer": {"name": "sgd", "lr": 1e-30}}  # too little to change a float32
+    federation("grace", still, client="erm", reset_optimizer=True, out=tmp_path)
+    assert weights_of(tmp_path) == pytest.approx([0.5, 0.5])
 
 
-class TestScores:
-    """FedDAG's second phase where the scores say nothing."""
+def test_grace_weighs_updates_that_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sites' updates are turned round by the way, so that every cosine between them is negative."""
+    aggregate = grace.consistent_aggregate
 
-    def test_all_equal(self, tmp_path: Path) -> None:
-        completed(federation("feddag", DISC, ("A", "B", "C"), twins=True, out=tmp_path), tmp_path)
-        assert weights_of(tmp_path) == pytest.approx([1 / 3] * 3)
+    def opposed(model: Any, states: Any, p: Any, names: Any, **options: Any) -> Any:
+        turned = {**states, "B": {n: 1.1 * model[n] - 0.1 * states["A"][n] if n in names else t for n, t in states["B"].items()}}
+        return aggregate(model, turned, p, names, **options)
 
-    @pytest.mark.parametrize("balancing", ["power", "softmax"])
-    def test_none_at_all(self, balancing: str, tmp_path: Path) -> None:
-        """No site has validation images: nobody can score, which is named, and the models count equally."""
-        results = federation("feddag", DISC, ("A", "B", "C"), counts=(8, 0, 4), balancing=balancing, out=tmp_path)
-        completed(results, tmp_path)
-        assert weights_of(tmp_path) == pytest.approx([1 / 3] * 3)
-        said = {event["site"] for event in results["events"] if "no other site could score this model" in event["message"]}
-        assert said == {"A", "B", "C"}
+    monkeypatch.setattr(grace, "consistent_aggregate", opposed)
+    federation("grace", DISC, out=tmp_path)
+    assert sum(weights_of(tmp_path)) == pytest.approx(1.0) and min(weights_of(tmp_path)) >= 0
+
+
+@pytest.mark.parametrize("balancing", ["power", "softmax"])
+def test_feddag_counts_models_alike_that_nobody_can_score(balancing: str, tmp_path: Path) -> None:
+    results = federation("feddag", DISC, ("A", "B", "C"), counts=(8, 0, 4), balancing=balancing, out=tmp_path)
+    assert weights_of(tmp_path) == pytest.approx([1 / 3] * 3)
+    assert {event["site"] for event in results["events"] if "could score" in event["message"]} == {"A", "B", "C"}
 
 
 def weights_of(folder: Path) -> list[float]:

@@ -5,7 +5,7 @@ Bright squares on noise; every site has its own background. Segmentation finds t
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.federation.screening.incoming import Incoming
-from medflare.federation.screening.replies import unreadable
+from medflare.federation.screening.messages import Incoming, unreadable
 from medflare.federation.screening.updates import screen
 from medflare.methods.base import Plan, ServerContext, ServerHalf, SiteHalf, Step
 from medflare.methods.catalogue import get_method, method_names
@@ -208,9 +207,7 @@ def play(server: Any, halves: dict[str, Any], absent: Callable[[Step, str], bool
         manifest = half.manifest(step.phase, half.plan)
         network = EntrySpec.like(half.plan.template(), "").tensors.items()
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= network]
-        known: dict[str, Any] = {"weights": weights, "contradicted": partial(server.contradicted, step)}
-        known["steps"] = [entry for entry in half.phase(step.phase).answers if entry.step]
-        screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()}, **known)
+        screened = screen(replies, manifest, outgoing, {name: half.site.n for name, half in halves.items()}, weights=weights)
         assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)
         if store is not None:

@@ -26,7 +26,7 @@ from medflare.evaluation.contract import validate_results
 from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
-from medflare.federation.screening.incoming import Incoming
+from medflare.federation.screening.messages import Incoming
 from medflare.federation.settings import PHASES_OF_ALL, RUN_SETTINGS
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods import catalogue

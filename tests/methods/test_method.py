@@ -39,8 +39,8 @@ class TestCheck:
             ({"weigthing": "uniform"}, "method 'mine' has no hyper-parameter 'weigthing'; did you mean 'weighting'"),
             ({"site.weighting": "uniform"}, "method 'mine' has no hyper-parameter 'site.weighting'"),
             ({"server": {"nonsense": 1}}, "method 'mine' has no hyper-parameter 'server.nonsense'"),
-            ({"weighting": "mean"}, "method mine, server half: weighting must be one of samples, uniform, got 'mean'"),
-            ({"reset_optimizer": 3}, "method mine, site half: reset_optimizer must be true or false, got 3"),
+            ({"weighting": "mean"}, "method mine, server half: weighting"),
+            ({"reset_optimizer": 3}, "method mine, site half: reset_optimizer"),
         ],
     )
     def test_the_first_that_is_wrong_is_named_with_its_half(self, values: dict[str, Any], words: str) -> None:

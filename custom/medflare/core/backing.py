@@ -70,12 +70,7 @@ _USED: ContextVar[Backing | None] = ContextVar("medflare_backing", default=None)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor on the CPU whose numbers are still to be written: in memory, or in a file where a backing is used.
-
-    Args:
-        shape: of the tensor.
-        dtype: of its numbers.
-    """
+    """A contiguous tensor on the CPU whose numbers are still to be written: in memory, or in a file where a backing is used."""
     backing = _USED.get()
     if backing is None or torch.Size(shape).numel() * dtype.itemsize < _SMALL:
         return torch.empty(shape, dtype=dtype)

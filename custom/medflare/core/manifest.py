@@ -3,12 +3,16 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from functools import cached_property, partial
+from types import FunctionType
+from typing import Annotated, Any, Final, Literal
 
 import torch
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from medflare.core.message import Message
+from medflare.core.settings import first_problem
 from medflare.core.text import is_name
 
 _VARIANCE: Final = "running_var"  # torch's name for it in every layer that keeps one
@@ -42,7 +46,6 @@ class EntrySpec:
 
 
 Manifest = dict[str, EntrySpec]
-_LONGEST: Final = 1000  # characters of a text
 # How numbers belong to classes, for the suppression of small cells: "values" of a class speak of that class alone; "counts" of all classes
 # add up to a known total, so that one of them follows from the others.
 PerClass = Literal["", "values", "counts"]
@@ -71,8 +74,6 @@ class Entry(str):
         unsigned: whether it holds no number below 0.
         sometimes: whether the server's message may lack it.
         exact: whether its numbers travel as they are in any case, though they look like weights of the network.
-        step: whether it is a step by itself that honest sites take alike, such as a change of a mean gradient, and no new version of what
-            was sent: it is judged by its direction too, and no site's may be far longer than the others' ever were.
         measured: the split whose images it was measured on ("train", "validation"); "" for weights and their updates. The participant sends
             zeros where the split has fewer patients than the site's `minimum_patients`.
         per_class: whether the first axis of its tensors is the class (`tasks.classes.class_names`, or the task's labels), see `PerClass`.
@@ -86,7 +87,6 @@ class Entry(str):
     unsigned: bool
     sometimes: bool
     exact: bool
-    step: bool
     measured: str
     per_class: PerClass
 
@@ -100,13 +100,12 @@ class Entry(str):
         unsigned: bool = False,
         sometimes: bool = False,
         exact: bool = False,
-        step: bool = False,
         measured: str = "",
         per_class: PerClass = "",
     ) -> "Entry":
         entry = super().__new__(cls, name)
         entry.purpose, entry.template, entry.when = purpose, template, when
-        entry.unsigned, entry.sometimes, entry.exact, entry.step = unsigned, sometimes, exact, step
+        entry.unsigned, entry.sometimes, entry.exact = unsigned, sometimes, exact
         entry.measured, entry.per_class = measured, per_class
         return entry
 
@@ -144,152 +143,91 @@ class Entry(str):
         return {name.removeprefix(self): states[name] for name in sorted(states) if name.startswith(self)}
 
 
-Taken = Callable[[object], str | None]  # a fact's value -> what is wrong with it, in words that follow its name, or None
+class Taken:
+    """What a fact may be. Names and texts of all facts are known to be printable, see `federation.screening.messages`.
+
+    Args:
+        kind: a type for pydantic, or a function value -> what is wrong with it, in words, or None.
+    """
+
+    def __init__(self, kind: Any):
+        self.kind = Annotated[Any, AfterValidator(partial(_raise_problem, kind))] if isinstance(kind, FunctionType) else kind
+
+    def __call__(self, value: object) -> str | None:
+        """What is wrong with a value, in words that follow the fact's name, or None."""
+        try:
+            self._adapter.validate_python(value)
+        except ValidationError as error:
+            return first_problem(error)
+        return None
+
+    @cached_property  # made when it is first asked: a process imports more facts than it sees
+    def _adapter(self) -> TypeAdapter[Any]:
+        kind: Any = self.kind
+        return TypeAdapter(kind)
 
 
-def anything(value: object) -> str | None:
-    """Takes whatever JSON can hold, with texts and names as `text` takes them."""
-    if isinstance(value, str):
-        return text()(value)
-    if isinstance(value, Mapping):
-        return table()(value)
-    return listing()(value) if isinstance(value, list | tuple) else None
+def _raise_problem(problem: Callable[[object], str | None], value: object) -> object:
+    if wrong := problem(value):
+        raise ValueError(wrong)
+    return value
+
+
+def _check_model_name(name: str) -> str:
+    if not is_name(name) or "$" in name:  # what stands between dollars is mathematics to a figure
+        raise ValueError("no name of a model")
+    return name
+
+
+_ModelName = Annotated[str, AfterValidator(_check_model_name)]
+Checks = Taken | Callable[[object], str | None]
+anything = Taken(Any)
+
+
+def _kind(of: Checks) -> Any:
+    return of.kind if isinstance(of, Taken) else Taken(of).kind
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Taken:
-    """Takes finite numbers.
-
-    Args:
-        least: the smallest.
-        most: the largest.
-        optional: whether None is taken as well: a value that is not defined.
+    """Takes finite numbers; where it is `optional`, None as well: a value that is not defined.
 
     Examples:
-        >>> number(0, 1)(2), number(0, 1)(0.5), number()("high"), number(optional=True)(None)
-        ('is 2, expected a number from 0 to 1', None, 'is str, expected a number', None)
+        >>> number(0, 1)(0.5), number(optional=True)(None), number(0, 1)(2)
+        (None, None, 'Input should be less than or equal to 1, got 2')
     """
-    wanted = "a number" if (least, most) == (-math.inf, math.inf) else f"a number from {least:g} to {most:g}"
-
-    def problem(value: object) -> str | None:
-        if value is None and optional:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return f"is {type(value).__name__}, expected {wanted}"
-        return None if least <= value <= most and value not in (math.inf, -math.inf) else f"is {value!r:.40}, expected {wanted}"
-
-    return problem
+    kind = Annotated[float, Field(strict=True, ge=least, le=most, allow_inf_nan=False)]
+    return Taken(kind | None if optional else kind)
 
 
 def count(most: int = 2**53, *, optional: bool = False) -> Taken:
-    """Takes whole numbers from 0.
-
-    Args:
-        most: the largest.
-        optional: whether None is taken as well.
-
-    Examples:
-        >>> count()(3), count()(-1), count()(1.5)
-        (None, 'is -1, expected a count', 'is float, expected a count')
-    """
-
-    def problem(value: object) -> str | None:
-        if value is None and optional:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            return f"is {type(value).__name__}, expected a count"
-        return None if 0 <= value <= most else f"is {value!r:.40}, expected a count"
-
-    return problem
-
-
-def table(of: Taken = anything) -> Taken:
-    """Takes tables, name -> value; names as `text` takes them.
-
-    Args:
-        of: what every value must be.
-
-    Examples:
-        >>> table(count())({"train": 3}), table(count())({"train": "many"}), table()([])
-        (None, "'train' is str, expected a count", 'is list, expected a table')
-    """
-
-    def problem(value: object) -> str | None:
-        if not isinstance(value, Mapping):
-            return f"is {type(value).__name__}, expected a table"
-        if odd := [name for name in value if not _printable(name)]:
-            return f"{odd[0]!r:.60} is no name of up to {_LONGEST} characters that can be printed"
-        return next((f"{name!r:.60} {wrong}" for name, found in value.items() if (wrong := of(found))), None)
-
-    return problem
-
-
-def models(of: Taken = anything, most: int = 16) -> Taken:
-    """Takes tables, model -> value, of a few models whose names are short and plain: they head tables and figures.
-
-    Args:
-        of: what every value must be.
-        most: models.
-
-    Examples:
-        >>> models(number())({"global": 1}), models()({"$x": 1})
-        (None, "'$x' is no name of a model")
-    """
-
-    def problem(value: object) -> str | None:
-        names = list(value) if isinstance(value, Mapping) else []
-        if len(names) > most:
-            return f"names {len(names)} models, more than {most}"
-        return next((f"{name!r:.60} is no name of a model" for name in names if not _plain(name)), None) or table(of)(value)
-
-    return problem
-
-
-def _printable(value: object) -> bool:
-    return isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST
-
-
-def _plain(name: object) -> bool:
-    """Whether figures show a name as it is; what stands between dollars is mathematics to them."""
-    return isinstance(name, str) and is_name(name) and "$" not in name
+    """Takes whole numbers from 0."""
+    kind = Annotated[int, Field(strict=True, ge=0, le=most)]
+    return Taken(kind | None if optional else kind)
 
 
 def text(*known: str) -> Taken:
-    """Takes texts of up to 1000 characters, all of which can be printed: none that a terminal obeys.
+    """Takes texts of up to 1000 characters, or only the known ones."""
+    return Taken(Literal[known] if known else Annotated[str, Field(strict=True, max_length=1000)])
 
-    Args:
-        known: those that there are; none for any.
+
+def table(of: Checks = anything) -> Taken:
+    """Takes tables, name -> value.
 
     Examples:
-        >>> text()("x"), text("a", "b")("c"), text()(3)
-        (None, "is 'c', expected a or b", 'is int, expected text')
+        >>> table(count())({"train": 3}), table(count())({"train": "many"})
+        (None, "train: Input should be a valid integer, got 'many'")
     """
-
-    def problem(value: object) -> str | None:
-        if not isinstance(value, str):
-            return f"is {type(value).__name__}, expected {' or '.join(known) or 'text'}"
-        if not _printable(value):
-            return f"is {value!r:.60}, expected up to {_LONGEST} characters that can be printed"
-        return None if not known or value in known else f"is {value!r:.60}, expected {' or '.join(known)}"
-
-    return problem
+    return Taken(dict[str, _kind(of)])  # type: ignore[misc]  # a type made at run time
 
 
-def listing(of: Taken = anything, most: int | None = None) -> Taken:
-    """Takes lists.
+def models(of: Checks = anything, most: int = 16) -> Taken:
+    """Takes tables, model -> value, of a few models whose names are short and plain: they head tables and figures."""
+    return Taken(Annotated[dict[_ModelName, _kind(of)], Field(max_length=most)])  # type: ignore[misc]  # a type made at run time
 
-    Args:
-        of: what every item must be.
-        most: items; None: any number of them.
-    """
 
-    def problem(value: object) -> str | None:
-        if not isinstance(value, list | tuple):
-            return f"is {type(value).__name__}, expected a list"
-        if most is not None and len(value) > most:
-            return f"has {len(value)} items, more than {most}"
-        return next((f"[{place}] {wrong}" for place, found in enumerate(value) if (wrong := of(found))), None)
-
-    return problem
+def listing(of: Checks = anything, most: int | None = None) -> Taken:
+    """Takes lists of up to `most` items."""
+    return Taken(Annotated[list[_kind(of)], Field(max_length=most)])  # type: ignore[misc]  # a type made at run time
 
 
 class Fact(str):
@@ -315,14 +253,15 @@ class Fact(str):
         cls,
         name: str,
         about: str = "",
-        takes: Taken = anything,
+        takes: Checks = anything,
         measured: str = "",
         *,
         sometimes: bool = False,
         per_class: PerClass = "",
     ) -> "Fact":
         fact = super().__new__(cls, name)
-        fact.about, fact.takes, fact.measured, fact.sometimes, fact.per_class = about, takes, measured, sometimes, per_class
+        fact.takes = takes if isinstance(takes, Taken) else Taken(takes)
+        fact.about, fact.measured, fact.sometimes, fact.per_class = about, measured, sometimes, per_class
         return fact
 
     def maybe(self) -> "Fact":

@@ -118,30 +118,12 @@ def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
     """
     total = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
     room = torch.empty(len(tensors) * min(LONG, origin.numel()), dtype=torch.float64)  # made once: the system takes its time to give it
-    for begun, *parts in stretches([origin, *tensors], LONG):
-        deltas = room[: len(parts) * begun.numel()].view(len(parts), -1)
-        for start, *pieces in stretches([begun, *parts, *deltas]):
-            offsets(pieces[: len(parts)], [start.double()] * len(parts), pieces[len(parts) :])
+    for start, *parts in stretches([origin, *tensors], LONG):
+        deltas = room[: len(parts) * start.numel()].view(len(parts), -1)
+        for part, delta in zip(parts, deltas, strict=True):
+            delta.copy_(part).sub_(start)
         total += deltas @ deltas.T
     return total
-
-
-def offsets(parts: Sequence[Tensor], starts: Sequence[Tensor], into: Sequence[Tensor] | Tensor) -> None:
-    """into_k = parts_k - starts_k in the precision of `into`, without room of its own.
-
-    Args:
-        parts: K tensors.
-        starts: K of their shapes, in the precision of `into`.
-        into: K of their shapes, or their stack.
-
-    Examples:
-        >>> found = torch.zeros(1, 2, dtype=torch.float64)
-        >>> offsets([torch.tensor([3.0, 1.0])], [torch.tensor([1.0, 1.0]).double()], found)
-        >>> found.tolist()
-        [[2.0, 0.0]]
-    """
-    for part, start, offset in zip(parts, starts, into, strict=True):
-        offset.copy_(part).sub_(start)
 
 
 def cosines(gram: Tensor) -> Tensor:
@@ -278,9 +260,6 @@ def state_bytes(state: Mapping[str, Tensor]) -> int:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """A tensor's bytes in order, uint8 (n,), without a copy where it lies on the CPU in one piece.
-
-    Args:
-        tensor: of any shape and dtype.
 
     Examples:
         >>> bytes_of(torch.tensor(1.0).expand(1)).tolist()  # its stride is 0, which `Tensor.view` does not take

@@ -36,7 +36,6 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
 
     Args:
         path: the file; folders that do not exist are made.
-        content: of the file.
         public: whether file and folders get the permissions of the user's umask, as a report that is there to be read. Else they are for
             this account alone: most of what is written is made of patients' images, or of models that know them.
     """
@@ -47,10 +46,6 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
 @contextmanager
 def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
     """An empty file beside `path`, which takes its place in one step once the block has written it; see `write_atomically`.
-
-    Args:
-        path: the file.
-        public: as for `write_atomically`.
 
     Yields:
         The path of the file to write, which is there already with its permissions.
@@ -107,10 +102,6 @@ def own_opener(path: str, flags: int) -> int:
 def make_folder(folder: Path, *, public: bool = False) -> None:
     """Make a folder and those above it where they do not exist; a folder that is there stays as it is.
 
-    Args:
-        folder: its path.
-        public: as for `write_atomically`.
-
     Raises:
         OSError: it cannot be made, or is a file.
     """
@@ -158,7 +149,6 @@ def write_message(path: Path, message: Message) -> None:
     """Write the message as a safetensors file, atomically and without a copy of it in memory; equal messages give equal files.
 
     Args:
-        path: of the file.
         message: to write.
 
     Raises:

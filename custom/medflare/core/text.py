@@ -22,11 +22,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The same, with lines and tabs as they are.
-
-    Args:
-        text: see `printable`.
-    """
+    """The same, with lines and tabs as they are."""
     if text.isprintable():
         return text
     letters = text.encode(errors="replace").decode()
@@ -54,9 +50,6 @@ def printable_json(value: Any, depth: int = 32) -> Any:
 
 def is_name(text: str) -> bool:
     """Whether a text can name a task, a label, a site or a model: in a table, in a figure and as a part of a file's name.
-
-    Args:
-        text: the name.
 
     Examples:
         >>> is_name("optic cup"), is_name(".."), is_name("a\\x1b[2Jb"), is_name("x" * 101)

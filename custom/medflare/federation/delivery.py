@@ -142,7 +142,6 @@ def check_choice(site: Site, role: str, keep: str | None) -> None:
     Args:
         site: whose choice it is.
         role: "inside" or "outside".
-        keep: see `LocalSettings.keep`.
 
     Raises:
         ConfigError: a personal model of a site that never trains, or the best one without validation images.
@@ -163,7 +162,6 @@ def chosen_here(site: Site, models: Mapping[str, Message], keep: str | None) -> 
     Args:
         site: whose choice it is.
         models: role -> delivered model.
-        keep: see `LocalSettings.keep`.
 
     Returns:
         The models, and what is to be said of the choice, one line each.

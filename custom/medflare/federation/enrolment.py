@@ -1,7 +1,6 @@
 """Who takes part: sites say what they have before anything is trained; a site that cannot take part ends the run, a late one joins."""
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import medflare
@@ -11,11 +10,10 @@ from medflare.core.packages import installed_versions
 from medflare.data.files.acquisition import joined_range, read_range
 from medflare.evaluation.record import shares
 from medflare.federation.exchange import START, Courier
-from medflare.federation.screening.replies import RANGE, VERSIONS
-from medflare.federation.screening.shares import capped
+from medflare.federation.screening.messages import RANGE, VERSIONS
+from medflare.federation.screening.updates import capped
 from medflare.federation.settings import ENROL
 from medflare.methods.base import ServerContext, Step
-from medflare.tasks.config import TaskConfig
 
 _COMPARED: Final = ("medflare", "torch", "monai")
 
@@ -46,8 +44,6 @@ class Enrolment:
         self.returning, self.finished, self.max_share = returning or {}, finished, max_share
         self._turned_away: dict[str, str] = {}  # site -> why
         self._silent: dict[str, str] = {}  # site -> why there was no answer when it was asked last
-        self._vain: dict[str, int] = {}  # site -> how often it was asked and did not get in
-        self._rests: dict[str, int] = {}  # site -> steps in which it is not asked
         self._heaviest = ""
 
     @property
@@ -82,14 +78,9 @@ class Enrolment:
             self.context.events.add("missing", "not there when the federation started; it may join later", site=site, round=0)
 
     def members(self, step: Step) -> list[str]:
-        """The enrolled inside sites that are there for a step, sorted; sites that came in since the last step enrol first.
-
-        The others wait for them. Who does not get in is asked again after one step, two, four, eight and so on.
-        """
+        """The enrolled inside sites that are there for a step, sorted; sites that came in since the last step enrol first."""
         before, events = set(self.enrolled), self.context.events
-        resting = {site for site, steps in self._rests.items() if steps > 0}
-        self._rests |= {site: self._rests[site] - 1 for site in resting}
-        for site, problem in self.admit(step.round, resting).items():
+        for site, problem in self.admit(step.round).items():
             events.add("warning", f"wants to join and cannot: {problem}", site=site, round=step.round)
         for site in sorted(self.enrolled.keys() - before):
             events.add("joined", f"joined in round {step.round}", site=site, round=step.round)
@@ -101,18 +92,14 @@ class Enrolment:
                 events.add("missing", f"not there for '{step.phase}' of round {step.round}", site=site, round=step.round)
         return [site for site in self.inside if site in present]
 
-    def admit(self, round: int, resting: Collection[str] = ()) -> dict[str, str]:
+    def admit(self, round: int) -> dict[str, str]:
         """Ask newcomers what they have; returns site -> problem for those that say that they cannot take part.
 
         A site whose answer nobody can work with is not asked again, and one that does not answer may do so later; the run goes on without
         either where enough others are there.
-
-        Args:
-            round: at hand.
-            resting: sites that are not asked now.
         """
         context, problems = self.context, dict[str, str]()
-        wanted = {*context.sites, *context.outside} - self._turned_away.keys() - self.enrolled.keys() - {*resting}
+        wanted = {*context.sites, *context.outside} - self._turned_away.keys() - self.enrolled.keys()
         new = [site for site in sorted(self.courier.present(round)) if site in wanted]
         roles = {site: "outside" if site in context.outside else "inside" for site in new}
         invitation = {**self.identity, "sites": list(context.sites)}
@@ -126,8 +113,6 @@ class Enrolment:
                     self._turned_away[site] = reply.problem
                 else:
                     (problems if reply.kind == "failed" else self._silent)[site] = reply.problem
-                    self._vain[site] = self._vain.get(site, 0) + 1
-                    self._rests[site] = 2 ** (self._vain[site] - 1) - 1
                 continue
             facts = dict(reply.message.facts)
             if problem := self._refusal(site, facts):
@@ -149,7 +134,8 @@ class Enrolment:
             return f"it came back with {_counts(images)} instead of {_counts(known)}; counts do not change during a run"
         if RANGE in facts and (problem := read_range(facts[RANGE]).misfit(self.context.task)):
             return problem
-        return impossible_counts(self.context.task, facts)
+        counted, classes = len(facts["class_counts"]), len(self.context.task.classes)
+        return "" if counted in (0, classes) else f"class_counts has {counted} numbers for {classes} classes"
 
     def _weigh(self, round: int) -> None:
         """An event where one of several inside sites has more than half of all training images, one of two more than three quarters."""
@@ -220,38 +206,6 @@ def other_packages(theirs: Mapping[str, str], here: Mapping[str, str]) -> str:
     other = {name: own for name, own in here.items() if name in theirs and theirs[name].partition("+")[0] != own.partition("+")[0]}
     named = ", ".join(f"{name} {theirs[name]} (the server {own})" for name, own in other.items())
     return f"runs {named}: numbers may differ in the last digits" if named else ""
-
-
-def impossible_counts(task: TaskConfig, facts: Mapping[str, Any]) -> str:
-    """Why training images of a task cannot have such counts by class, "" where they can, or where none are told.
-
-    Classes that exclude each other share out every image, or every pixel at the network's size; patches are cut from images of any size.
-
-    Args:
-        task: gives classes, target, size and fit.
-        facts: "n" and "class_counts", as a site enrols with them.
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> task = SimpleNamespace(classes=("not disc", "disc"), kind="segmentation", size=(2, 2), fit="resize", target="binary")
-        >>> impossible_counts(task, {"n": {"train": 2}, "class_counts": [5, 3]})
-        ''
-        >>> impossible_counts(task, {"n": {"train": 2}, "class_counts": [0, 9000]})
-        'class_counts add up to 9000, its 2 training images have 8 pixels'
-        >>> impossible_counts(task, {"n": {"train": 2}, "class_counts": [8]})
-        'class_counts has 1 numbers for 2 classes'
-    """
-    counts: Sequence[int] = facts["class_counts"]
-    if not counts:
-        return ""
-    if len(counts) != len(task.classes):
-        return f"class_counts has {len(counts)} numbers for {len(task.classes)} classes"
-    images, pixels = facts["n"]["train"], task.kind == "segmentation"
-    whole = images * (math.prod(task.size) if pixels else 1)
-    if task.fit == "patch" or (sum(counts) == whole if task.target != "multilabel" else max(counts) <= whole):
-        return ""
-    told = f"add up to {sum(counts)}" if task.target != "multilabel" else f"go up to {max(counts)}"
-    return f"class_counts {told}, its {images} training images have {whole} {'pixels' if pixels else 'labels'}"
 
 
 def listed(problems: Mapping[str, str]) -> str:

@@ -9,8 +9,7 @@ from torch import Tensor
 from medflare.core.backing import backed, empty
 from medflare.core.message import Message
 from medflare.federation.outcome import Cost, Outcome
-from medflare.federation.screening.plain import not_states, one_line
-from medflare.federation.screening.replies import DELIVERS, ENROLS, stateful, unfit, unreadable
+from medflare.federation.screening.messages import DELIVERS, ENROLS, not_states, one_line, stateful, unfit, unreadable
 from medflare.federation.settings import DELIVER, ENROL
 from medflare.methods.base import Step
 
@@ -85,7 +84,6 @@ class Courier:
         """site -> reply, in sorted order, one for every site that was asked.
 
         Args:
-            step: what is asked.
             outgoing: site -> what it is sent.
 
         Returns:
@@ -111,7 +109,6 @@ def numbered(message: Message, index: int, rounds: int) -> Message:
     """The message with what a site must know of the run: a step's number, by which it knows one that it has done before, and its length.
 
     Args:
-        message: left as it is.
         index: number of the step in the run.
         rounds: of the run, for the schedule of the learning rate.
     """

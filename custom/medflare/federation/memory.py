@@ -152,7 +152,6 @@ class WorkingTime:
     Time in which it waits for others does not count.
 
     Args:
-        name: of the site.
         store: keeps the hours from one process to the next; those of a step at which a process was killed are lost.
         minutes: the most of one step; None for no bound.
         hours: the most of the run; None for no bound.
@@ -208,7 +207,6 @@ class WorkingTime:
 
         Args:
             round: of the step at hand, 0-based.
-            rounds: of the run.
         """
         needed = (self._before + max(rounds - round, 1) * self._now) / 3600
         if self.hours is None or self._warned or needed <= self.hours:

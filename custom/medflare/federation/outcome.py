@@ -16,7 +16,7 @@ class StepReport:
         facts: site -> facts of its usable reply.
         rejected: site -> why there is none.
         aggregation: site -> numbers that the server half noted about it, see `ServerContext.note`.
-        similarity: gives entry -> site -> site -> cosine of their updates, see `screening.evidence.similarity`; numbers that grow with
+        similarity: gives entry -> site -> site -> cosine of their updates, see `Screened.similarity`; numbers that grow with
             the square of the sites, for who asks.
     """
 

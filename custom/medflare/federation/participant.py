@@ -18,8 +18,7 @@ from medflare.federation.delivery import Keeper, check_choice, chosen_here, eval
 from medflare.federation.enrolment import versions_here
 from medflare.federation.exchange import START
 from medflare.federation.memory import RememberedHalf, WorkingTime
-from medflare.federation.screening.incoming import FINISHED, ROLE, SITES, STEPS, SiteGate
-from medflare.federation.screening.replies import DELIVERS, RANGE, VERSIONS
+from medflare.federation.screening.messages import DELIVERS, FINISHED, RANGE, ROLE, SITES, STEPS, VERSIONS, SiteGate
 from medflare.federation.screening.rounding import Rounding
 from medflare.federation.screening.withholding import Suppression, rare_classes, too_few, withhold, withhold_doubts
 from medflare.federation.settings import DELIVER, ENROL, FACTS_LIMIT, PHASES_OF_ALL
@@ -30,7 +29,7 @@ from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.tasks.schedules import rate_factor
 
-# Of what a site says of its data; the server's gate takes a hundred events in all, and facts of a size (`screening.plain`).
+# Of what a site says of its data; the server's gate takes a hundred events in all, and facts of a size (`screening.messages`).
 _MOST_EVENTS: Final = 45  # of one kind
 _LONGEST_EVENT: Final = 400  # characters
 _MOST_BYTES: Final = FACTS_LIMIT // 2  # of all: the rest is for counts and versions
@@ -42,8 +41,6 @@ def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str,
     Args:
         method: the method, its name and halves.
         hyper: its hyper-parameters, see `core.hyper.halved`.
-        task_fingerprint: see `TaskConfig.fingerprint`.
-        seed: of the run.
 
     Returns:
         The facts "method", "hyper" (all, with defaults), "task" and "seed".

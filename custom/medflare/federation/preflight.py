@@ -8,7 +8,7 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.manifest import Phase
 from medflare.core.message import Message
-from medflare.federation.screening.incoming import Incoming
+from medflare.federation.screening.messages import Incoming
 from medflare.methods.base import Plan, ServerContext
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
@@ -22,8 +22,6 @@ def check_run(
     """Refuse before it starts a run that could not come to its end.
 
     Args:
-        method: what runs.
-        task: what is to be learnt.
         hyper: the method's hyper-parameters, see `core.hyper.halved`.
         rounds: of the run; None: any number.
         outside: sites that never train.

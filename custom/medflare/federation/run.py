@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,17 @@ class Run:
             KeyboardInterrupt: stopped by Ctrl-C, after the results were written.
         """
         started, outcome, reason = time.monotonic(), Outcome(), ""
-        _begin(self.folder, anew=not resume)
+        if self.folder is not None:
+            make_folder(self.folder, public=True)  # before anything private is written deeper in it: others may read its report
+            for name in () if resume else (RESULTS_FILE, ROUNDS_FILE):
+                (self.folder / name).unlink(missing_ok=True)
         try:
-            plan = self._plan()
-            with _backing(self, plan):
-                server = self._server(plan)
-                federation = self._federation(server, exchange, outcome)
+            check_run(self.method, self.task, self.hyper, rounds=self.settings.rounds, outside=self.outside)
+            plan = self.method.plan(self.task, self.sites, self.hyper)
+            with self._backing(plan):
+                federation = self._federation(plan, exchange, outcome)
                 federation.run(self._resumed(federation) if resume else 0)
-                keep_what_is_left(self, server, outcome)
+                self._keep(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
             reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
             self.events.add("aborted", str(error) or reason)
@@ -111,60 +114,52 @@ class Run:
             raise
         finally:
             outcome.seconds["total"] = time.monotonic() - started
-            results = written(self, outcome, reason)
+            record = self._record(outcome, reason)
+            results = build_results(record) if self.folder is None else write_results(self.folder, record)
         return results
 
-    # -- parts -----------------------------------------------------------------------------------------------------------------
+    def _backing(self, plan: Plan[Any, Any]) -> AbstractContextManager[None]:
+        """Files for large states, where a model of every site is more than `models_gb`."""
+        if state_bytes(plan.template()) * len(self.sites) <= self.models_gb * 10**9:
+            return nullcontext()
+        return Backing(self.checkpoints or self.folder or Path(tempfile.gettempdir())).used()
 
-    def _plan(self) -> Plan[Any, Any]:
-        check_run(self.method, self.task, self.hyper, rounds=self.settings.rounds, outside=self.outside)
-        return self.method.plan(self.task, self.sites, self.hyper)
-
-    def _server(self, plan: Plan[Any, Any]) -> ServerHalf[Any]:
+    def _federation(self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome) -> Federation:
+        half, seed = self.method.site_class, self.settings.seed
         context = ServerContext(
             plan,
-            self.settings.seed,
+            seed,
             self.settings.rounds,
             self.outside,
-            phases=self.method.site_class.phases,
+            phases=half.phases,
             aggregation=self.aggregation,
             events=self.events,
-            start=starting_state(self.task, self.settings.seed, self.weights),
+            start=starting_state(self.task, seed, self.weights),
         )
-        return self.method.make_server(context)
-
-    def _federation(self, server: ServerHalf[Any], exchange: Exchange, outcome: Outcome) -> Federation:
-        plan = server.context.plan
+        live = LiveReport()
 
         @cache  # the networks behind a manifest are built once, not once a round
         def manifest(phase: str) -> Manifest:
-            return self.method.site_class.manifest(phase, plan)
+            return half.manifest(phase, plan)
+
+        def after_step(report: StepReport) -> None:
+            place = report.step.phase, report.step.round, context.rounds
+            self.say(round_line(*place, report.facts, report.rejected, report.seconds, report.aggregation))
+            if self.folder is not None:
+                append_round(self.folder, report.line())
+                if problem := live.refresh(self.folder, lambda: self._record(outcome, running=True)):
+                    self.events.add("warning", f"the report is no longer renewed while the run goes on: {problem}")
+            self.observe(report)
 
         def keep(finished: int) -> None:
             if self._checkpoint is not None:
                 self._checkpoint.save(finished, federation)
 
-        identity = identity_of(self.method, self.hyper, self.task.fingerprint(), self.settings.seed)
-        federation = Federation(
-            server,
-            exchange,
-            manifest,
-            self.settings.rules,
-            identity,
-            partial(self._after_step, server.context, outcome, LiveReport()),
-            keep,
-            outcome,
-            reports=lambda phase: self.method.site_class.phase(phase).reports,
-        )
+        identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
+        server = self.method.make_server(context)
+        federation = Federation(server, exchange, manifest, self.settings, identity, after_step, keep, outcome)
+        federation.reports = lambda phase: half.phase(phase).reports
         return federation
-
-    def _after_step(self, context: ServerContext, outcome: Outcome, live: LiveReport, report: StepReport) -> None:
-        place = report.step.phase, report.step.round, context.rounds
-        self.say(round_line(*place, report.facts, report.rejected, report.seconds, report.aggregation))
-        if self.folder is not None:
-            append_round(self.folder, report.line())
-            _renew(live, self.folder, lambda: record_of(self, outcome, running=True), self.events)
-        self.observe(report)
 
     def _resumed(self, federation: Federation) -> int:
         """The federation as its checkpoint has it; returns the number of finished steps."""
@@ -178,102 +173,62 @@ class Run:
         folder = self.checkpoints or self.folder
         if folder is None:
             return None
-        steering = {name: value for name, value in self.settings.to_dict().items() if name not in (*WAITS, "resume")}
         plan = {
             "method": self.method.name,
             "halves": list(self.method.halves),
             "task": self.task.to_dict(),
             "hyper": self.method.effective(self.hyper),
             "sites": list(self.sites),
-            **steering,
+            **{name: value for name, value in self.settings.to_dict().items() if name not in (*WAITS, "resume")},
         }
         return Checkpoint(folder, plan)
 
+    def _keep(self, server: ServerHalf[Any], outcome: Outcome) -> None:
+        """Models and files that the server half holds go beside the results; a model that never left its site is not among them."""
+        if isinstance(server, Telling):
+            outcome.tables = server.tables()
+        if isinstance(server, Selecting):
+            outcome.selector = server.selector_summary()
+        if self.folder is None:
+            return
+        seen = trained_on(outcome.enrolled)
+        for path, model in server.models().items():
+            card: dict[str, Any] = {"method": self.method.name, "site": None, "role": path, "seed": self.settings.seed}
+            card |= {"rounds": server.context.rounds, "round": model.facts.get(SELECTED_ROUND)}
+            card |= {TRAINED_ON: seen} if seen is not None else {}
+            save_model(self.folder / MODELS / path, self.task, model, card)
+        for name, content in (server.documents() if isinstance(server, Telling) else {}).items():
+            write_json(self.folder / name, content, public=True)
 
-def _backing(run: Run, plan: Plan[Any, Any]) -> AbstractContextManager[None]:
-    """Files for large states, where a model of every site is more than `models_gb`."""
-    if state_bytes(plan.template()) * len(run.sites) <= run.models_gb * 10**9:
-        return nullcontext()
-    return Backing(run.checkpoints or run.folder or Path(tempfile.gettempdir())).used()
+    def _record(self, outcome: Outcome, reason: str = "", *, running: bool = False) -> RunRecord:
+        """What is known of the run; a failed one has a reason."""
 
+        def site_record(site: str) -> SiteRecord:
+            delivered = outcome.delivered.get(site, {})
+            found = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy", "classes"))
+            return SiteRecord("outside" if site in self.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), *found)
 
-# -- results -----------------------------------------------------------------------------------------------------------------
-
-
-def keep_what_is_left(run: Run, server: ServerHalf[Any], outcome: Outcome) -> None:
-    """Models and files that the server half holds go beside the results; a personal model that never left its site is not among them.
-
-    Args:
-        run: method, task, settings and folder.
-        server: its server half, after the last step.
-        outcome: takes the half's tables, and by what its model selects.
-    """
-    if isinstance(server, Telling):
-        outcome.tables = server.tables()
-    if isinstance(server, Selecting):
-        outcome.selector = server.selector_summary()
-    if run.folder is None:
-        return
-    seen = trained_on(outcome.enrolled)
-    for path, model in server.models().items():
-        card: dict[str, Any] = {"method": run.method.name, "site": None, "role": path, "seed": run.settings.seed}
-        card["rounds"] = server.context.rounds
-        card["round"] = model.facts.get(SELECTED_ROUND)
-        card |= {TRAINED_ON: seen} if seen is not None else {}
-        save_model(run.folder / MODELS / path, run.task, model, card)
-    for name, content in (server.documents() if isinstance(server, Telling) else {}).items():
-        write_json(run.folder / name, content, public=True)
-
-
-def written(run: Run, outcome: Outcome, reason: str) -> dict[str, Any]:
-    """The results of a run, on disk where it has a folder; a failed one has a reason.
-
-    Args:
-        run: method, task, settings and folder.
-        outcome: what the schedule left.
-        reason: why the run failed, one line; "" for a completed one.
-    """
-    record = record_of(run, outcome, reason)
-    return build_results(record) if run.folder is None else write_results(run.folder, record)
-
-
-def record_of(run: Run, outcome: Outcome, reason: str = "", *, running: bool = False) -> RunRecord:
-    """What is known of a run.
-
-    Args:
-        run: method, task, settings and pictures.
-        outcome: what the schedule left so far.
-        reason: why the run failed, one line.
-        running: it goes on.
-    """
-    return RunRecord(
-        method=run.method.name,
-        task=run.task,
-        seed=run.settings.seed,
-        rounds=run.settings.rounds if outcome.rounds is None else outcome.rounds,
-        sites={site: _site_record(site, run.settings, outcome) for site in (*run.sites, *run.settings.outside)},
-        reason=reason,
-        events=run.events.to_list(),
-        down_bytes=outcome.down_bytes,
-        up_bytes=outcome.up_bytes,
-        seconds=outcome.seconds,
-        hyper=run.method.effective(run.hyper),
-        settings={**run.settings.to_dict(), **run.about},
-        history=outcome.history,
-        elections=outcome.elections,
-        tables=outcome.tables,
-        selector=outcome.selector,
-        pictures=run.pictures,
-        costs={site: asdict(cost) for site, cost in outcome.costs.items()},
-        running=running,
-    )
-
-
-def _site_record(site: str, settings: RunSettings, outcome: Outcome) -> SiteRecord:
-    enrolled, delivered = outcome.enrolled.get(site, {}), outcome.delivered.get(site, {})
-    role = "outside" if site in settings.outside else "inside"
-    found = (delivered.get(name, {}) for name in ("metrics", "reports", "privacy", "classes"))
-    return SiteRecord(role, enrolled.get("n", {}), *found)
+        return RunRecord(
+            method=self.method.name,
+            task=self.task,
+            seed=self.settings.seed,
+            rounds=self.settings.rounds if outcome.rounds is None else outcome.rounds,
+            sites={site: site_record(site) for site in (*self.sites, *self.outside)},
+            reason=reason,
+            events=self.events.to_list(),
+            down_bytes=outcome.down_bytes,
+            up_bytes=outcome.up_bytes,
+            seconds=outcome.seconds,
+            hyper=self.method.effective(self.hyper),
+            settings={**self.settings.to_dict(), **self.about},
+            history=outcome.history,
+            elections=outcome.elections,
+            tables=outcome.tables,
+            selector=outcome.selector,
+            pictures=self.pictures,
+            costs={site: asdict(cost) for site, cost in outcome.costs.items()},
+            running=running,
+        )
 
 
 def refused_run(
@@ -311,21 +266,3 @@ def refused_run(
         events=told.to_list(),
     )
     return write_results(folder, record)
-
-
-def _renew(live: LiveReport, folder: Path, record: Callable[[], RunRecord], events: EventLog) -> None:
-    """The report while the run goes on; that it cannot be drawn is an event."""
-    if problem := live.refresh(folder, record):
-        events.add("warning", f"the report is no longer renewed while the run goes on: {problem}")
-
-
-def _begin(folder: Path | None, *, anew: bool) -> None:
-    """The run's folder, before anything private is written deeper in it: a report lies there, which others may read (`core.store`).
-
-    A run that begins anew finds nothing there of an earlier one that could be taken for its own, should it come to no end.
-    """
-    if folder is None:
-        return
-    make_folder(folder, public=True)
-    for name in (RESULTS_FILE, ROUNDS_FILE) if anew else ():
-        (folder / name).unlink(missing_ok=True)

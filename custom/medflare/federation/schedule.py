@@ -8,10 +8,8 @@ federation. What they differ in is a bug in a site's code: the plain loop raises
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
-from numpy.random import Generator
 from torch import Tensor
 
 from medflare.core.errors import FederationFailed
@@ -22,15 +20,12 @@ from medflare.core.rng import numpy_generator
 from medflare.federation.enrolment import Enrolment, listed, trained_on
 from medflare.federation.exchange import Courier, Exchange, Reply, numbered
 from medflare.federation.outcome import Outcome, StepReport
-from medflare.federation.screening.incoming import STEPS
-from medflare.federation.screening.replies import RANGE
+from medflare.federation.screening.messages import RANGE, STEPS
 from medflare.federation.screening.rounding import BF16, Rounding
-from medflare.federation.screening.shares import capped
-from medflare.federation.screening.updates import Past, Screened, lost_votes, screen
-from medflare.federation.screening.votes import close_elections
+from medflare.federation.screening.updates import Screened, capped, lost_votes, screen
 from medflare.federation.settings import DELIVER, Rules
 from medflare.methods.base import ServerHalf, Step
-from medflare.methods.parts.selection import plateau
+from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
 
 _REPEATS: Final = 1  # how often a step with too few usable replies is tried again before the run fails
 
@@ -47,7 +42,6 @@ class Federation:
         checkpoint: called after every step with the number of finished steps.
         reports: phase -> the facts that a reply may hold, from the same declaration.
         returning: sites that have enrolled in the run that is taken up, before one of its interruptions, with their counts.
-        past: what the screening remembers of the steps before.
     """
 
     server: ServerHalf[Any]
@@ -60,7 +54,6 @@ class Federation:
     outcome: Outcome = field(default_factory=Outcome)
     returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reports: Callable[[str], tuple[Fact, ...]] = lambda phase: ()
-    past: Past = field(default_factory=Past)
 
     def __post_init__(self) -> None:
         self._courier = Courier(self.exchange, self.outcome)
@@ -88,7 +81,10 @@ class Federation:
             finished += 1
             self.checkpoint(finished)
         self.outcome.rounds = self.server.context.rounds
-        close_elections(self.server, self.outcome, self.events)
+        for model, election in self.server.elections().items():
+            self.outcome.elections[model] = {"round": election.round, "rule": election.rule, "candidates": election.record}
+        if getattr(self.server.hyper, "selection", "last") != "last":  # a survey has no such setting
+            doubt_elections(self.outcome, self.events)
         self.outcome.seconds["training"] = time.monotonic() - started
         self._deliver(finished, enrolment)
         self.outcome.seconds["total"] = time.monotonic() - started
@@ -101,12 +97,11 @@ class Federation:
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def _step(self, index: int, step: Step, enrolment: Enrolment) -> None:
-        asked: list[str] = []
         failed: set[str] = set()
         for attempt in range(_REPEATS + 1):
             started = time.monotonic()
             members = enrolment.members(step)
-            asked = drawn(self, step, members, attempt, asked, failed)
+            asked = drawn(self, step, members, attempt, failed)
             outgoing = {site: numbered(self.server.configure(step, site), index, self.server.context.rounds) for site in asked}
             screened, rejected = self._exchange(step, outgoing)
             accepted = screened.accepted
@@ -144,12 +139,8 @@ class Federation:
             outgoing,
             counts,
             reports=self.reports(step.phase),
-            phase=step.phase,
-            past=self.past,
             weights=[entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network],
-            steps=[entry for entry in phase.answers if entry.step],
             strict=self.rules.suspects == "rejected",
-            contradicted=partial(self.server.contradicted, step),
         )
         for site, reason in screened.rejected.items():
             self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
@@ -161,8 +152,7 @@ class Federation:
         return screened, {**rejected, **screened.rejected}
 
     def _take(self, step: Step, screened: Screened) -> None:
-        """The usable replies of a step that is done: name what is odd about them, remember them, and cap what they count for."""
-        self.past.remember(screened, step.round)
+        """The usable replies of a step that is done: name what is odd about them, and cap what they count for."""
         for site, reason in screened.suspicious.items():
             self.events.add("suspicious", f"update to '{step.phase}' used, though {reason}", site=site, round=step.round)
         if self.rules.max_share is not None:
@@ -190,46 +180,26 @@ class Federation:
             raise FederationFailed("no site could take and evaluate the final models; see the events")
 
 
-def drawn(
-    federation: Federation, step: Step, members: list[str], attempt: int = 0, asked: Sequence[str] = (), failed: Collection[str] = ()
-) -> list[str]:
+def drawn(federation: Federation, step: Step, members: list[str], attempt: int = 0, failed: Collection[str] = ()) -> list[str]:
     """Who is asked, sorted: everybody, or of partial participation the same sites in every engine and after a restart.
-
-    A round in which sites stood in for others goes on with them: its steps build on each other.
 
     Args:
         federation: its rules, seed and history.
         step: what is asked.
         members: sites that are there.
         attempt: how often the step was asked before.
-        asked: sites that were asked last.
-        failed: sites without a usable answer to the step so far.
+        failed: sites without a usable answer to the step so far, which are not drawn where there are enough others.
     """
     count = federation.rules.sites_per_round
     if step.everyone or count is None or count >= len(members):
         return members
-    seed, keys = federation.server.context.seed, ("server", step.round, "participants")
-    if attempt:
-        return stand_ins(members, count, asked, failed, numpy_generator(seed, *keys, attempt))
-    before = [line["sites"] for line in federation.outcome.history[-1:] if line["round"] == step.round]
-    if before and any(event["round"] == step.round for event in federation.events.of("repeated")):
-        return [site for site in members if site in before[0]]
-    return sorted(numpy_generator(seed, *keys).choice(members, size=count, replace=False).tolist())
-
-
-def stand_ins(members: Sequence[str], count: int, asked: Sequence[str], failed: Collection[str], generator: Generator) -> list[str]:
-    """Who of the drawn sites has answered, and others in place of the rest, sorted; where there are no others, the rest again.
-
-    Args:
-        members: sites that are there.
-        count: of sites to be asked.
-        asked: sites that were asked last.
-        failed: sites without a usable answer so far.
-        generator: draws.
-    """
-    kept = [site for site in members if site in asked and site not in failed]
-    others = generator.permutation([site for site in members if site not in kept]).tolist()
-    return sorted([*kept, *sorted(others, key=lambda site: site in failed)][:count])
+    history, repeated = federation.outcome.history, federation.events.of("repeated")
+    if not attempt and history and history[-1]["round"] == step.round and any(event["round"] == step.round for event in repeated):
+        return [site for site in members if site in history[-1]["sites"]]  # steps of a round build on each other
+    others = [site for site in members if site not in failed]
+    keys = ("server", step.round, "participants", *((attempt,) if attempt else ()))
+    generator = numpy_generator(federation.server.context.seed, *keys)
+    return sorted(generator.choice(others if len(others) >= count else members, size=count, replace=False).tolist())
 
 
 def ask_rounded(courier: Courier, rounding: Rounding | None, phase: Phase, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
@@ -239,7 +209,6 @@ def ask_rounded(courier: Courier, rounding: Rounding | None, phase: Phase, step:
         courier: asks the sites.
         rounding: of the run; None: weights travel in fp32.
         phase: of the step, as the site half declares it.
-        step: what is asked.
         outgoing: site -> what it is sent, in fp32.
     """
     if rounding is None:
@@ -294,3 +263,28 @@ def cut_short(steps: Sequence[Step], shorter: Sequence[Step], done: int, asked: 
     before, after = ([step for step in shorter if (step.round >= done) == ended] for ended in (False, True))
     endings = {step.phase for step in steps if step.round >= asked}
     return before == [step for step in steps if step.round < done] and {step.phase for step in after} <= endings
+
+
+# -- doubts ------------------------------------------------------------------------------------------------------------------
+
+
+def doubt_elections(outcome: Outcome, events: EventLog) -> None:
+    """An event for every choice that rests on fewer than ten validation images: of all sites together, and of each that chooses alone."""
+    images = {site: enrolled["n"]["validation"] for site, enrolled in outcome.enrolled.items() if enrolled["role"] == "inside"}
+    for model, election in outcome.elections.items():
+        voters = sorted({site for candidate in election["candidates"] for site in candidate["votes"]})
+        behind = {site: images[site] for site in voters if site in images}
+        if election["candidates"] and images_behind(behind, election["rule"]) < FEW_IMAGES:
+            told = ", ".join(f"{site} {count}" for site, count in behind.items()) or "none"
+            events.add("few_validation_images", f"the round of the {model} model was chosen by votes on few validation images ({told})")
+    for site in sorted(images):
+        alone = sorted(_validated(outcome.history, site) - outcome.elections.keys())
+        if alone and images[site] < FEW_IMAGES:
+            text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of its own"
+            events.add("few_validation_images", text, site=site)
+
+
+def _validated(history: list[dict[str, Any]], site: str) -> set[str]:
+    """The models that a site has measured on validation images after a round of training."""
+    reports: list[Mapping[str, Any]] = [line["sites"].get(site, {}) for line in history if line["round"] > 0]
+    return {model for facts in reports for model in facts.get("validation") or {}}

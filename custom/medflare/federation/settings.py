@@ -2,16 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass as plain_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.settings import STRICT, checked
-
-if TYPE_CHECKING:
-    pass
 
 ENROL, DELIVER = "enrol", "deliver"
 PHASES_OF_ALL: Final = (ENROL, DELIVER)  # of every run: answered by the participant, whatever the method
@@ -21,35 +17,11 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
 
 
-@plain_dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class Rules:
     """How a federation treats its members.
 
     Attributes:
-        min_sites: usable replies that a step needs; None: 2, or 1 in a federation of one.
-        sites_per_round: how many inside sites are drawn for a round; None: all.
-        max_share: of the training images that a site counts for, at most; None: what it has.
-        suspects: whether updates against all others are "used" or "rejected".
-        patience: rounds without a better validation metric after which training ends; None: it goes on to the last round.
-        wire: in which form weights travel, see `RunSettings`.
-    """
-
-    min_sites: int | None = None
-    sites_per_round: int | None = None
-    max_share: float | None = None
-    suspects: str = "used"
-    patience: int | None = None
-    wire: str = "fp32"
-
-
-@dataclass(frozen=True, config=STRICT, kw_only=True)
-class RunSettings:
-    """The settings of a federation's run.
-
-    Attributes:
-        rounds: of the federation; 0 trains nothing, see `preflight.check_run`.
-        seed: of everything that is drawn.
-        outside: names of sites that never train and only receive the final models.
         min_sites: usable answers that a step needs; None: two, or one in a federation of one.
         sites_per_round: how many inside sites are drawn for a round; None: all.
         max_share: of all training images, the share that a site counts for at most, whatever it has; None: what it has.
@@ -58,6 +30,24 @@ class RunSettings:
             sites, see `parts.selection.plateau`; the best round is delivered as always. None: all rounds.
         wire: in which form the kernels and matrices of the network travel between server and sites: "fp32", or in half the bytes "bf16",
             see `screening.rounding`. The final models travel in fp32.
+    """
+
+    min_sites: Sites | None = None
+    sites_per_round: Sites | None = None
+    max_share: Share | None = None
+    suspects: Literal["used", "rejected"] = "used"
+    patience: Annotated[int, Field(ge=1)] | None = None
+    wire: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class RunSettings(Rules):
+    """The settings of a federation's run.
+
+    Attributes:
+        rounds: of the federation; 0 trains nothing, see `preflight.check_run`.
+        seed: of everything that is drawn.
+        outside: names of sites that never train and only receive the final models.
         step_timeout: seconds after which a step goes on without the sites that have not answered; 0 waits for all that live.
         enrol_timeout: seconds that sites have to read their images and say what they have; the run begins with who is ready by then, or
             fails and names who is missing; 0 waits for all that live.
@@ -68,29 +58,20 @@ class RunSettings:
     rounds: Annotated[int, Field(ge=0)]
     seed: int
     outside: tuple[str, ...] = ()
-    min_sites: Sites | None = None
-    sites_per_round: Sites | None = None
-    max_share: Share | None = None
-    suspects: Literal["used", "rejected"] = "used"
-    patience: Annotated[int, Field(ge=1)] | None = None
-    wire: Literal["fp32", "bf16"] = "fp32"
     step_timeout: Seconds = 0.0
     enrol_timeout: Seconds = 3600.0
     silence: Seconds = 120.0
     resume: str = ""
 
-    @property
-    def rules(self) -> Rules:
-        """What of it concerns the schedule."""
-        return Rules(**{rule.name: getattr(self, rule.name) for rule in dataclasses.fields(Rules)})
-
     def to_dict(self) -> dict[str, Any]:
         """By name, as JSON has them."""
-        return {**dataclasses.asdict(self), "outside": list(self.outside)}
+        return {name: list(self.outside) if name == "outside" else getattr(self, name) for name in RUN_SETTINGS}
 
 
 WAITS: Final = ("step_timeout", "enrol_timeout", "silence")  # of the server for its sites; a run may be taken up with others
-RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
+RULES: Final = tuple(field.name for field in dataclasses.fields(Rules))
+_OWN: Final = tuple(field.name for field in dataclasses.fields(RunSettings) if field.name not in RULES)
+RUN_SETTINGS: Final = (*_OWN[:3], *RULES, *_OWN[3:])
 
 
 def run_settings(values: Mapping[str, Any]) -> RunSettings:

@@ -142,7 +142,7 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
         UpdateError: what is wrong with it.
     """
     from medflare.core.manifest import violation
-    from medflare.federation.screening.plain import not_states
+    from medflare.federation.screening.messages import not_states
 
     if problem := not_states(message.states) or violation(message, manifest):
         raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")
@@ -155,7 +155,7 @@ def refuse_undeclared(message: "Message", manifest: "Manifest", limits: Outbound
 
 
 def plain_facts(message: "Message", declared: "tuple[Fact, ...]", site: str) -> dict[str, Any]:
-    """The facts of a reply as new plain JSON values, where each is declared and what its declaration takes; see `replies.unfit`.
+    """The facts of a reply as new plain JSON values, where each is declared and what its declaration takes; see `messages.unfit`.
 
     An error names the fact and never its value: the error leaves the site.
 
@@ -167,7 +167,7 @@ def plain_facts(message: "Message", declared: "tuple[Fact, ...]", site: str) -> 
     Raises:
         UpdateError: a fact that is not declared, or that its declaration does not take.
     """
-    from medflare.federation.screening.plain import not_events, not_plain, shown
+    from medflare.federation.screening.messages import not_events, not_plain, shown
 
     if problem := not_plain(message.facts):
         raise UpdateError(problem)
@@ -209,7 +209,7 @@ def _failed(shareable: Shareable, code: str, task: SiteTask | None) -> Shareable
 
 def _line(text: str) -> str:
     """A reason as it may leave the site: one line, not too long, without the site's folders."""
-    from medflare.federation.screening.plain import one_line
+    from medflare.federation.screening.messages import one_line
     from medflare.flare.messages import without_folders
 
     return one_line(without_folders(text))[:_LINE]

@@ -354,16 +354,6 @@ class ServerHalf(ABC, Generic[V]):
     def configure(self, step: Step, site: str) -> Message:
         """What a site is sent for a step."""
 
-    def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
-        """What of a reply, though as its phase declares it, cannot be so by what the server knows of the site, in words, or None.
-
-        Args:
-            step: what was asked.
-            site: that answers.
-            reply: its reply; whatever this raises is held against it.
-        """
-        return None
-
     @abstractmethod
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Take the screened replies, keyed by site in sorted order, into account.

@@ -111,7 +111,6 @@ def budget_of(limit: PrivacyLimit | None, site: str, folder: Path) -> Budget | N
 
     Args:
         limit: the site's own limit; None for none.
-        site: its name.
         folder: for the ledger, unless the settings name one.
     """
     if limit is None:

@@ -5,20 +5,22 @@ protected is a training patient, with all images. The mechanism is in `dp_sgd.py
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Final, TypeGuard
+from typing import Annotated, Any, Final, TypeGuard
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from typing_extensions import TypedDict
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import count, number
+from medflare.core.manifest import Taken
 from medflare.core.packages import installed
 from medflare.core.settings import STRICT
 from medflare.data.sites.local import PLACE
@@ -153,28 +155,14 @@ def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str,
     return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": hyper.dp_delta, "steps": steps}
 
 
-_COST: Final = {"epsilon": number(0.0, optional=True), "delta": number(0.0, 1.0), "steps": count()}
+class _Cost(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # pydantic's place for it
+    epsilon: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None
+    delta: Annotated[float, Field(strict=True, ge=0, le=1)]
+    steps: Annotated[int, Field(strict=True, ge=0)]
 
 
-def cost(value: object) -> str | None:
-    """What is wrong with a site's word on its cost, see `core.manifest.Taken`; an empty table says that there is none.
-
-    Args:
-        value: what `privacy_cost` gives, as it has travelled.
-
-    Examples:
-        >>> cost({"epsilon": 1.5, "delta": 1e-5, "steps": 7}), cost({"epsilon": -1})
-        (None, "'epsilon' is -1, expected a number from 0 to inf")
-    """
-    if not isinstance(value, Mapping):
-        return f"is {type(value).__name__}, expected a table"
-    for name, found in value.items():
-        if name not in _COST:
-            return f"{name!r:.60} is none of {', '.join(_COST)}"
-        if problem := _COST[name](found):
-            return f"{name!r} {problem}"
-    missing = [name for name in _COST if value and name not in value]
-    return f"says nothing of {missing[0]!r}" if missing else None
+cost: Final = Taken(_Cost)  # what `privacy_cost` gives, as it has travelled
 
 
 def _dp_sgd(site: Site) -> ModuleType:

@@ -169,7 +169,7 @@ class TestOnDisk:
             ("{", "not readable as JSON"),
             ("[]", "no file of fingerprints"),
             ('{"format": "medflare fingerprint 0", "sites": []}', "no file of fingerprints"),
-            ('{"format": "medflare fingerprint 1", "sites": [{}]}', r"sites\[0\]: setting 'site' is missing; write it anew"),
+            ('{"format": "medflare fingerprint 1", "sites": [{}]}', r"sites\[0\]: site"),
             ('{"format": "medflare fingerprint 1", "sites": [{"sits": 1}]}', "unknown setting 'sits'; did you mean site"),
         ],
     )

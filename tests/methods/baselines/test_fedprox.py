@@ -87,7 +87,7 @@ def test_it_sends_what_fedavg_sends(squares: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"), [({"mu": -1}, "mu must be at least 0"), ({"dp_noise": 1.0}, "cannot train with differential")]
+    ("values", "words"), [({"mu": -1}, "mu"), ({"dp_noise": 1.0}, "cannot train with differential")]
 )
 def test_what_it_refuses(values: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -153,8 +153,8 @@ def numbers(volumes: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"images": -1}, "images must be at least 1"),
-        ({"zeros": float("nan")}, "zeros must be a finite number"),
+        ({"images": -1}, "images"),
+        ({"zeros": float("nan")}, "zeros"),
         ({"site": "B"}, "no table of a fingerprint's numbers"),
         ({"names": ["smith"]}, "unknown setting 'names'"),
     ],

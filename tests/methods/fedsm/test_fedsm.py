@@ -229,8 +229,8 @@ def test_a_site_that_described_nothing_is_never_chosen() -> None:
         ("fedsm_extra", {"selector": "ridge"}, "fedsm_extra: selector = ridge"),
         ("fedsm", {"selector_updates": 0}, "selector_updates"),
         ("fedsm", {"gamma": "often"}, "gamma"),
-        ("fedsm", {"gamma": 1.5}, "gamma must be at most 1, got 1.5"),
-        ("fedsm", {"gamma": -1.0}, "gamma must be at least 0, got -1"),
+        ("fedsm", {"gamma": 1.5}, "gamma"),
+        ("fedsm", {"gamma": -1.0}, "gamma"),
     ],
 )
 def test_settings_that_do_not_go_together(method: str, options: dict[str, Any], said: str) -> None:
@@ -296,55 +296,6 @@ def test_outside_there_is_no_personal_model() -> None:
 def test_volumes_have_the_compact_selector() -> None:
     large = squares.task(size=[16, 16, 16], spatial_dims=3, network={"name": "unet", "channels": [4, 8]})
     assert selector_spec(squares.plan_of(FedSMSite, FedSMServer, large, selector_updates=1)) == {"name": "compact_selector"}
-
-
-# ---- what a selector's gradient cannot be ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def answered() -> tuple[Any, Message]:
-    """FedSM's server half, and what site B answered in the first round."""
-    played = federation(rounds=1, gamma=0.5)
-    return played.server, played.log[0].replies["B"]
-
-
-def said_of(answered: tuple[Any, Message], lie: Any, phase: str = "train") -> str | None:
-    """What the server says of B's answer with another gradient."""
-    server, reply = answered
-    states = {**reply.states, "selector_gradient": lie(reply.states["selector_gradient"])}
-    return server.contradicted(Step(phase, 0), "B", Message(states, reply.facts))
-
-
-@pytest.mark.parametrize("phase", ["train", "train_selector"])
-def test_a_gradient_that_no_images_of_one_site_have_is_named(answered: tuple[Any, Message], phase: str) -> None:
-    def times(factor: float) -> Any:
-        return lambda gradient: {name: factor * tensor for name, tensor in gradient.items()}
-
-    def of_another(gradient: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.roll(1, dims=0) if name.startswith("head.") else tensor for name, tensor in gradient.items()}
-
-    def one_number(gradient: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        weight = gradient["head.weight"].clone()
-        weight[0, 0] += weight.abs().max()
-        return {**gradient, "head.weight": weight}
-
-    assert said_of(answered, times(1.0), phase) is None
-    assert "asks for less of another site" in str(said_of(answered, times(-1.0), phase))
-    assert "asks for less of another site" in str(said_of(answered, of_another, phase))
-    assert "moves by" in str(said_of(answered, times(50.0), phase))
-    assert "do not add up to 0" in str(said_of(answered, one_number, phase))
-
-
-def test_zeros_are_the_gradient_of_a_site_that_the_selector_knows(answered: tuple[Any, Message]) -> None:
-    assert said_of(answered, lambda gradient: {name: torch.zeros_like(tensor) for name, tensor in gradient.items()}) is None
-
-
-@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"sampling": "balanced"}, {"batch_size": 5}], ids=str)
-def test_honest_gradients_are_taken_however_they_are_computed(changes: dict[str, Any]) -> None:
-    """`squares.play` asks the server of every reply."""
-    task = squares.task("classification", **changes)
-    log = squares.federation(FedSMSite, FedSMServer, task, selector_updates=2, gamma=0.5, **COMPACT).log
-    assert all("selector_gradient" in reply.states for turn in log[:-2] for reply in turn.replies.values())
 
 
 @pytest.mark.parametrize("steps", ["server", "fullbatch", "minibatch"])

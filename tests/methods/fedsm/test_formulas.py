@@ -1,7 +1,6 @@
 """FedSM's formulas against the reference numbers and by hand, and its federation on small data."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from medflare.methods.fedsm.formulas import (
     soft_pull,
     tuned_gamma,
 )
-from medflare.methods.fedsm.ridge import impossible_statistics, ridge_solution
+from medflare.methods.fedsm.ridge import ridge_solution
 
 Golden = Callable[[str], dict[str, np.ndarray]]
 SITES = ("c0", "c1", "c2")
@@ -302,33 +301,3 @@ class TestRidge:
     def test_constant_features_and_absent_classes_do_no_harm(self) -> None:
         weight, bias = ridge_solution({0: self.statistics(torch.ones(4, 2, dtype=torch.float64))}, 2, 0.0)
         assert torch.isfinite(weight).all() and bias[0] == 1.0 and bias[1] < -1000
-
-    IMAGES = torch.tensor(  # of 1 x 1 pixel thumbnails, five quantiles and two edge strengths
-        [[0.5, 0.0, 0.2, 0.5, 0.8, 1.0, 0.1, 0.1], [0.4, 0.0, 0.1, 0.5, 0.8, 1.0, 0.1, 0.2], [0.7, 0.1, 0.3, 0.7, 0.9, 1.0, 0.3, 0.2]],
-        dtype=torch.float64,
-    )
-
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            (lambda told: told["products"].mul_(-1), "not those of any features"),
-            (lambda told: told["products"][0, 1].add_(0.01), "not symmetric"),
-            (lambda told: told["products"].diagonal().add_(0.01), "more directions than 3 images"),
-            (lambda told: told["mean"].mul_(2), "not those of any features"),
-            (lambda told: (told["mean"].mul_(1e10), told["products"].mul_(1e20)), "beyond the square of any intensity"),
-            (lambda told: told["mean"].mul_(-1), "its quantiles fall"),
-        ],
-    )
-    def test_statistics_that_no_images_have(self, change: Callable[[dict[str, torch.Tensor]], Any], words: str) -> None:
-        told = self.statistics(self.IMAGES)
-        assert impossible_statistics(told, 1, 2, images=3) is None
-        assert impossible_statistics(self.statistics(self.IMAGES[:1]), 1, 2, images=1) is None, "one image varies in no direction"
-        assert impossible_statistics(self.statistics(torch.zeros(3, 8, dtype=torch.float64)), 1, 2, images=3) is None
-        change(told)
-        assert words in str(impossible_statistics(told, 1, 2, images=3))
-
-    def test_unnormalised_images_are_possible(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        ranked = (4e4 + 1e-2 * torch.rand(50, 5, generator=generator)).sort(dim=1).values
-        features = torch.cat([ranked[:, 2:3], ranked, torch.rand(50, 2, generator=generator)], dim=1).double()
-        assert impossible_statistics(self.statistics(features), 1, 2, images=50) is None

@@ -8,7 +8,7 @@ import torch
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.methods.base import ServerHyper
-from medflare.methods.parts.selection import Best, Election, agreed, contradictions, plateau
+from medflare.methods.parts.selection import Best, Election, agreed, plateau
 
 HONEST = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.82}
 
@@ -103,26 +103,6 @@ def test_the_record_outlives_the_process() -> None:
     memory = Message()
     Election(memory, "global", "median").hold(replies(A=0.5, B=None), "global", 1, {})
     assert Election(memory, "global", "median").record == [{"round": 1, "value": 0.5, "votes": {"A": 0.5}}]
-
-
-@pytest.mark.parametrize(
-    ("lie", "named"),
-    [
-        ({1: 1.0}, True),  # praises the first round
-        ({1: 0.4, 2: 0.3, 3: 0.2, 4: 0.1}, True),  # the others' order reversed
-        ({1: 0.1, 2: 0.1, 3: 0.1, 4: 0.1}, False),  # says nothing about the order
-        ({1: 0.3, 2: 0.5, 3: 0.55, 4: 0.54}, False),  # its favourite costs the others nothing to speak of
-    ],
-)
-def test_a_site_that_contradicts_the_others_is_named(lie: dict[int, float], named: bool) -> None:
-    assert set(contradictions(election("median", lie).record)) == ({"L"} if named else set())
-
-
-def test_two_rounds_are_enough_to_contradict_and_two_sites_are_not() -> None:
-    up: list[dict[str, Any]] = [{"round": round, "votes": {"A": value, "B": 1 - value}} for round, value in HONEST.items()]
-    assert contradictions(up) == {}
-    assert contradictions(election("median", {1: 1.0}).record[:1]) == {}
-    assert set(contradictions(election("median", {1: 1.0}).record[::3])) == {"L"}
 
 
 def test_the_word_of_older_jobs() -> None:

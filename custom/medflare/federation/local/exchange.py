@@ -15,7 +15,6 @@ class LocalExchange:
     """Calls the sites' participants one after the other, in sorted order.
 
     Args:
-        sites: names.
         opened: makes a site's participant when it is first asked; its errors are that site's errors.
         absent: round -> sites that cannot be reached in it.
     """
@@ -37,8 +36,6 @@ class LocalExchange:
         """What one site answers, or why it does not.
 
         Args:
-            site: its name.
-            step: what is asked.
             message: the site's own copy.
 
         Raises:

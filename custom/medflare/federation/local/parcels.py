@@ -60,9 +60,6 @@ def send(connection: socket.socket, parcel: Parcel) -> None:
 def receive(connection: socket.socket) -> Parcel:
     """The next parcel; its tensors live in the memory that the sender filled, which is now this process's alone.
 
-    Args:
-        connection: as for `send`.
-
     Raises:
         EOFError: the other process has closed the connection.
     """

@@ -50,9 +50,7 @@ class ForkedExchange:
     """As `LocalExchange`, with every site in a process of its own.
 
     Args:
-        sites: names.
         opened: as for `LocalExchange`; called in the site's process.
-        absent: as for `LocalExchange`.
         workers: how many sites work at the same time.
         pictures: takes what sites show, which would stay in their processes.
 

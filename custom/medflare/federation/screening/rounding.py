@@ -74,7 +74,6 @@ class Rounding:
 
         Args:
             phase: that it is sent for.
-            message: left as it is.
             rounded: what has been rounded for other sites; sites that are sent the same weights share the tensors.
         """
         states: dict[str, StateDict] = {}

@@ -1,6 +1,7 @@
-"""Replies to the phases of a method: what does not hold what the method declares, or cannot be meant, reaches no average.
+"""Update validation: what the server does with replies to a method's phase before it aggregates them.
 
-What is certainly wrong is rejected. What an honest site with other patients might send as well is used, and becomes an event.
+A reply that does not hold what the phase declares, is not finite, has other counts than enrolment, or is far longer than the others' is
+rejected. An update that points against the others' may come from other patients: it is used, and becomes an event.
 """
 
 import math
@@ -10,61 +11,59 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import torch
+from torch import Tensor
+
 from medflare.core.manifest import Fact, Manifest, negative, non_finite, violation
 from medflare.core.message import Message
-from medflare.federation.screening.evidence import Evidence, cosines_to_the_others, digest, gathered, similarity, sum_with_and_without
-from medflare.federation.screening.plain import one_line
-from medflare.federation.screening.replies import METRIC, unfit
+from medflare.core.states import StateDict, cosines, stretches
+from medflare.federation.screening.messages import METRIC, one_line, unfit
 
 _NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
-_COUNTS: Final = {"n_samples": ("train", "training")}  # fact -> split, in words
-_LIMIT: Final = 10.0  # times the others' median length: a longer update is rejected, from the first round on
-_LARGEST: Final = 100.0  # where nobody can say which length is the usual one: of two sites, one alone, and what is no update
+_LIMIT: Final = 10.0  # times the median length of the others' updates
+_LARGEST: Final = 100.0  # of two sites, of which nobody knows the usual length, and of what is no update (gradients, statistics)
 OPPOSITE: Final = -0.3  # cosine to the others below which an update is named; those of honest phantom sites are positive
+Similarity = dict[str, dict[str, dict[str, float]]]  # entry -> site -> site -> cosine of their updates
 
 
 @dataclass(frozen=True)
 class Screened:
-    """Usable replies in sorted site order, why each of the others is not usable, and what is odd about those that are.
+    """Usable replies in sorted site order, why each of the others is not usable, and what is suspicious about those that are.
 
     Attributes:
-        steps: "phase/entry" -> median length of what is declared as a step.
-        digests: "phase/entry" -> hash of an update -> its site.
-        similarity: of the accepted updates of entries that are new versions of what was sent, or steps, see `evidence.similarity`.
+        similarity: gives the cosines of the accepted updates of entries that are new versions of the network's weights.
     """
 
     accepted: dict[str, Message]
     rejected: dict[str, str]
     suspicious: dict[str, str] = field(default_factory=dict)
-    steps: Mapping[str, float] = field(default_factory=dict)
-    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    similarity: Callable[[], dict[str, dict[str, dict[str, float]]]] = dict
+    similarity: Callable[[], Similarity] = dict
 
 
-@dataclass
-class Past:
-    """What is remembered of earlier steps, by "phase/entry": lengths and hashes, never a state. It goes into the checkpoint.
+@dataclass(frozen=True)
+class _Updates:
+    """One entry of all replies.
 
     Attributes:
-        steps: -> the largest median length that a round had of what is declared as a step.
-        seen: -> hash of an update -> [its site, its round].
+        products: (K, K) inner products of the sites' updates, float64.
+        replaces: whether the entry is a new version of what the sites were sent.
+        weights: whether it holds weights of the network.
     """
 
-    steps: dict[str, float] = field(default_factory=dict)
-    seen: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    sites: tuple[str, ...]
+    products: Tensor
+    replaces: bool
+    weights: bool
 
-    def remember(self, screened: Screened, round: int) -> None:
-        """Add a step that has come to its end.
+    @property
+    def lengths(self) -> dict[str, float]:
+        """site -> Euclidean length of its update."""
+        return dict(zip(self.sites, self.products.diagonal().clamp(min=0).sqrt().tolist(), strict=True))
 
-        Args:
-            screened: its replies.
-            round: of the step.
-        """
-        for key, length in screened.steps.items():
-            self.steps[key] = max(length, self.steps.get(key, 0.0))
-        for key, digests in screened.digests.items():
-            for mark, site in digests.items():
-                self.seen.setdefault(key, {}).setdefault(mark, [site, round])
+    def of(self, sites: Collection[str]) -> "_Updates":
+        """The same for some of the sites."""
+        chosen = [row for row, site in enumerate(self.sites) if site in sites]
+        return _Updates(tuple(self.sites[row] for row in chosen), self.products[chosen][:, chosen], self.replaces, self.weights)
 
 
 def screen(
@@ -74,192 +73,125 @@ def screen(
     enrolled: Mapping[str, Mapping[str, int]],
     *,
     reports: tuple[Fact, ...] = (),
-    phase: str = "train",
-    past: Past | None = None,
     weights: Collection[str] | None = None,
-    steps: Collection[str] = (),
     strict: bool = False,
-    contradicted: Callable[[str, Message], str | None] = lambda site, reply: None,
 ) -> Screened:
-    """Check every reply against the declaration, for finite values, the sample counts of enrolment, and updates against their peers'.
+    """Check every reply against its declaration and its sample count against enrolment, and the updates against each other.
 
     Args:
         replies: site -> reply.
         manifest: what a reply to this step holds.
         outgoing: what each site was sent; an update is the difference to the entry of the same name.
         enrolled: site -> {"train", "validation", "test"} counts given when it enrolled.
-        reports: the facts that a reply to this step may hold, with what they take.
-        phase: of the step.
-        past: earlier steps; None: there are none.
-        weights: the entries that hold weights of the task's network, and are judged as such; None: all.
-        steps: the entries that are declared as steps, see `core.manifest.Entry`.
+        reports: the facts that a reply to this step may hold.
+        weights: the entries that hold weights of the task's network, whose directions are compared; None: all.
         strict: reject what is suspicious too, where it is the fewer of three replies or more.
-        contradicted: (site, reply) -> what of it cannot be so, though it is as declared, in words, or None.
     """
-    accepted: dict[str, Message] = {}
-    rejected: dict[str, str] = {}
-    for site in sorted(replies):
-        reason = _reason(replies[site], manifest, reports, enrolled.get(site, {}), partial(contradicted, site))
-        if reason is None:
-            accepted[site] = replies[site]
-        else:
-            rejected[site] = reason
-    past = past or Past()
+    problems = {site: _problem(replies[site], manifest, reports, enrolled.get(site, {})) for site in sorted(replies)}
+    accepted = {site: replies[site] for site, problem in problems.items() if problem is None}
+    rejected = {site: problem for site, problem in problems.items() if problem is not None}
     entries = sorted(next(iter(accepted.values())).states) if accepted else []
-    found = {
-        f"{phase}/{entry}": gathered(accepted, outgoing, entry, weights is None or entry in weights, entry in steps) for entry in entries
-    }
-    digests = {key: _digests(accepted, key.removeprefix(f"{phase}/"), evidence) for key, evidence in found.items()}
-    too_long, long = _too_long(found, enrolled, past)
-    for judged in (too_long, _unmoved(found), _replayed(digests, past)):
-        for site, reason in judged.items():
-            rejected.setdefault(site, reason)
-    left = _of(found, [site for site in accepted if site not in rejected])
-    rejected |= _turning(left)
+    found = {entry: _updates(accepted, outgoing, entry, weights is None or entry in weights) for entry in entries}
+    rejected |= _too_long(found, {site: counts.get("train", 0) for site, counts in enrolled.items()})
     accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-    left = _of(found, list(accepted))
-    odd = long | _against_the_others(left)
-    suspicious = {site: odd[site] for site in accepted if site in odd}
+    suspicious = _against_the_others({entry: updates.of(accepted) for entry, updates in found.items()})
     if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
         rejected, suspicious = rejected | suspicious, {}
         accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-        left = _of(found, list(accepted))
-    updates = {_entry(key): evidence for key, evidence in left.items() if evidence.whole}
-    steps_taken = {key: statistics.median_low(evidence.lengths.values()) for key, evidence in left.items() if evidence.step}
-    known = {key: {mark: site for site, mark in digests[key].items() if site in accepted} for key in left}
-    return Screened(accepted, dict(sorted(rejected.items())), suspicious, steps_taken, known, partial(similarity, updates))
+    compared = {entry: updates.of(accepted) for entry, updates in found.items() if updates.replaces and updates.weights}
+    return Screened(accepted, dict(sorted(rejected.items())), suspicious, partial(_similarity, compared))
 
 
-def _reason(
-    reply: Message,
-    manifest: Manifest,
-    reports: tuple[Fact, ...],
-    counts: Mapping[str, int],
-    contradicted: Callable[[Message], str | None],
-) -> str | None:
+def _problem(reply: Message, manifest: Manifest, reports: tuple[Fact, ...], counts: Mapping[str, int]) -> str | None:
+    """Why a reply by itself is not usable, one line, or None."""
     try:
-        required = tuple(fact for fact in reports if fact in _NEEDED)
         problem = violation(reply, manifest) or non_finite(reply) or negative(reply, manifest)
-        problem = problem or (unfit(reply, reports, required) if reports else None) or _implausible(reply.facts, counts)
-        problem = problem or contradicted(reply)
+        if reports and not problem:
+            problem = unfit(reply, reports, tuple(fact for fact in reports if fact in _NEEDED))
+        samples, known = reply.facts.get("n_samples"), counts.get("train")
+        if not problem and samples is not None and known is not None and samples != known:
+            problem = f"n_samples is {samples}, the site enrolled with {known} training images; counts do not change during a run"
     except Exception as error:  # whatever it is made of, it is the site's
         problem = f"it cannot be checked ({type(error).__name__}: {error})"
     return None if problem is None else one_line(problem)
 
 
-def _implausible(facts: Mapping[str, Any], counts: Mapping[str, int]) -> str | None:
-    """Which count is not that of enrolment, in words, or None."""
-    for fact, (split, images) in _COUNTS.items():
-        found, known = facts.get(fact), counts.get(split)
-        if found is None or known is None or found == known:
+def _updates(replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str, weights: bool) -> _Updates:
+    """The updates of one entry; integer tensors do not count."""
+    states = [reply.states[entry] for reply in replies.values()]
+    origins: list[StateDict] = [outgoing[site].states.get(entry, {}) if site in outgoing else {} for site in replies]
+    replaces = all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
+    products = torch.zeros(len(states), len(states), dtype=torch.float64)
+    for name, tensor in states[0].items():
+        if not tensor.is_floating_point():
             continue
-        if found > known:
-            return f"{fact} is {found}, more than the {known} {images} images the site enrolled with"
-        return f"{fact} is {found}, the site enrolled with {known} {images} images; counts do not change during a run"
-    return None
+        starts = [origin.get(name, torch.zeros(())).expand_as(tensor) for origin in origins]
+        if all(origin.get(name) is origins[0].get(name) for origin in origins):
+            starts = starts[:1]  # all were sent the same
+        for parts in stretches([*(state[name] for state in states), *starts]):
+            updates = torch.stack(parts[: len(states)]).double().sub_(torch.stack(parts[len(states) :]))
+            products += updates @ updates.T
+    return _Updates(tuple(replies), products, replaces, weights)
 
 
-def _limit(site: str, others: Collection[str], enrolled: Mapping[str, Mapping[str, int]]) -> float:
-    """How many times the others' median an update may be long: 10, and with more training images, which are more steps, as many times more.
+def _too_long(found: Mapping[str, _Updates], images: Mapping[str, int]) -> dict[str, str]:
+    """Sites whose update of some entry is longer than ten times the median of the others that moved, with the reason.
 
-    No number of images makes it more than 100.
-    """
-    counts = {name: enrolled.get(name, {}).get("train", 0) for name in (site, *others)}
-    usual = statistics.median(counts[name] for name in others)
-    return _LIMIT * min(max(1.0, counts[site] / usual), _LARGEST / _LIMIT) if usual else _LIMIT
-
-
-def _too_long(
-    found: Mapping[str, Evidence], enrolled: Mapping[str, Mapping[str, int]], past: Past
-) -> tuple[dict[str, str], dict[str, str]]:
-    """(sites whose update of some entry is too long to be used, sites whose update is long enough to be named).
-
-    A length is compared with the median of the others that moved, so that no site has a say in its own limit; beyond half of the limit the
-    site is named. Of two sites the longer one may be right: up to 100 it is used and both are named. A single reply is compared with the
-    length of what the site was sent.
+    A site with more training images takes more steps: its limit is as many times higher as its count is above the others' median, at most
+    a hundred times their length. Of two sites the longer one may be right, and what is no update has no usual length: a hundred times, too.
     """
     rejected: dict[str, str] = {}
-    named: dict[str, str] = {}
-    for key, evidence in found.items():
-        lengths, largest = evidence.lengths, past.steps.get(key, 0.0) if evidence.step else 0.0
+    for entry, updates in found.items():
+        lengths = updates.lengths
         for site, length in lengths.items():
             others = [other for other, moved in lengths.items() if other != site and 0 < moved < math.inf]
-            usual, words = evidence.sent[site], "the length of what it was sent"
-            if others:
-                usual, words = statistics.median(lengths[other] for other in others), "the others' median"
-            if largest > usual:  # what changes little once it is known is long at a site that comes late
-                usual, words = largest, "the largest median of the rounds"
-            limit = _limit(site, others, enrolled) if others and evidence.update else _LARGEST
-            most = limit if len(others) > 1 or largest else _LARGEST
-            text = f"{_entry(key)} moved by {length:.3g}, more than {{:.3g}} times {words} {usual:.3g}"
-            if usual > 0 and not length <= most * usual:  # NaN, where lengths overflow, is too long as well
-                rejected.setdefault(site, text.format(most))
-            elif most < _LARGEST and length > limit / 2 * usual > 0:
-                named.setdefault(site, text.format(limit / 2))
-            elif len(others) == 1 and length > limit * usual > 0:
-                pair = f"{text.format(limit)}; of two sites nobody can say which one is wrong"
-                named = dict.fromkeys((site, *others), pair) | named
-    return rejected, named
+            if not others:
+                continue
+            usual = statistics.median(lengths[other] for other in others)
+            count = statistics.median(images.get(other, 0) for other in others)
+            more = max(1.0, images.get(site, 0) / count) if count else 1.0
+            limit = min(_LIMIT * more, _LARGEST) if updates.replaces and len(others) > 1 else _LARGEST
+            if not length <= limit * usual:  # NaN, where lengths overflow, is too long as well
+                rejected.setdefault(site, f"{entry} moved by {length:.3g}, more than {limit:.3g} times the others' median {usual:.3g}")
+    return rejected
 
 
-def _unmoved(found: Mapping[str, Evidence]) -> dict[str, str]:
-    """Sites that send back what they were sent, where others have moved."""
-    lengths = [evidence.lengths for evidence in found.values() if evidence.whole and not evidence.step]
-    still = [site for site in (lengths[0] if lengths else ()) if not any(by_site[site] for by_site in lengths)]
-    moved = any(length for by_site in lengths for length in by_site.values())
-    return dict.fromkeys(still, "it is what the site was sent, unchanged: nothing was trained") if moved else {}
-
-
-def _digests(accepted: Mapping[str, Message], entry: str, evidence: Evidence) -> dict[str, str]:
-    """site -> hash of an entry that has moved."""
-    moved = [site for site, length in evidence.lengths.items() if evidence.whole and length > 0]
-    return {site: digest(accepted[site].states[entry]) for site in moved}
-
-
-def _replayed(digests: Mapping[str, Mapping[str, str]], past: Past) -> dict[str, str]:
-    """Sites that send, bit for bit, what they or others sent in an earlier step."""
+def _against_the_others(found: Mapping[str, _Updates]) -> dict[str, str]:
+    """Sites whose update of the network's weights points against those of the others, with the reason."""
     reasons: dict[str, str] = {}
-    for key, by_site in digests.items():
-        for site, found in by_site.items():
-            if earlier := past.seen.get(key, {}).get(found):
-                whose = "its own" if earlier[0] == site else f"that of {earlier[0]}"
-                reasons.setdefault(site, f"{_entry(key)} is {whose} of round {earlier[1]}, bit for bit")
-    return reasons
-
-
-def _of(found: Mapping[str, Evidence], sites: list[str]) -> dict[str, Evidence]:
-    return {key: evidence.of(tuple(sites)) for key, evidence in found.items()} if sites else {}
-
-
-def _turning(left: Mapping[str, Evidence]) -> dict[str, str]:
-    """Sites whose update of some entry would alone turn the round around: with it all together move against all others together.
-
-    Of two sites the longer update always could; there it is not told which one is wrong.
-    """
-    reasons: dict[str, str] = {}
-    for key, evidence in left.items():
-        if not evidence.whole or len(evidence.sites) < 3:
+    for entry, updates in found.items():
+        if not (updates.replaces and updates.weights):
             continue
-        for site, along in zip(evidence.sites, sum_with_and_without(evidence.products).tolist(), strict=True):
-            if along < 0:
-                reasons.setdefault(site, f"{_entry(key)} moved against all others together, and further: it would turn the round around")
-    return reasons
-
-
-def _against_the_others(left: Mapping[str, Evidence]) -> dict[str, str]:
-    """Sites whose update of some entry points against those of the others."""
-    reasons: dict[str, str] = {}
-    for key, evidence in left.items():
-        cosines = cosines_to_the_others(evidence.products).tolist() if evidence.whole else []
-        unknown = " (of two sites nobody can say which one is wrong)" if len(cosines) == 2 else ""
-        for site, cosine in zip(evidence.sites, cosines, strict=False):
+        for site, cosine in zip(updates.sites, cosines_to_the_others(updates.products).tolist(), strict=True):
             if cosine < OPPOSITE:
-                reasons.setdefault(site, f"{_entry(key)} moved against the others: cosine {cosine:.2f} to their mean direction{unknown}")
+                reasons.setdefault(site, f"{entry} moved against the others: cosine {cosine:.2f} to their mean direction")
     return reasons
 
 
-def _entry(key: str) -> str:
-    return key.partition("/")[2]
+def cosines_to_the_others(products: Tensor) -> Tensor:
+    """cos(u_k, Σ_{j≠k} u_j / |u_j|): how far each update points where the others point on average, whatever their lengths.
+
+    Args:
+        products: (K, K) inner products <u_j, u_k>.
+
+    Returns:
+        (K,); NaN for an update of length 0, for one whose others cancel out, and for one alone.
+
+    Examples:
+        >>> cosines_to_the_others(torch.tensor([[1.0, 1.0, -2.0], [1.0, 1.0, -2.0], [-2.0, -2.0, 4.0]]))
+        tensor([nan, nan, -1.])
+    """
+    moved = products.diagonal() > 0
+    others = cosines(products).fill_diagonal_(0)
+    along = others.sum(dim=1)  # <û_k, Σ_{j≠k} û_j>
+    squared = (moved.sum() - 1) + others.sum() - 2 * along  # |Σ_{j≠k} û_j|²
+    known = moved & (squared > 1e-9)
+    return torch.where(known, along / squared.clamp(min=1e-9).sqrt(), math.nan)
+
+
+def _similarity(found: Mapping[str, _Updates]) -> Similarity:
+    rows = {entry: zip(updates.sites, cosines(updates.products).tolist(), strict=True) for entry, updates in found.items()}
+    return {entry: {site: dict(zip(found[entry].sites, row, strict=True)) for site, row in of} for entry, of in rows.items()}
 
 
 def lost_votes(facts: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -267,21 +199,38 @@ def lost_votes(facts: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
     A site's metric only helps to choose a round, so a bad one costs the site its vote and not its update.
 
-    Args:
-        facts: of a reply; its "validation" is rewritten.
-
     Examples:
         >>> facts = {"validation": {"global": float("nan"), "personal": 0.5, "selector": 7}}
-        >>> sorted(lost_votes(facts)), lost_votes({"validation": {"global": 7}})
-        (['global', 'selector'], {'global': ('rejected', 'is 7, expected a number from 0 to 1')})
-        >>> facts
-        {'validation': {'global': None, 'personal': 0.5, 'selector': None}}
+        >>> [(model, kind) for model, (kind, _) in lost_votes(facts).items()], facts["validation"]
+        ([('global', 'undefined'), ('selector', 'rejected')], {'global': None, 'personal': 0.5, 'selector': None})
     """
     measured = facts.get("validation") or {}
-    bad = {name: problem for name, value in measured.items() if (problem := METRIC(value))}
-    facts["validation"] = {name: None if name in bad else value for name, value in measured.items()}
-    return {name: ("undefined" if _nan(measured[name]) else "rejected", problem) for name, problem in bad.items()}
+    bad = {model: problem for model, value in measured.items() if (problem := METRIC(value))}
+    facts["validation"] = {model: None if model in bad else value for model, value in measured.items()}
+    undefined = [model for model in bad if isinstance(measured[model], float) and math.isnan(measured[model])]
+    return {model: ("undefined" if model in undefined else "rejected", problem) for model, problem in bad.items()}
 
 
-def _nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def capped(samples: Mapping[str, float], most: float) -> dict[str, float]:
+    """Counts in which no site has more than a share of the whole: the largest are lowered, the others stay as they are.
+
+    Args:
+        samples: site -> training images, none of them 0.
+        most: the largest share; where it is below 1/K, which not all can be, all get the smallest count.
+
+    Examples:
+        >>> capped({"A": 98.0, "B": 1.0, "C": 1.0}, 0.5)
+        {'A': 2.0, 'B': 1.0, 'C': 1.0}
+        >>> capped({"A": 100.0, "B": 100.0, "C": 1.0}, 0.25)
+        {'A': 1.0, 'B': 1.0, 'C': 1.0}
+    """
+    if not samples or most * len(samples) <= 1:
+        return dict.fromkeys(samples, min(samples.values(), default=0.0))
+    rest = float(sum(samples.values()))
+    limit = most * rest
+    for lowered, count in enumerate(sorted(samples.values(), reverse=True)):
+        limit = most * rest / (1 - lowered * most)  # with so many sites at the limit it is their share of what they and the rest have
+        if count <= limit:
+            break
+        rest -= count
+    return {site: min(count, limit) for site, count in samples.items()}

@@ -42,7 +42,6 @@ def tells_of_few(cases: Cases, task: TaskConfig, minimum: int) -> bool:
     Args:
         cases: of a classification task.
         task: gives target and labels.
-        minimum: as for `too_few`.
     """
     if cases.targets is None:
         return False
@@ -57,7 +56,6 @@ def rare_classes(site: Site, minimum: int) -> bool:
 
     Args:
         site: whose training images are looked at.
-        minimum: as for `too_few`.
     """
     return bool(small_classes(site, "train", minimum))
 
@@ -70,7 +68,6 @@ def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
     Args:
         site: whose images are looked at.
         split: of which images.
-        minimum: as for `too_few`.
     """
     if minimum < 2:
         return frozenset()
@@ -162,7 +159,6 @@ def withhold(facts: dict[str, Any], declared: Iterable[Fact], splits: tuple[str,
     Args:
         facts: of a reply.
         declared: facts with the split that they were measured on.
-        splits: see `too_few`.
     """
     for fact in declared:
         if fact.measured in splits and fact in facts:
@@ -174,7 +170,6 @@ def withhold_doubts(events: list[dict[str, Any]], splits: tuple[str, ...]) -> No
 
     Args:
         events: of the delivery; the site's own report has all of them.
-        splits: see `too_few`.
     """
     if "test" in splits:
         events[:] = [event for event in events if event["kind"] not in _OF_TEST]

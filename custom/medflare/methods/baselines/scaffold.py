@@ -54,7 +54,6 @@ UPDATE = Entry(
     "control_update",
     "change of the site's control variate, a mean gradient of its training images",
     lambda plan: _learnt(plan.network()),
-    step=True,
 )
 COUNTED = Fact("counted", "the round of the site's last control update that the server has taken in", count(optional=True))
 

@@ -168,14 +168,6 @@ class SHAServer(FedAvgServer[K]):
         asked = [other for other, evaluators in self._evaluators(step.round).items() if site in evaluators]
         return Message({CANDIDATE.of(other): candidates[other].get(PERTURBED, candidates[other][MODEL]) for other in asked})
 
-    def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
-        """Scores of models that others score: the site's own, or one that it was not drawn for. Those of no candidate are not read."""
-        if step.phase != "score":
-            return None
-        others = {other for other, evaluators in self._evaluators(step.round).items() if site not in evaluators}
-        extra = sorted(reply.facts.get(SCORES, {}).keys() & others)
-        return f"{SCORES!r} names {extra[0]!r:.60}, whose model the site was not sent" if extra else None
-
     def _evaluators(self, round: int) -> dict[str, list[str]]:
         generator = numpy_generator(self.context.seed, "server", round, "evaluators")
         return choose_evaluators(sorted(self.candidates), self.hyper.evaluators, generator)
@@ -211,11 +203,13 @@ class SHAServer(FedAvgServer[K]):
         """s_i of every candidate; a candidate that nobody could score is noted and gets NaN."""
         metrics = torch.full((len(sites), len(sites)), math.nan, dtype=torch.float64)
         counts = torch.zeros(len(sites), dtype=torch.float64)
+        evaluators = self._evaluators(round)
         for column, site in enumerate(sites):
             given = replies[site].facts.get(SCORES, {}) if site in replies else {}
             counts[column] = self.context.site_counts.get(site, {}).get("n", {}).get("validation", 0)
             for row, other in enumerate(sites):
-                metrics[row, column] = self._checked(given.get(other), other, site, round)
+                if site in evaluators[other]:
+                    metrics[row, column] = self._checked(given.get(other), other, site, round)
         formula = centred_scores if self.hyper.centred else generalization_scores
         scores = formula(metrics, counts if self.hyper.score_weighting == "samples" else None)
         for site, value in zip(sites, scores.tolist(), strict=True):

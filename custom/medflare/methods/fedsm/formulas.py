@@ -17,7 +17,6 @@ GAMMAS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1
 TEMPERATURES: Final = tuple(2 ** (place / 2) for place in range(-12, 9))  # candidates, 1/64 to 16
 NEGLIGIBLE: Final = 0.01  # of the metric: a loss per site that the sites together may bear for the gain of one of them
 UNLIKELY: Final = 1e-6  # least probability that is told apart from 0
-_ROUNDING = 0.02  # of a gradient's largest number; that of bfloat16, with room
 
 
 def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDict]:
@@ -272,42 +271,6 @@ def ensemble_output(outputs: Tensor, scores: Tensor) -> Tensor:
         tensor([[0.7500]])
     """
     return (outputs * scores.reshape(*scores.shape, *[1] * (outputs.ndim - 2))).sum(dim=1)
-
-
-def impossible_head_gradient(weight: Tensor, bias: Tensor, own: int) -> str | None:
-    """Why no images of one site give the selector's last layer such a gradient, in words, or None.
-
-    All images of site k have the label k (Eq. 2). Of the mean cross entropy over them that layer's gradient is
-
-        E[(p - e_k) (φ, 1)ᵀ]
-
-    with p the scores, which are shares, and φ the layer's input, which a ReLU has made non-negative. So no other site's row holds a
-    number below 0, the rows add up to 0, and no bias moves by more than 1. Who turns it around, makes it longer than 1 or speaks for
-    another site contradicts that; gradients of images that only look like another site's do not.
-
-    Args:
-        weight: gradient of the weights (K, F).
-        bias: gradient of the bias (K,).
-        own: k.
-
-    Examples:
-        >>> p, phi = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([1.0, 0.0])
-        >>> bias = p - torch.tensor([0.0, 1.0, 0.0])
-        >>> impossible_head_gradient(bias[:, None] * phi, bias, own=1)
-        >>> impossible_head_gradient(bias[:, None] * phi, bias, own=2)
-        "the selector's gradient asks for less of another site: it is not of images that are all this one's"
-        >>> impossible_head_gradient(2 * bias[:, None] * phi, 2 * bias, own=1)
-        "the selector's bias moves by 1.4, and no mean of shares by more than 1"
-    """
-    rows = torch.cat([weight, bias[:, None]], dim=1).double()
-    slack = _ROUNDING * float(rows.abs().max())
-    others = torch.cat([rows[:own], rows[own + 1 :]])
-    if bool((others < -slack).any()):
-        return "the selector's gradient asks for less of another site: it is not of images that are all this one's"
-    if bool((rows.sum(dim=0).abs() > slack).any()):
-        return "the rows of the selector's gradient do not add up to 0, as those of scores that are shares do"
-    longest = float(bias.abs().max())
-    return f"the selector's bias moves by {longest:.3g}, and no mean of shares by more than 1" if longest > 1 + _ROUNDING else None
 
 
 def extra_labels(losses: Tensor) -> Tensor:

@@ -16,12 +16,9 @@ from medflare.data.sites.site import Site
 from medflare.methods.base import Plan
 from medflare.methods.fedsm.hyper import FedSMServerHyper
 from medflare.networks.catalogue import meta_network, task_network
-from medflare.networks.classifiers import ImageStatistics
 from medflare.networks.structure import example
 
 RIDGE = "ridge_selector"
-_BRIGHTEST: Final = 1e9  # of an intensity as a network is fed it
-_ROUNDING: Final = 1e-9  # of sums in float64, with room
 _NEVER: Final = -1e4  # logit of a class that is missing
 
 
@@ -74,46 +71,6 @@ def site_statistics(site: Site) -> StateDict:
         features = body.features_and_output(images)[0].double().cpu()
         mean, products, count = mean + features.sum(dim=0), products + features.T @ features, count + len(features)
     return {"mean": torch.as_tensor(mean / count), "products": torch.as_tensor(products / count)}
-
-
-def impossible_statistics(statistics: StateDict, channels: int, dims: int, images: int | None) -> str | None:
-    """Why no images have such features on average, in words, or None.
-
-    With m = E[φ] and P = E[φ φᵀ] over n images: P is symmetric, the covariance P - m mᵀ has no eigenvalue below 0 and at most n - 1 above
-    it; an image's quantiles rise, and its edges are not negative. Rounding is a thousand-millionth of the largest second moment.
-
-    Args:
-        statistics: {"mean": m (F,), "products": P (F, F)}.
-        channels: of the images.
-        dims: their spatial dimensions.
-        images: n; None: nobody knows.
-
-    Examples:
-        >>> phi = torch.tensor([[0.5, 0.0, 0.2, 0.5, 0.8, 1.0, 0.1, 0.1], [0.4, 0.0, 0.1, 0.5, 0.8, 1.0, 0.1, 0.2]]).double()
-        >>> told = {"mean": phi.mean(dim=0), "products": phi.T @ phi / 2}
-        >>> impossible_statistics(told, 1, 2, images=2), impossible_statistics(told, 1, 2, images=1)
-        (None, 'products vary in more directions than 1 images can')
-        >>> impossible_statistics({**told, "products": -told["products"]}, 1, 2, images=2)
-        'products are not those of any features with this mean'
-    """
-    mean, products = statistics["mean"], statistics["products"]
-    largest = float(products.abs().max())
-    if largest > _BRIGHTEST**2:
-        return f"products go up to {largest:.3g}, beyond the square of any intensity ({_BRIGHTEST:g})"
-    rounding = max(_ROUNDING * largest, torch.finfo(torch.float64).tiny)
-    if float((products - products.T).abs().max()) > rounding:
-        return "products are not symmetric"
-    spread = torch.linalg.eigvalsh(products - torch.outer(mean, mean))
-    if float(spread[0]) < -rounding * len(mean):
-        return "products are not those of any features with this mean"
-    if images is not None and images <= len(mean) and float(spread[len(mean) - images]) > rounding * len(mean):
-        return f"products vary in more directions than {images} images can"
-    edges = channels * dims
-    ranked = mean[-edges - channels * len(ImageStatistics.SHARES) : -edges].reshape(channels, -1)
-    least = -_ROUNDING * float(mean.abs().max())
-    if bool((ranked.diff(dim=1) < least).any()) or bool((mean[-edges:] < least).any()):
-        return "mean is of no image: its quantiles fall, or its edges are negative"
-    return None
 
 
 def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: float) -> tuple[Tensor, Tensor]:

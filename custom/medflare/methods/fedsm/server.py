@@ -9,10 +9,10 @@ from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, s
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import trained_model
-from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, impossible_head_gradient, soft_pull, tempered, tuned_gamma
+from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, soft_pull, tempered, tuned_gamma
 from medflare.methods.fedsm.hyper import SHARED_META, FedSMServerHyper, FedSMSiteHyper, SuperServerHyper
-from medflare.methods.fedsm.ridge import STATISTICS, impossible_statistics, is_ridge
-from medflare.methods.fedsm.selector import GRADIENT, ServerSelector, head_of, selector_spec
+from medflare.methods.fedsm.ridge import STATISTICS, is_ridge
+from medflare.methods.fedsm.selector import ServerSelector, selector_spec
 from medflare.methods.fedsm.site import (
     CALIBRATION,
     GAINS,
@@ -182,18 +182,6 @@ class FedSMServer(PersonalServer[FedSMServerHyper]):
             self.aggregate_selector(replies)
         else:
             self._aggregate_round(step, replies)
-
-    def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
-        """A gradient of the selector, or features for the ridge selector, that no images of the site have."""
-        if GRADIENT in reply.states:
-            weight, bias = head_of(reply.states[GRADIENT])
-            return impossible_head_gradient(weight, bias, self.context.plan.sites.index(site))
-        if step.phase != "describe":
-            return None
-        task, images = self.context.task, int(reply.facts["n_samples"])
-        known = None if task.fit == "patch" else images  # of patches nobody knows how many there are
-        problem = impossible_statistics(reply.states[STATISTICS], task.image_channels, task.spatial_dims, known)
-        return problem and f"{STATISTICS}: {problem}"
 
     def _aggregate_round(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The base's part of a round or of the last look, and the selector beside it."""

@@ -44,7 +44,7 @@ def mean_loss(value: object) -> str | None:
 
     Examples:
         >>> mean_loss(0.5), mean_loss("low")
-        (None, 'is str, expected a number')
+        (None, "Input should be a valid number, got 'low'")
     """
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return number(optional=True)(value)

@@ -6,8 +6,7 @@ sites decides, so that one site that is wrong, or lies, cannot choose the round 
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Annotated, Any, Final, Literal
 
@@ -229,58 +228,3 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
         if round - better >= patience:
             return round + 1
     return None
-
-
-_LEAST_CANDIDATES: Final = 2  # one has no order
-_LOSS: Final = 0.05  # of the metric; near the end of training honest sites disagree about less
-
-
-def contradictions(record: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float]]:
-    """Sites that rank the candidates against the others: more of these have pairs of them in the opposite order than in the same one, and
-    its favourite would cost the others, by their median, more than 0.05 of the metric.
-
-    Every other site counts once, whatever its numbers: one that votes 1 and 0 must not make it look as if the rest contradicted. Of two
-    sites nobody can say which one is wrong, and none is named.
-
-    Args:
-        record: see `Election.record`.
-
-    Returns:
-        Site -> (rounds of training behind its favourite, what the others' median would lose by it).
-
-    Examples:
-        >>> up = [{"round": r, "votes": {"A": r / 10, "B": r / 10, "C": 1 - r / 10}} for r in (1, 2, 3)]
-        >>> contradictions(up)
-        {'C': (1, 0.2)}
-    """
-    found: dict[str, tuple[int, float]] = {}
-    for site in sorted({name for candidate in record for name in candidate["votes"]}):
-        heard = [candidate for candidate in record if site in candidate["votes"] and len(candidate["votes"]) > 2]
-        if len(heard) < _LEAST_CANDIDATES:
-            continue
-        own = [float(candidate["votes"][site]) for candidate in heard]
-        others = [median(value for name, value in candidate["votes"].items() if name != site) for candidate in heard]
-        favourite = own.index(max(own))
-        loss = max(others) - others[favourite]
-        if loss > _LOSS and _friends(site, heard) < 0:
-            found[site] = (int(heard[favourite]["round"]), round(loss, 6))
-    return found
-
-
-def _friends(site: str, heard: Sequence[Mapping[str, Any]]) -> int:
-    """How many other sites have the candidates in the order of this one, less those that have them in the opposite order."""
-    friends = 0
-    for other in {name for candidate in heard for name in candidate["votes"]} - {site}:
-        both = [candidate["votes"] for candidate in heard if other in candidate["votes"]]
-        friends += _sign(_agreement([float(votes[site]) for votes in both], [float(votes[other]) for votes in both]))
-    return friends
-
-
-def _agreement(first: Sequence[float], second: Sequence[float]) -> int:
-    """Pairs in the same order less pairs in the opposite one: the numerator of Kendall's tau, which has its sign."""
-    pairs = combinations(zip(first, second, strict=True), 2)
-    return sum(_sign(a - c) * _sign(b - d) for (a, b), (c, d) in pairs)
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)

@@ -279,30 +279,6 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
     return mean + noise * deviation * (sites > 0)
 
 
-def impossible_prototypes(prototypes: Tensor, present: Tensor, counted: Tensor | None) -> str | None:
-    """Why prototypes cannot be means over the images or pixels of each class, in words, or None (of Eq. 10).
-
-    Args:
-        prototypes: (C, D), zero for a class that was never seen.
-        present: (C,) bool, which classes were seen.
-        counted: (C,) images or pixels of each class that the site has; None: the site does not tell.
-
-    Examples:
-        >>> present = torch.tensor([True, False])
-        >>> impossible_prototypes(torch.tensor([[1.0], [0.0]]), present, torch.tensor([9, 9]))
-        >>> impossible_prototypes(torch.tensor([[1.0], [2.0]]), present, None)
-        'prototype 1 is of an absent class and not zero'
-        >>> impossible_prototypes(torch.tensor([[1.0], [0.0]]), present, torch.tensor([0, 9]))
-        'prototype 0 is of a class that the site enrolled without'
-    """
-    for row, (prototype, seen) in enumerate(zip(prototypes, present.tolist(), strict=True)):
-        if not seen and bool(prototype.any()):
-            return f"prototype {row} is of an absent class and not zero"
-        if seen and counted is not None and not counted[row]:
-            return f"prototype {row} is of a class that the site enrolled without"
-    return None
-
-
 def most_representative(counts: Mapping[str, Tensor]) -> str:
     """The site whose class distribution is closest to the federation's: whose model serves an outside site (PRR, Sec. IV-E).
 

@@ -12,7 +12,7 @@ from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.aggregation import Aggregation, SiteModel, site_models, states_of
 from medflare.methods.base import Kept, ServerContext, ServerHalf, Step
 from medflare.methods.fedavg.site import trained_model
-from medflare.methods.prr.formulas import global_prototypes, impossible_prototypes, most_representative
+from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.site import CLASS_TOTALS, DEPUTY, NORMALISATION, PERSONAL, PROTOTYPES, local_part
@@ -105,19 +105,6 @@ class PRRServer(ServerHalf[PRRServerHyper]):
         if self.prototypes is not None:
             message.states[PROTOTYPES] = self.prototypes
         return message
-
-    def contradicted(self, step: Step, site: str, reply: Message) -> str | None:
-        """Prototypes of a class that the site enrolled without, or that is not there."""
-        if PROTOTYPES not in reply.states:
-            return None
-        told, task = reply.states[PROTOTYPES], self.context.task
-        known = self.context.site_counts.get(site, {})
-        if not known.get("class_counts") or task.fit == "patch":
-            return impossible_prototypes(told["prototypes"], told["present"], None)
-        counted = class_totals(task, {site: known})
-        if task.kind == "segmentation":
-            counted[:, 0] += 1  # augmentation fills what comes in from outside with background
-        return impossible_prototypes(told["prototypes"], told["present"], counted.flatten())
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Every site's next model and the next prototypes; after the last exchange the model for outside sites."""
