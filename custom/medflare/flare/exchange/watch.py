@@ -10,7 +10,7 @@ _PROCESSES = 1.0  # seconds between two looks at the sites' processes, where the
 
 REFUSED = (
     "asks for work and is refused it: the server knows another registration of the site, as after a preflight check of a site that runs; "
-    "restart the site (medflare site restart KIT), then submit the job again"
+    "stop and start the site, then submit the job again"
 )
 
 
