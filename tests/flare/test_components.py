@@ -13,7 +13,7 @@ from nvflare.apis.workspace import Workspace
 from nvflare.private.fed.utils.fed_utils import authorize_build_component
 
 from e2e.simulation import ROOT
-from medflare.cli.federation.kits.setup import template
+from medflare.cli.kits.setup import template
 from medflare.data.sites.local import kept_of, private_folder
 from medflare.flare.components import JobComponents, component_paths, refusal
 from medflare.flare.jobs.building import build_job

@@ -12,8 +12,7 @@ from itertools import takewhile
 from typing import Any, Final, NoReturn
 
 import medflare
-from medflare.cli import data, methods, models, results, run, starting, studies
-from medflare.cli.federation import jobs, site, watching
+from medflare.cli import data, jobs, methods, models, results, run, site, starting, studies, watching
 from medflare.core.errors import MedflareError
 from medflare.core.packages import end_quickly
 from medflare.data.progress import print_lines

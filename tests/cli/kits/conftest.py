@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cli.kits.fake import Root, make_kit
-from medflare.cli.federation.kits.kit import Kit
+from medflare.cli.kits.kit import Kit
 from pictures import forget_decoded_sites, make_site, make_task
 
 __all__ = ["forget_decoded_sites", "make_site", "make_task"]

@@ -1,10 +1,7 @@
-"""Startup kits as FLARE 2.9 provisions them, as far as the commands of a kit look at them, and processes that play its parts."""
+"""Startup kits as FLARE 2.9 provisions them, as far as the commands of a kit look at them."""
 
 import json
 import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from medflare.cli.federation.kits.kit import Kind, Kit, open_kit
+from medflare.cli.kits.kit import Kind, Kit, open_kit
 
 JOB = "0b6f4a2e-8a0d-4a51-9d1b-3f0c2f5e7a11"
 PLAIN = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
 NOW = datetime.now(timezone.utc)
-_MODULES = {"site": "client.client_train", "server": "server.server_train", "job": "client.worker_process"}
 
 
 class Root:
@@ -74,24 +70,6 @@ def _resources(kind: Kind) -> dict[str, object]:
     return {**content, "servers": [{"heart_beat_timeout": 600}], "snapshot_persistor": snapshots, "components": [manager]}
 
 
-@contextmanager
-def party(kit: Kit, part: str = "", job: str = JOB) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with the command line that FLARE gives to the party ("") or to a job of it ("job"), and a child of its own."""
-    module = f"nvflare.private.fed.app.{_MODULES[part or kit.kind]}"
-    command = ["bash", "-c", "sleep 60; :", "python3", "-u", "-m", module, "-m", str(kit.folder), *(["-n", job] if part == "job" else [])]
-    process = subprocess.Popen(command)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def script(path: Path, text: str) -> None:
-    path.write_text(f"#!/usr/bin/env bash\n{text}")
-    path.chmod(0o700)

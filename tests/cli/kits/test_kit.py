@@ -1,10 +1,18 @@
-"""What a kit says of its party, and what is none."""
+"""What a kit says of its party; certificates by this machine's clock; a handshake that says why a server is not reached."""
 
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from medflare.cli.federation.kits.kit import Kit, open_kit
+from cli.kits.fake import NOW, Root, free_port, make_kit
+from medflare.cli.kits.kit import Kit, certificate_end, open_kit, refuse_foreign_root, server_problem
 from medflare.core.errors import ConfigError
 
 
@@ -13,11 +21,80 @@ def test_site_and_server_by_name(site: Kit, server: Kit) -> None:
     assert (server.kind, server.name, server.certificate.name) == ("server", "localhost", "server.crt")
 
 
-def test_what_is_no_kit_is_one_line(tmp_path: Path, site: Kit) -> None:
-    with pytest.raises(ConfigError, match="is no startup kit of a server or a site"):
+def test_a_folder_that_is_no_kit_is_refused(tmp_path: Path, site: Kit) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
         open_kit(tmp_path)
     file = site.folder / "startup" / "fed_client.json"
-    for text, said in (("{", "not JSON"), ("[]", "must hold a JSON object"), ("{}", "not as FLARE 2.9 provisions it")):
+    for text in ("{", "[]", "{}"):
         file.write_text(text)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=file.name):
             open_kit(site.folder)
+
+
+@pytest.mark.parametrize("days", [-3, 400])
+def test_a_clock_outside_the_validity_is_named(site: Kit, days: int) -> None:
+    assert certificate_end(site) > NOW
+    with pytest.raises(ConfigError, match="clock"):
+        certificate_end(site, NOW + timedelta(days=days))
+
+
+def test_a_kit_made_of_parts_of_two_is_refused(site: Kit, tmp_path: Path) -> None:
+    refuse_foreign_root(site)
+    other = make_kit(tmp_path / "other", Root())
+    with pytest.raises(ConfigError, match="root"):
+        refuse_foreign_root(replace(site, root=other.root))
+    site.certificate.write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"client\.crt"):
+        refuse_foreign_root(site)
+
+
+@contextmanager
+def listening(kit: Kit, curt: bool = False) -> Iterator[None]:
+    """A server of mutual TLS at a server kit's port, for one connection; a curt one takes no certificate and says nothing, as gRPC's."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(kit.root))
+    context.load_cert_chain(kit.certificate, kit.key)
+    context.verify_mode = ssl.CERT_NONE if curt else ssl.CERT_REQUIRED
+    listener = socket.create_server(("127.0.0.1", kit.port))
+
+    def serve() -> None:
+        with suppress(OSError):
+            plain, _ = listener.accept()
+            with plain, context.wrap_socket(plain, server_side=True) as tls:
+                if not curt:
+                    tls.recv(1)  # until the other one leaves
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.close()
+        thread.join(10)
+
+
+def test_a_server_that_answers_is_no_problem(tmp_path: Path, root: Root) -> None:
+    server = make_kit(tmp_path / "server", root, "server", free_port())
+    with listening(server):
+        assert server_problem(make_kit(tmp_path / "site-1", root, port=server.port)) == ""
+
+
+@pytest.mark.parametrize(("same_root", "named"), [(False, "another root"), (True, "handshake")])
+def test_another_federations_server_is_named(tmp_path: Path, root: Root, same_root: bool, named: str) -> None:
+    """A kit of another federation, and one that knows the root and has a certificate of another one."""
+    server = make_kit(tmp_path / "server", root, "server", free_port())
+    stranger = make_kit(tmp_path / "site-1", Root("other"), port=server.port)
+    with listening(server):
+        assert named in server_problem(replace(stranger, root=server.root) if same_root else stranger)
+
+
+def test_a_server_that_closes_without_an_alert_refuses_the_certificate(tmp_path: Path, root: Root) -> None:
+    server = make_kit(tmp_path / "server", root, "server", free_port())
+    with listening(server, curt=True):
+        assert "certificate" in server_problem(make_kit(tmp_path / "site-1", root, port=server.port))
+
+
+def test_a_server_that_is_not_there_is_named(site: Kit) -> None:
+    assert "nothing listens" in server_problem(site)
+    assert "no-such-host.invalid" in server_problem(replace(site, host="no-such-host.invalid"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "firewall" in server_problem(replace(site, port=silent.getsockname()[1]), patience=0.1)

@@ -4,12 +4,11 @@ import errno
 import os
 import stat
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from medflare.data.cache.folder import ENVIRONMENT, CacheSettings, Cleaned, Room, clean, discard, hold, new_entry, placed, private
+from medflare.data.cache.folder import ENVIRONMENT, CacheSettings, Room, discard, hold, new_entry, placed, private
 
 
 def _entry(folder: Path, number: int, size: int = 1000, days: float = 0.0) -> Path:
@@ -85,24 +84,6 @@ def test_what_a_read_only_folder_holds_can_be_used(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "utime", refused)
     with hold(entry) or pytest.fail("it is there"):
         assert (entry / "content").exists()
-
-
-def test_cleaning(tmp_path: Path) -> None:
-    used, unused, recent = _entry(tmp_path, 1, days=9), _entry(tmp_path, 2, 5000, days=9), _entry(tmp_path, 3, days=1)
-    (tmp_path / "notes").mkdir()
-    crashed = tmp_path / ".partial-00ff"
-    crashed.mkdir()
-    os.utime(crashed, (1, 1))
-    file = hold(used)
-    assert file is not None
-    os.utime(used / "lock", (1, 1))
-    assert clean(tmp_path, timedelta(days=7), dry_run=True) == Cleaned(2, 5000, 2) and unused.exists() and crashed.exists()
-    assert clean(tmp_path, timedelta(days=7)) == Cleaned(2, 5000, 2) and not unused.exists()
-    assert used.exists() and recent.exists() and (tmp_path / "notes").exists(), "in use, not old enough, somebody else's"
-    assert not crashed.exists()
-    file.close()
-    assert clean(tmp_path, timedelta(0)).removed == 2 and [path.name for path in tmp_path.iterdir()] == ["notes"]
-    assert clean(tmp_path / "nowhere", timedelta(0)) == Cleaned(0, 0, 0)
 
 
 def test_what_is_damaged_goes_at_once(tmp_path: Path) -> None:

@@ -12,13 +12,11 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import IO, Annotated, Final, NamedTuple
+from typing import IO, Annotated, Final
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -46,14 +44,6 @@ class CacheSettings:
     folder: str = ""
     limit_gb: Annotated[float, Field(gt=0)] = 100.0
     memory_gb: Annotated[float, Field(ge=0)] = 4.0
-
-
-class Cleaned(NamedTuple):
-    """What `clean` has done: entries removed, the bytes they took, and entries left because they are in use or not old enough."""
-
-    removed: int
-    freed: int
-    left: int
 
 
 def placed(own: CacheSettings | None, engines: Path | None = None) -> CacheSettings | None:
@@ -140,20 +130,6 @@ class Room:
             raise OSError(errno.ENOSPC, f"more than cache.limit_gb = {self._limit:g}, and no entry is out of use")
 
 
-def clean(folder: Path, older_than: timedelta, *, dry_run: bool = False) -> Cleaned:
-    """Remove the entries of a folder that were last used longer ago than `older_than` and are not in use, and what was never finished.
-
-    Args:
-        folder: of the cache; another one, or none, holds no entries.
-        older_than: since the last use.
-        dry_run: only count; nothing is removed.
-    """
-    entries = _entries(folder)
-    old = [entry for entry in entries if time.time() - _last_use(entry) > older_than.total_seconds()]
-    freed = [size for entry in old if (size := remove(entry, dry_run)) is not None]
-    return Cleaned(len(freed), sum(freed), len(entries) - len(freed))
-
-
 def discard(entry: Path) -> None:
     """Remove an entry that is damaged, in use or not: who reads it is told so when it next does."""
     with suppress(OSError):
@@ -183,25 +159,18 @@ def _size(entry: Path) -> int:
     return total
 
 
-def remove(entry: Path, dry_run: bool = False) -> int | None:
-    """Remove an entry that is not in use; gives the bytes that it took, None where it is in use and stays.
-
-    Args:
-        entry: its folder.
-        dry_run: only say what would be given back.
-    """
+def remove(entry: Path) -> int | None:
+    """Remove an entry that is not in use; gives the bytes that it took, None where it is in use and stays."""
     try:
-        file = (entry / _LOCK).open("rb" if dry_run else "ab")  # what was never finished may lack one
+        file = (entry / _LOCK).open("ab")  # what was never finished may lack one
     except OSError:
-        return _size(entry) if dry_run and entry.exists() else None
+        return None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
         size = _size(entry)
-        if dry_run:
-            return size
         discard(entry)
         _log.info("data cache: %s removed, %d MB", entry, size // 10**6)
         return size

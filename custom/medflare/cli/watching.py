@@ -91,9 +91,8 @@ def _refuse_expired(folder: Path) -> None:
     Raises:
         ConfigError: one is not valid by this machine's clock.
     """
-    from medflare.cli.federation.kits.certificates import refuse_invalid
-    from medflare.cli.federation.kits.kit import Kit
+    from medflare.cli.kits.kit import Kit, certificate_end
 
     certificate, key, root = (folder / "startup" / name for name in ("client.crt", "client.key", "rootCA.pem"))
     if certificate.is_file() and root.is_file():
-        refuse_invalid(Kit(folder, "site", folder.resolve().name, "", 0, certificate, key, root))
+        certificate_end(Kit(folder, "site", folder.resolve().name, "", 0, certificate, key, root))
