@@ -36,7 +36,7 @@ def test_a_method_trains_on_volumes(method: str, fit: str, root: Path, tmp_path:
     results = run_local(method, PATCHES if fit == "patch" else TASK, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **options)
     assert results["status"] == "COMPLETED", results["reason"]
     for name, site in results["sites"].items():
-        assert (tmp_path / f"sites/{name}/pictures/middle slices.png").stat().st_size > 500
+        assert (tmp_path / f"sites/{name}/report.html").stat().st_size > 500
         measured = site["metrics"]["deployed"]
         assert measured.keys() == {"dice", "iou", "hd95_mm", "surface_dice"} and measured["dice"] is not None, name
 

@@ -144,9 +144,6 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, required=True, help="task file to write")
     parser.add_argument("--memory", type=float, default=8.0, metavar="GIB", help="of the smallest training device (default: %(default)g)")
     parser.add_argument(
-        "--compute", type=float, metavar="TFLOP", help="that an epoch of the largest site may take, for training without a GPU"
-    )
-    parser.add_argument(
         "--modality",
         choices=("mr", "ct", "photo"),
         default="mr",
@@ -162,9 +159,7 @@ def _plan(options: argparse.Namespace) -> int:
     from medflare.data.checking.planning import plan
 
     found = read_fingerprints(options.fingerprints)
-    proposed = plan(
-        found, modality=options.modality, memory=options.memory, compute=options.compute, voxels=options.voxels, name=options.name
-    )
+    proposed = plan(found, modality=options.modality, memory=options.memory, voxels=options.voxels, name=options.name)
     write_json(options.out, proposed.settings, public=True)
     print(proposed.render())
     sites = ", ".join(item.site for item in found)

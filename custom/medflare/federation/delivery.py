@@ -18,7 +18,7 @@ from medflare.core.store import write_atomically, write_json
 from medflare.data.files.acquisition import TRAINED_ON
 from medflare.data.sites.constant import constant_value, is_at_chance
 from medflare.data.sites.local import PLACE, PROGRESS
-from medflare.data.sites.montage import fullest_row, montage, overlay
+from medflare.data.sites.montage import fullest_row, overlay
 from medflare.data.sites.site import Site
 from medflare.evaluation.names import REPORT_FILE
 from medflare.evaluation.presentation import format_metric, metric_label
@@ -242,19 +242,6 @@ def _why_missing(role: str, method: Method, inside: bool) -> str:
     if not inside and role == "personal":
         return "a site that did not train has no personal model"
     return f"method {method.name} delivered no {role} model to this site, though it declares one"
-
-
-def volume_picture(site: Site, models: Mapping[str, Message]) -> dict[str, bytes]:
-    """Middle slices of some test volumes with what the deployed model says of them; nothing for pictures, or without Pillow and SciPy.
-
-    Args:
-        site: whose test volumes are shown.
-        models: role -> delivered model.
-    """
-    if site.task.spatial_dims != 3 or not site.n["test"] or not _has_masks_to_draw(site, models):
-        return {}
-    module = build_deployed(site.task, models["deployed"]).to(site.device)
-    return {"middle slices": montage(site, module)}
 
 
 def examples(site: Site, models: Mapping[str, Message], cases: Mapping[str, Cases]) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.data.sites.site import Site
 from medflare.data.targets import scarce_classes, scarce_line
-from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated, volume_picture
+from medflare.federation.delivery import Keeper, check_choice, chosen_here, evaluated
 from medflare.federation.enrolment import versions_here
 from medflare.federation.exchange import START
 from medflare.federation.memory import RememberedHalf, WorkingTime
@@ -239,7 +239,7 @@ class Participant:
             facts["events"].append({"kind": "few_validation_images", "message": text})
         few = too_few(half.site, self.minimum_patients)
         withhold(facts, DELIVERS, few)
-        for name, png in {**half.pictures(incoming), **volume_picture(half.site, models)}.items():
+        for name, png in half.pictures(incoming).items():
             self.keeper.show(name, png)
         role = "inside" if half.inside else "outside"
         facts["events"] += _own_report(lambda: self.keeper.finish(half.site, role, models, facts["events"]))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from medflare.data.sites.montage import fullest_row, overlay
+from medflare.data.sites.montage import contact_sheet, fullest_row, overlay
 from medflare.data.sites.site import Site
 from methods import squares
 from small import stacked
@@ -42,6 +42,12 @@ def test_truth_and_answer_are_outlined(site: Site) -> None:
     assert picture.shape == (320, 320, 3), "small pictures are enlarged"
     assert GREEN in found and MAGENTA not in found
     assert {GREEN, MAGENTA} <= colours(overlay(site, corner, 0))[1]
+
+
+def test_a_contact_sheet_has_a_row_for_each_site(site: Site) -> None:
+    picture, found = colours(contact_sheet({"A": site.data, "B": site.data}, site.task))
+    assert picture.shape == (2 * 96, 12 * 96, 3) and GREEN in found and MAGENTA not in found
+    assert (picture[:96] == picture[96:]).all()
 
 
 def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) -> None:

@@ -10,9 +10,8 @@ import torch
 
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
-from medflare.core.store import make_folder
+from medflare.core.store import make_folder, write_atomically
 from medflare.data.cache.folder import CacheSettings, placed
-from medflare.data.checking.contact_sheet import write_contact_sheet
 from medflare.data.checking.intensity import IntensityCheck
 from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
@@ -23,12 +22,13 @@ from medflare.data.files.sources import FileSource
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
 from medflare.data.progress import counted
 from medflare.data.sites.local import LocalSettings
+from medflare.data.sites.montage import contact_sheet
 from medflare.data.sites.opening import refuse_large_batch, refuse_large_task
 from medflare.data.splits import SiteData
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
-from medflare.networks.dry_run import check_memory, check_network
+from medflare.networks.dry_run import check_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
@@ -70,7 +70,8 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     else:
         report.shift, report.shift_reason = site_shift(data)
     if out is not None and data:
-        report.thumbnails = write_contact_sheet(Path(out) / "thumbnails.png", data, task)
+        report.thumbnails = Path(out) / "thumbnails.png"
+        write_atomically(report.thumbnails, contact_sheet(data, task))
     return report
 
 
@@ -81,7 +82,6 @@ def check_task(task: TaskConfig) -> None:
         ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
     """
     check_network(task)
-    check_memory(task, 2, torch.device("cpu"), f"task {task.name}")
     loss, augmentation = build_loss(task), Augmentation(task)
     random = numpy_generator(0, "check task")
     images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))

@@ -1,4 +1,4 @@
-"""A task proposed from the fingerprints of its sites by the rules of `rules`, each choice with its reason."""
+"""A task proposed from the fingerprints of its sites by the rules of nnU-Net, each choice with its reason."""
 
 import dataclasses
 import json
@@ -13,16 +13,14 @@ from medflare.core.errors import ConfigError
 from medflare.data.checking import rules
 from medflare.data.checking.fingerprint import Fingerprint, Spread
 from medflare.data.files.geometry import by
-from medflare.networks.dry_run import check_network, least_bytes, training_operations
+from medflare.networks.dry_run import check_network, step_bytes
 from medflare.tasks.config import load_task
 
 Modality: TypeAlias = Literal["mr", "ct", "photo"]
 
 _LEAST_LEVELS: Final = 3  # of MONAI's DynUNet
 _SOURCE: Final = "rules: Isensee et al., nnU-Net, Nature Methods 18, 2021, where no reason says otherwise"
-_LEAST_FEATURES: Final = 4  # of the first level, below which nothing is left to halve
-_TERA: Final = 10**12
-_COUNTED: Final = 0.5  # of the memory, that what `least_bytes` counts may fill
+_COUNTED: Final = 0.5  # of the memory, that what `step_bytes` counts may fill
 _MOST_PATCHES: Final = 8  # that an image gives in an epoch
 _KNOWN: Final = (0, 10, 50, 90, 100)  # percentiles of a `Spread`
 # What `load_task` wants to see beside what is learnt, before anything is decided.
@@ -71,7 +69,6 @@ def plan(
     *,
     modality: Modality = "mr",
     memory: float = 8.0,
-    compute: float | None = None,
     voxels: bool = False,
     name: str | None = None,
 ) -> Plan:
@@ -81,17 +78,13 @@ def plan(
         found: one or more fingerprints, made with one task.
         modality: "ct" where intensities are Hounsfield units, "photo" for photographs, "mr" for everything whose numbers have no unit.
         memory: GiB of the smallest device that trains.
-        compute: 10 ** 12 floating-point operations that an epoch of the largest site may take: for training without a GPU. None for no
-            limit, as nnU-Net has none.
         voxels: plan as if nobody knew the spacing of volumes: for files whose millimetres are not to be trusted.
         name: of the task; None: the name of the one that the images were looked at with, and "_planned".
 
     Raises:
         ConfigError: fingerprints that do not belong together, a task without masks, images that are too small for a U-Net, or too little
-            memory or compute.
+            memory.
     """
-    if compute is not None and not 0 < compute < math.inf:
-        raise ConfigError(f"compute must be above 0 TFLOP, got {compute:g}")
     if not 0 < memory < math.inf:
         raise ConfigError(f"memory must be above 0 GiB, got {memory:g}")
     learnt = _learnt(found)
@@ -99,7 +92,7 @@ def plan(
     fixed = [*geometry.choices, intensity(found, modality), _augment(geometry), *_TRAINING]
     settings = learnt | {"name": name or f"{learnt['name']}_planned", "batch_size": rules.LEAST_BATCH}
     settings |= {choice.setting: choice.value for choice in fixed}
-    sized = _sized(found, settings, geometry, memory, compute)
+    sized = _sized(found, settings, geometry, memory)
     settings |= {choice.setting: choice.value for choice in sized}
     check_network(load_task(settings))
     return Plan(settings, (*geometry.choices, *sized, *fixed[len(geometry.choices) :]))
@@ -195,56 +188,39 @@ def _geometry(found: Sequence[Fingerprint], dimensions: int, voxels: bool) -> _G
 # -- what memory decides ---------------------------------------------------------------------------------------------------
 
 
-def _sized(
-    found: Sequence[Fingerprint], settings: dict[str, Any], geometry: _Geometry, memory: float, compute: float | None
-) -> list[Choice]:
+def _sized(found: Sequence[Fingerprint], settings: dict[str, Any], geometry: _Geometry, memory: float) -> list[Choice]:
     """Patch, network and batch."""
-    budget, features = memory * 2**30 * _COUNTED, rules.FEATURES
-    largest = max(item.images for item in found)
-    while True:
-        size, network = _fitting(settings, geometry, budget, memory, features)
-        patches = max(1, min(_MOST_PATCHES, math.ceil(math.prod(geometry.median) / math.prod(size))))
-        task = load_task(settings | {"size": size, "network": network})
-        epoch = largest * patches * training_operations(task) / _TERA
-        if compute is None or epoch <= compute:
-            break
-        if features == _LEAST_FEATURES:
-            least = f"{epoch:.2g} TFLOP with {features} feature maps"
-            raise ConfigError(f"an epoch of the largest site takes {least}, more than {compute:g}; give more with --compute")
-        features //= 2
-    one, two = (least_bytes(task, batch) for batch in (1, 2))
+    budget = memory * 2**30 * _COUNTED
+    size, network = _fitting(settings, geometry, budget, memory)
+    patches = max(1, min(_MOST_PATCHES, math.ceil(math.prod(geometry.median) / math.prod(size))))
+    task = load_task(settings | {"size": size, "network": network})
+    one, two = (step_bytes(task, batch) for batch in (1, 2))
     smallest = min(item.images for item in found)
     batch = rules.batch_size(int((budget - one) // (two - one)) + 1, smallest, geometry.median, size)
     needed = (one + (batch - 1) * (two - one)) / 2**30
     whole = all(side >= full for side, full in zip(size, geometry.median, strict=True))
-    levels = len(network["strides"])
-    poolings = [int(math.log2(math.prod(column))) for column in zip(*network["strides"], strict=True)]
     median = f"the median image, {by(geometry.median)}"
     cut = "whole" if whole else f"as long in millimetres along all axes, made smaller until two fit into {memory:g} GiB"
     return [
-        Choice("size", size, f"{median}, {cut}; sides divisible by 2 ** poolings ({by(poolings)})"),
+        Choice("size", size, f"{median}, {cut}; sides divisible by 2 ** poolings"),
         Choice(
             "network",
             network,
-            f"U-Net of {levels} levels: an axis is halved while {rules.LEAST_SIDE} voxels remain and its spacing is within a factor of 2 "
-            f"of the finest; {features} feature maps, doubled to at most 320 (3-D) or 512 (2-D)"
-            + ("" if features == rules.FEATURES else f", and not {rules.FEATURES}, so that compute suffices (medflare's own rule)")
-            + f"; an epoch of the largest site takes {epoch:.2g} TFLOP",
+            f"U-Net of {len(network['strides'])} levels: an axis is halved while {rules.LEAST_SIDE} voxels remain and its spacing is "
+            "within a factor of 2 of the finest; 32 feature maps, doubled to at most 320 (3-D) or 512 (2-D)",
         ),
         Choice(
             "batch_size",
             batch,
             f"at least {rules.LEAST_BATCH}, as many as fit and show at most {rules.BATCH_SHARE:.0%} of the voxels of the smallest site "
-            f"({smallest} images); a step needs at least {needed:.2g} GiB, half of the memory is left for what that does not count",
+            f"({smallest} images); a step takes about {needed:.2g} GiB, the rest of the memory is left for what that does not count",
         ),
         Choice("patches_per_image", patches, f"patches that cover a median image, at most {_MOST_PATCHES} (medflare's own rule)"),
     ]
 
 
-def _fitting(
-    settings: dict[str, Any], geometry: _Geometry, budget: float, memory: float, features: int
-) -> tuple[list[int], dict[str, Any]]:
-    """The largest patch of which two fit, and its network, which begins with so many feature maps."""
+def _fitting(settings: dict[str, Any], geometry: _Geometry, budget: float, memory: float) -> tuple[list[int], dict[str, Any]]:
+    """The largest patch of which two fit, and its network."""
     first = rules.first_patch(geometry.median, geometry.spacing)
     size = largest = rules.topology(first, geometry.spacing).padded(first)
     while True:
@@ -254,13 +230,13 @@ def _fitting(
         if len(levels.strides) < _LEAST_LEVELS:
             trusted = "" if set(geometry.spacing) == {1.0} else ", or plan with --voxels where the files' millimetres are not to be trusted"
             raise ConfigError(f"no patch with {_LEAST_LEVELS} levels fits into {memory:g} GiB; give more with --memory{trusted}")
-        network = _dynunet(levels, features)
-        if least_bytes(load_task(settings | {"size": list(size), "network": network}), rules.LEAST_BATCH) <= budget:
+        network = _dynunet(levels)
+        if step_bytes(load_task(settings | {"size": list(size), "network": network}), rules.LEAST_BATCH) <= budget:
             return list(size), network
         size = rules.smaller(size, geometry.median, geometry.spacing)
 
 
-def _dynunet(levels: rules.Topology, features: int) -> dict[str, Any]:
+def _dynunet(levels: rules.Topology) -> dict[str, Any]:
     """MONAI's network of nnU-Net with these levels."""
     strides = [list(row) for row in levels.strides]
     return {
@@ -268,7 +244,7 @@ def _dynunet(levels: rules.Topology, features: int) -> dict[str, Any]:
         "kernel_size": [list(row) for row in levels.kernels],
         "strides": strides,
         "upsample_kernel_size": strides[1:],
-        "filters": list(rules.features(len(strides), len(strides[0]), features)),
+        "filters": list(rules.features(len(strides), len(strides[0]))),
     }
 
 

@@ -65,7 +65,7 @@ class CheckReport:
         else:
             chance = f"chance {1 / len(self.sites):.2f}"
             lines += ["", f"shift between sites: {self.shift:.2f} balanced accuracy of telling the site from a thumbnail ({chance})"]
-        lines += [f"thumbnails: {self.thumbnails}"] if self.thumbnails else []
+        lines += [f"thumbnails, a row for each site: {self.thumbnails}"] if self.thumbnails else []
         lines.append("OK" if self.ok else "NOT OK: solve the problems above and check again")
         return "\n".join(lines)
 

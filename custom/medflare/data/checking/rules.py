@@ -18,7 +18,6 @@ LEAST_BATCH: Final = 2
 BATCH_SHARE: Final = 0.05  # of all voxels, that one batch may show
 CROPPED: Final = 0.25  # share of zeros from which intensities are normalised without them; nnU-Net asks what a box around the rest cuts off
 _LARGEST: Final = {2: 2048**2, 3: 256**3}  # pixels or voxels of the patch that is made smaller until it fits
-FEATURES: Final = 32
 _MOST_FEATURES: Final = {2: 512, 3: 320}
 
 
@@ -172,19 +171,18 @@ def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[floa
     return topology(shortened(step), spacing).padded(shortened(step))
 
 
-def features(levels: int, dimensions: int, first: int = FEATURES) -> Sides:
+def features(levels: int, dimensions: int) -> Sides:
     """Feature maps by level: 32, doubled from level to level, at most 320 (3-D) or 512 (2-D).
 
     Args:
         levels: of the network.
         dimensions: 2 or 3.
-        first: of the first level, where nnU-Net's 32 are too many for a processor (medflare's own).
 
     Examples:
         >>> features(5, 3)
         (32, 64, 128, 256, 320)
     """
-    return tuple(min(first * 2**level, _MOST_FEATURES[dimensions]) for level in range(levels))
+    return tuple(min(32 * 2**level, _MOST_FEATURES[dimensions]) for level in range(levels))
 
 
 def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequence[int]) -> int:

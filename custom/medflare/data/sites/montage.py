@@ -1,6 +1,6 @@
-"""Test images as pictures, volumes by their middle slices, with the outlines of what is true and of what a model predicts."""
+"""Images as pictures with the outlines of masks: test images with what a model says of them, and a row of training images for each site."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Final
 
@@ -11,47 +11,51 @@ from torch import Tensor
 from medflare.data.sites.fitting import Predictor
 from medflare.data.sites.scoring import asks_patients, evaluating, predict_each
 from medflare.data.sites.site import Site
+from medflare.data.splits import SiteData
+from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing, foreground, structures
 
-_LARGE: Final = 320  # pixels of the longest side of a small picture
-_SIDE: Final = 160  # pixels of the longest side of a slice
-_TRUE: Final = (0, 255, 80)
-_PREDICTED: Final = (255, 60, 200)
-
-
-def montage(site: Site, predictor: Predictor, most: int = 4) -> bytes:
-    """A PNG with a row for each of the first test volumes: their slices through the middle of the true foreground, else of the volume.
-
-    Truth is outlined in green, the prediction over it in magenta. It shows patients and stays at the site.
-
-    Args:
-        site: with at least one test volume, of a segmentation task.
-        predictor: as for `Site.score`.
-        most: volumes.
-    """
-    return _png(np.concatenate([_planes(site, predictor, row) for row in range(min(most, len(site.data.test)))]))
+_SIDE: Final = 320  # pixels of the longest side of a picture
+_SMALL: Final = 96  # of one among many
+_COLUMNS: Final = 12
+_COLOURS: Final = ((0, 255, 80), (255, 60, 200))  # truth, prediction
 
 
 def overlay(site: Site, predictor: Predictor, row: int) -> bytes:
-    """A PNG of one test image, truth and prediction outlined as in `montage`; of a volume its slices.
+    """A PNG of one test image, of a volume its slices through the middle of the true foreground; it shows a patient and stays at the site.
 
-    It shows a patient and stays at the site.
+    Truth is outlined in green, the prediction over it in magenta.
 
     Args:
         site: of a segmentation task.
         predictor: as for `Site.score`.
         row: of the image.
     """
-    if site.task.spatial_dims == 3:
-        return _png(_planes(site, predictor, row))
     image = site.data.test.image(row)
-    colours = image if len(image) == 3 else image[:1].expand(3, *image.shape[1:])
-    low, high = np.percentile(colours.numpy(), [0.5, 99.5])
-    canvas = _enlarged(as_grey(colours.permute(1, 2, 0).numpy(), low, high))
-    for mask, colour in zip(_masks(site, predictor, row), (_TRUE, _PREDICTED), strict=True):
-        for structure in mask.numpy():
-            draw_outline(canvas, np.ascontiguousarray(structure), colour)
-    return _png(canvas)
+    low, high = np.percentile(image.numpy(), [0.5, 99.5])
+    masks = _masks(site, predictor, row)
+    if image.ndim == 3:
+        return _png(_drawn(image, masks, None, (low, high), _SIDE))
+    return _png(_drawn(image, masks, site.data.test.spacings[row], (low, high), _SIDE // 2))
+
+
+def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
+    """A PNG with a row of training images for each site, in the order of the sites; intensities are scaled alike, so that shift shows.
+
+    Args:
+        data: site -> its splits; the test split stands in where a site has no training images.
+        task: decides how masks are drawn.
+    """
+    splits = [site.train if len(site.train) else site.test for site in data.values()]
+    sample = [split.image(row).numpy().ravel() for split in splits for row in range(0, len(split), max(1, len(split) // 50))]
+    limits = tuple(np.percentile(np.concatenate(sample), [0.5, 99.5]))
+    sheet = np.full((len(splits) * _SMALL, _COLUMNS * _SMALL, 3), 255, np.uint8)
+    for top, split in enumerate(splits):
+        for column, row in enumerate(np.linspace(0, len(split) - 1, min(_COLUMNS, len(split))).astype(int).tolist()):
+            masks = [structures(split.targets[row][None], task)[0]] if task.kind == "segmentation" else []
+            tile = _drawn(split.image(row), masks, None, limits, _SMALL)[:, :_SMALL]  # of a volume the first of its slices
+            sheet[top * _SMALL : top * _SMALL + len(tile), column * _SMALL : column * _SMALL + tile.shape[1]] = tile
+    return _png(sheet)
 
 
 def fullest_row(site: Site, patient: str) -> int:
@@ -74,16 +78,6 @@ def _png(picture: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _enlarged(picture: np.ndarray) -> np.ndarray:
-    """A small picture (H, W, 3) with its longest side at `_LARGE`."""
-    from PIL import Image
-
-    height, width = picture.shape[:2]
-    scale = max(1.0, _LARGE / max(height, width))
-    size = round(width * scale), round(height * scale)
-    return np.array(Image.fromarray(picture).resize(size, Image.Resampling.BILINEAR))
-
-
 def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     """True and predicted masks of a test image, bool (C, ...) each."""
     data, task = site.data.test, site.task
@@ -98,66 +92,36 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     return [structures(data.targets[row][None], task)[0], foreground(probabilities, task)[0]]
 
 
-def _planes(site: Site, predictor: Predictor, row: int) -> np.ndarray:
-    """The slices of a test volume, side by side."""
-    masks, spacing = _masks(site, predictor, row), site.data.test.spacings[row] or (1.0,) * 3
-    return np.concatenate([_plane(site.data.test.image(row)[0], masks, axis, spacing) for axis in (2, 1, 0)], axis=1)
+def _drawn(image: Tensor, masks: Sequence[Tensor], spacing: Spacing | None, limits: tuple[float, ...], side: int) -> np.ndarray:
+    """An image (C, H, W) as uint8 (h, w, 3), of a volume (C, X, Y, Z) three slices side by side.
 
-
-def _plane(volume: Tensor, masks: Sequence[Tensor], axis: int, spacing: Spacing) -> np.ndarray:
-    """One slice across an axis, in a square, with the outlines of both masks (C, X, Y, Z); its sides are as long as in the patient."""
-    from PIL import Image
-
-    others = [other for other in range(3) if other != axis]
-    counts = masks[0].any(dim=0).sum(dim=others)
-    place = int(counts.argmax()) if counts.any() else volume.shape[axis] // 2
-    low, high = np.percentile(volume.numpy(), [0.5, 99.5])
-    grey = as_grey(volume.select(axis, place).numpy(), low, high)
-    sides = [volume.shape[other] * spacing[other] for other in others]
-    width, height = (max(1, round(_SIDE * side / max(sides))) for side in sides)
-    picture = Image.fromarray(_upright(grey)).resize((width, height), Image.Resampling.BILINEAR)
-    canvas = np.zeros((_SIDE, _SIDE, 3), np.uint8)
-    shown = np.repeat(np.asarray(picture)[..., None], 3, axis=2)
-    for mask, colour in zip(masks, (_TRUE, _PREDICTED), strict=True):
-        for structure in mask.select(axis + 1, place).numpy():
-            draw_outline(shown, _upright(structure), colour)
-    canvas[:height, :width] = shown
-    return canvas
-
-
-def as_grey(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Intensities as the bytes of a picture, of one channel or each of several.
-
-    Args:
-        values: of any shape.
-        low: what is black.
-        high: what is white.
-
-    Returns:
-        uint8, of the same shape.
-
-    Examples:
-        >>> as_grey(np.array([-1.0, 0.0, 0.5, 2.0]), 0.0, 1.0).tolist(), as_grey(np.zeros(1), 0.0, 0.0).tolist()
-        ([0, 0, 127, 255], [0])
+    Each lies in a square, its sides as long as in the patient. A patient in RAS stands and looks up.
     """
-    return (255 * (values - low) / max(high - low, 1e-6)).clip(0, 255).astype(np.uint8)
+    if image.ndim == 3:
+        return _tile(image, masks, (1.0, 1.0), limits, side)
+    gaps, tiles = spacing or (1.0,) * 3, []
+    for axis in (2, 1, 0):
+        others = [other for other in range(3) if other != axis]
+        counts = masks[0].any(dim=0).sum(dim=others) if masks else torch.zeros(1)
+        place = int(counts.argmax()) if counts.any() else image.shape[axis + 1] // 2
+        plane, *outlines = (part.select(axis + 1, place).transpose(1, 2).flip(1) for part in (image, *masks))
+        tile = _tile(plane, outlines, (gaps[others[1]], gaps[others[0]]), limits, side)
+        tiles.append(np.pad(tile, ((0, side - len(tile)), (0, side - tile.shape[1]), (0, 0))))
+    return np.concatenate(tiles, axis=1)
 
 
-def draw_outline(canvas: np.ndarray, mask: np.ndarray, colour: tuple[int, int, int]) -> None:
-    """Draw the border of a mask into a picture.
-
-    Args:
-        canvas: uint8 (H, W, 3), changed in place.
-        mask: bool, of any size; enlarged to the picture's by the nearest pixel.
-        colour: red, green, blue.
-    """
+def _tile(plane: Tensor, masks: Sequence[Tensor], gaps: tuple[float, float], limits: tuple[float, ...], side: int) -> np.ndarray:
+    """A plane (C, H, W) with the outlines of masks (S, H, W); the longer side has so many pixels."""
     from PIL import Image
     from scipy import ndimage
 
-    large = np.asarray(Image.fromarray(mask).resize((canvas.shape[1], canvas.shape[0]), Image.Resampling.NEAREST))
-    canvas[large & ~ndimage.binary_erosion(large)] = colour
-
-
-def _upright(plane: np.ndarray) -> np.ndarray:
-    """Rows from the far end of the second axis to the near one: a patient in RAS stands and looks up."""
-    return np.ascontiguousarray(plane.T[::-1])
+    colours = (plane if len(plane) == 3 else plane[:1].expand(3, *plane.shape[1:])).permute(1, 2, 0).numpy()
+    scaled = (255 * (colours - limits[0]) / max(limits[1] - limits[0], 1e-6)).clip(0, 255).astype(np.uint8)
+    sides = [pixels * gap for pixels, gap in zip(plane.shape[1:], gaps, strict=True)]
+    height, width = (max(1, round(side * length / max(sides))) for length in sides)
+    canvas = np.array(Image.fromarray(scaled).resize((width, height), Image.Resampling.BILINEAR))
+    for mask, colour in zip(masks, _COLOURS, strict=False):
+        for structure in mask.numpy():
+            large = np.asarray(Image.fromarray(np.ascontiguousarray(structure)).resize((width, height), Image.Resampling.NEAREST))
+            canvas[large & ~ndimage.binary_erosion(large)] = colour
+    return canvas

@@ -1,6 +1,5 @@
 """A site opened: its own settings applied, its data found, read and checked."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settin
 from medflare.data.sites.site import Site
 from medflare.data.trial import try_transforms
 from medflare.networks.catalogue import meta_network
-from medflare.networks.dry_run import check_memory, least_bytes
+from medflare.networks.dry_run import step_bytes
 from medflare.tasks.config import TaskConfig
 
 
@@ -63,7 +62,6 @@ def open_site(
     if role == "inside":
         _refuse_large_step(site, own.bounds)
         refuse_large_batch(task, own.bounds, f"site {name}")
-        check_memory(task, math.ceil(site.batch_size / (1 + len(further))), site.device, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
     return site
@@ -126,10 +124,10 @@ def refuse_large_batch(task: TaskConfig, bounds: Bounds, place: str) -> None:
 
 
 def _refuse_large_step(site: Site, bounds: Bounds) -> None:
-    """ConfigError where a training step certainly needs more than the site's bound of memory."""
+    """ConfigError where a training step needs more than the site's bound of memory."""
     batch = min(site.batch_size, site.n["train"] * site.task.patches_per_image)
-    if (needed := least_bytes(site.task, batch) / 2**30) > bounds.memory:
-        asked = f"a training step on {batch} x {list(site.task.size)} needs at least {needed:.1f} GiB"
+    if (needed := step_bytes(site.task, batch) / 2**30) > bounds.memory:
+        asked = f"a training step on {batch} x {list(site.task.size)} takes about {needed:.1f} GiB"
         raise ConfigError(f"site {site.name}: {asked}, {_named('memory')} allows {bounds.memory:g}; make size or batch_size smaller")
 
 
