@@ -69,7 +69,7 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
     """
     from medflare.core.store import write_json
 
-    of_others = ("storage",) if kit.kind == "site" else tuple(Wishes.__dataclass_fields__)[:7]
+    of_others = ("storage",) if kit.kind == "site" else tuple(Wishes.__dataclass_fields__)[:6]
     for name in of_others:
         if getattr(wishes, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is no setting of a {kit.kind}, whose kit {kit.folder} is")

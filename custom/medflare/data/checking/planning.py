@@ -206,8 +206,8 @@ def _sized(found: Sequence[Fingerprint], settings: dict[str, Any], geometry: _Ge
         Choice(
             "network",
             network,
-            f"U-Net of {len(network['strides'])} levels: an axis is halved while {rules.LEAST_SIDE} voxels remain and its spacing is within "
-            "a factor of 2 of the finest; 32 feature maps, doubled to at most 320 (3-D) or 512 (2-D)",
+            f"U-Net of {len(network['strides'])} levels: an axis is halved while {rules.LEAST_SIDE} voxels remain and its spacing is "
+            "within a factor of 2 of the finest; 32 feature maps, doubled to at most 320 (3-D) or 512 (2-D)",
         ),
         Choice(
             "batch_size",

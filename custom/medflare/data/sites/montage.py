@@ -33,9 +33,10 @@ def overlay(site: Site, predictor: Predictor, row: int) -> bytes:
     """
     image = site.data.test.image(row)
     low, high = np.percentile(image.numpy(), [0.5, 99.5])
-    return _png(
-        _drawn(image, _masks(site, predictor, row), site.data.test.spacings[row], (low, high), _SIDE if image.ndim == 3 else _SIDE // 2)
-    )
+    masks = _masks(site, predictor, row)
+    if image.ndim == 3:
+        return _png(_drawn(image, masks, None, (low, high), _SIDE))
+    return _png(_drawn(image, masks, site.data.test.spacings[row], (low, high), _SIDE // 2))
 
 
 def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
@@ -92,9 +93,9 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
 
 
 def _drawn(image: Tensor, masks: Sequence[Tensor], spacing: Spacing | None, limits: tuple[float, ...], side: int) -> np.ndarray:
-    """An image (C, H, W) as uint8 (h, w, 3), of a volume (C, X, Y, Z) three slices side by side, each in a square, as long as in the patient.
+    """An image (C, H, W) as uint8 (h, w, 3), of a volume (C, X, Y, Z) three slices side by side.
 
-    A patient in RAS stands and looks up.
+    Each lies in a square, its sides as long as in the patient. A patient in RAS stands and looks up.
     """
     if image.ndim == 3:
         return _tile(image, masks, (1.0, 1.0), limits, side)
