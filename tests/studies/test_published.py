@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from medflare.studies.archive import STUDY_FILE, read_runs, read_study, write_rows, write_run
-from medflare.studies.statistics.seeds import Run
+from medflare.studies.statistics import Run
 from medflare.studies.tables.report import study_tables
 
 DOCS = Path(__file__).parents[2] / "docs"
