@@ -29,7 +29,6 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     stands where a model was chosen.
 
     Args:
-        results: content of results.json.
         history: one mapping a step, see `results.append_round`.
     """
     panels = _curves(history)
@@ -91,11 +90,7 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tu
 
 
 def models_by_site(results: Mapping[str, Any]) -> str | None:
-    """The task's metric of every model at every site, one row a site, as SVG; None where nothing was measured.
-
-    Args:
-        results: content of results.json.
-    """
+    """The task's metric of every model at every site, one row a site, as SVG; None where nothing was measured."""
     metrics = metric_names(results)
     if not metrics:
         return None
@@ -159,7 +154,6 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
     Args:
         values: model -> patient -> value.
         intervals: model -> that of the mean.
-        label: what the values are.
     """
     if not values:
         return None

@@ -78,11 +78,7 @@ def render_report(
 
 @cache
 def template(name: str) -> "Template":
-    """A page of `templates/`: escaped, and an error where it names what is not there.
-
-    Args:
-        name: of its file.
-    """
+    """A page of `templates/`: escaped, and an error where it names what is not there."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -30,7 +30,6 @@ def matrix_names(target: str, labels: Sequence[str]) -> dict[str, tuple[str, ...
 
     Args:
         target: "binary", "multiclass" or "multilabel".
-        labels: of the task.
 
     Examples:
         >>> matrix_names("multilabel", ["oedema"]), matrix_names("multiclass", ["mild", "severe"])
@@ -46,7 +45,6 @@ def curve_names(target: str, labels: Sequence[str]) -> tuple[str, ...]:
 
     Args:
         target: "binary", "multiclass" or "multilabel".
-        labels: of the task.
 
     Examples:
         >>> curve_names("multiclass", ["mild", "severe"]), curve_names("multiclass", ["a", "b", "c"])
@@ -59,9 +57,7 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
     """Confusion counts and ROC curves of one model on one split.
 
     Args:
-        cases: of a classification task.
         target: "binary", "multiclass" or "multilabel".
-        labels: of the task.
 
     Returns:
         "confusion": of every matrix of `matrix_names` the counts of images, truth down and answer across; "roc": for every class of
@@ -91,7 +87,6 @@ def confusion_counts(answered: NDArray[Any], truth: NDArray[Any], classes: int) 
 
     Args:
         answered: numbers of classes, (images,).
-        truth: the same.
         classes: how many there are.
 
     Examples:
@@ -126,7 +121,6 @@ def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: 
     """How many patients stand behind confusion counts and curves: for every class those with it, and those without.
 
     Args:
-        patients: of every image.
         targets: (images,), multilabel (images, labels).
         target: "binary", "multiclass" or "multilabel".
         labels: how many the task has.
@@ -157,9 +151,6 @@ def _rounded(value: float) -> float | None:
 
 def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
     """Confusion counts of several sites as one.
-
-    Args:
-        matrices: of one size each.
 
     Examples:
         >>> pooled([[[1, 0], [2, 3]], [[4, 1], [0, 0]]])

@@ -39,7 +39,6 @@ def delong(first: Floats, second: Floats, truth: NDArray[np.bool_]) -> Areas:
 
     Args:
         first: scores of one classifier, (cases,).
-        second: of the other one.
         truth: which cases are positive.
 
     Returns:

@@ -68,9 +68,7 @@ def plain_forms(intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any
 
     Args:
         intensity: {"name": ..., arguments}.
-        augment: the same, of every augmentation.
         masks: whether the task has masks, which move with their images.
-        place: the beginning of a message.
 
     Returns:
         "intensity" and "augment".
