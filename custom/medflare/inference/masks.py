@@ -50,8 +50,6 @@ def in_place(probabilities: Tensor, size: tuple[int, ...], grids: tuple[Grid, Gr
     """Probabilities (outputs, ...) on the network's grid, where the image has its pixels or voxels as stored.
 
     Args:
-        probabilities: of one picture or volume.
-        size: of the image before the network's size.
         grids: of a volume: where its voxels lie as stored, and along the task's axes.
         task: gives these axes.
     """
@@ -72,7 +70,6 @@ def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
     Wherever a value exists for exactly the structures above one half, it is that one.
 
     Args:
-        probabilities: of one picture or volume.
         task: gives target, labels and their stored values.
     """
     if task.target == "multilabel" and not task.label_values:
@@ -140,7 +137,6 @@ def check_values(inputs: Sequence[Input], task: TaskConfig) -> None:
     Whether a DICOM file is a picture or a volume, whose mask holds more, only reading shows: `write_masks` refuses its mask.
 
     Args:
-        inputs: what masks are to be written for.
         task: gives target, labels and their stored values.
 
     Raises:
@@ -169,7 +165,6 @@ def write_masks(
         source: the image that they belong to.
         masks: int64 (M, rows, columns[, slices]) laid out as `readers.read_image` gives the image, or (M, i, j, k) on `grid`.
         task: gives the labels, for the files' names.
-        out: the output folder.
         grid: where the voxels of a volume lie as stored, for a task of volumes.
         seg: write a DICOM series' masks as one DICOM segmentation, NAME_seg.dcm.
 

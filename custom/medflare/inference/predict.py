@@ -166,12 +166,9 @@ def predict(
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
 
     Args:
-        stored: from `load_model`.
         images: files, and folders that are searched, see `find_inputs`.
         out: made where it does not exist.
         builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
-        adapt: one of `ADAPTATIONS`, see `prediction_model`.
-        device: as torch spells it.
         seg: write the masks of a DICOM series as a DICOM segmentation.
         bounds: how large an image may be.
         strict: an image outside what the model was trained on, see `acquisition.outside`, fails; else it is predicted and named.
@@ -246,11 +243,6 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
     model as it was delivered and Tent out. "tent" and "dsbn" adapt any model whose BatchNorm uses the statistics of its training,
     in place of what the model came with.
 
-    Args:
-        stored: the delivered model.
-        builder: as for `predict`.
-        adapt: one of `ADAPTATIONS`.
-
     Raises:
         ConfigError: an unknown adaptation, or a network without BatchNorm or with one that adapts already.
         StateError: weights that do not fit the task.
@@ -279,7 +271,6 @@ def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device:
         prepared: every input, taken as often as the model looks at all of them; without any nothing happens.
         task: gives the batch size.
         device: where the model is.
-        kind: its name in the text.
     """
     size, count = scoring_batch(task), 0
 
@@ -342,7 +333,6 @@ def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig
     A model that looks at whole patients is asked for all slices of a volume together; pictures may be of several patients.
 
     Args:
-        model: what the network is fed with, to probabilities.
         prepared: inputs; taken as they are needed.
         task: gives the batch size.
         device: where the model is.
