@@ -319,19 +319,6 @@ def test_a_wrong_setting_is_refused(
 LARGE = {"background": [0], "square": [70000]}
 
 
-def test_label_values_that_no_png_can_hold_are_refused_before_images_are_read(
-    untrained: Callable[..., Path], tmp_path: Path, segmentation: TaskConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = load_task({**segmentation.to_dict(), "target": "multiclass", "labels": list(LARGE), "label_values": LARGE})
-    nibabel.save(nibabel.Nifti1Image(np.zeros((8, 8, 2), np.uint8), np.eye(4)), tmp_path / "v.nii")
-    assert predict(load_model(untrained(task)), [tmp_path / "v.nii"], tmp_path / "volume").images == 1, "NIfTI holds them"
-    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "p.png")
-    monkeypatch.setattr("medflare.inference.predict.prepare", lambda *_: pytest.fail("was read"))
-    with pytest.raises(ConfigError, match="square"):
-        predict(load_model(untrained(task)), [tmp_path / "v.nii", tmp_path / "p.png"], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_dicom_picture_whose_mask_cannot_be_written_is_named_and_the_others_go_through(
     untrained: Callable[..., Path], tmp_path: Path, segmentation: TaskConfig, write_dicom: Callable[..., None]
 ) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import DataError
 from medflare.core.store import write_atomically
 from medflare.data.files.geometry import Grid
-from medflare.data.files.kinds import NIFTI, PICTURES, is_dicom, suffix
+from medflare.data.files.kinds import NIFTI, is_dicom, suffix
 from medflare.data.files.volumes import series_grid, turned_back
 from medflare.data.targets import stored_values
 from medflare.inference.dicom_seg import dicom_seg, unwritable
@@ -129,31 +129,6 @@ def sizes(counts: dict[str, int], grid: Grid | None) -> dict[str, Any]:
     voxel = math.prod(grid.spacing or ()) / 1000
     volumes = {f"ml_{label}": f"{count * voxel:.6g}" for label, count in counts.items() if grid.known}
     return {**{f"voxels_{label}": count for label, count in counts.items()}, **volumes}
-
-
-def check_values(inputs: Sequence[Input], task: TaskConfig) -> None:
-    """Before images are read, refuse a task whose label values the masks of these pictures cannot hold.
-
-    Whether a DICOM file is a picture or a volume, whose mask holds more, only reading shows: `write_masks` refuses its mask.
-
-    Args:
-        task: gives target, labels and their stored values.
-
-    Raises:
-        ConfigError: a value that no PNG holds.
-    """
-    if task.kind == "classification" or (task.target == "multilabel" and not task.label_values):
-        return
-    picture = next((source.path for source in inputs if suffix(source.path) in PICTURES), None)
-    shown = slice(None if task.target == "multilabel" else 1)  # the values that `label_map` gives
-    written = {value: label for label, listed in zip(task.labels, stored_values(task), strict=True) for value in listed[shown]}
-    beyond = [(label, value) for value, label in written.items() if value not in _PNG_VALUES]
-    if picture is not None and beyond:
-        label, value = beyond[0]
-        raise ConfigError(
-            f"{picture}: its mask would be a PNG, which holds 0 to {_PNG_VALUES[-1]}, and label {label!r} has the value {value}; "
-            "give the image as NIfTI, or train with other label_values"
-        )
 
 
 def write_masks(

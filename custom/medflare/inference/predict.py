@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medflare.core.errors import ConfigError, DataError, StateError
+from medflare.core.errors import ConfigError, DataError
 from medflare.core.message import Message
 from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.data.files.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
@@ -34,7 +34,7 @@ from medflare.inference.batch_statistics import TargetStatistics
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
-from medflare.inference.masks import check_values, in_place, label_map, pixels, sizes, write_masks
+from medflare.inference.masks import in_place, label_map, pixels, sizes, write_masks
 from medflare.inference.routing import TestTimeNorm
 from medflare.inference.tent import Tent
 from medflare.tasks.config import TaskConfig
@@ -175,22 +175,19 @@ def predict(
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
 
     Raises:
-        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, label values that no mask of these
-            images holds, or `strict` with a card that does not say what the model was trained on.
-        StateError: weights that do not fit the task, or an output folder that cannot be written.
+        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, or `strict` with a card that does not
+            say what the model was trained on.
+        StateError: weights that do not fit the task.
+        OSError: the output folder cannot be written.
     """
     task = stored.task
     if seg:
         check_writable()
     inputs, problems = find_inputs(images, out, task.channel_names)
-    check_values(inputs, task)
     trained = _trained_on(stored, strict)
     summary = Summary(out / TABLE, say, outside=None if trained is None else {})
     model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
-    try:
-        make_folder(out)
-    except OSError as error:
-        raise StateError(f"{out}: nothing can be written here ({error.strerror or error}); give --out another folder") from error
+    make_folder(out)
     for problem in problems:
         summary.fail(problem)
     usable = trained if strict else None
@@ -215,7 +212,8 @@ def predict(
                 summary.fail(str(error))
         else:
             summary.fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
-    _write_table(summary.table, rows)
+    columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
+    write_atomically(summary.table, csv_text(rows, columns).encode())
     return summary
 
 
@@ -410,11 +408,8 @@ def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> 
         found = [_classified(p, task) for p in prediction.probabilities]
     else:
         masks = [label_map(in_place(p, prepared.size, prepared.grids, task), task) for p in prediction.probabilities]
-        try:
-            whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
-            files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
-        except OSError as error:
-            raise StateError(f"{out}: masks cannot be written here ({error.strerror or error}); give --out another folder") from error
+        whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
+        files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         named = ";".join(str(file.relative_to(out)) for file in files)
         found = [{"mask": named, **sizes(pixels(mask, task), grid)} for mask in masks]
     place = str(prepared.source.path)
@@ -431,11 +426,3 @@ def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:
     else:
         chosen = task.classes[int(p.argmax())]
     return {"label": chosen, **{f"probability_{name}": f"{one:.9g}" for name, one in zip(task.classes, p.tolist(), strict=True)}}
-
-
-def _write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
-    try:
-        write_atomically(path, csv_text(rows, columns).encode())
-    except OSError as error:
-        raise StateError(f"{path}: cannot be written ({error.strerror or error}); give --out another folder") from error

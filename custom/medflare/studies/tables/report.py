@@ -1,7 +1,7 @@
 """The tables of a study, and table.md: what it found, how its models were selected and what warns of them."""
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -88,23 +88,19 @@ def study_report(groups: Groups) -> str:
 def _cautions(groups: Groups) -> list[str]:
     """What makes rows hard to compare, one line each."""
     lines = []
-    moments: dict[bool, list[str]] = {True: [], False: []}
-    for label, runs in groups.items():
-        for reset in {_starts_afresh(run) for run in runs if run["method"] != CONSTANT}:
-            moments[reset].append(label)
-    if all(moments.values()):
+    trained = [(label, run) for label, runs in groups.items() for run in runs if run["method"] != CONSTANT]
+    kept, fresh = _parted((label, _starts_afresh(run)) for label, run in trained)
+    if kept and fresh:
         lines.append(
-            f"Unequal: the optimizer keeps its moments from round to round in {', '.join(moments[False])}, "
-            f"and starts every round afresh in {', '.join(moments[True])} (reset_optimizer; prr has no choice)."
+            f"Unequal: the optimizer keeps its moments from round to round in {kept}, and starts every round afresh in {fresh} "
+            "(reset_optimizer; prr has no choice)."
         )
-    weighed: dict[bool, list[str]] = {True: [], False: []}
-    for label, runs in groups.items():
-        for samples in {weighs_by_samples(run["configuration"]["hyper"]["server"]) for run in runs if run["method"] not in _WITHOUT_MEAN}:
-            weighed[samples].append(label)
-    if all(weighed.values()) and not any(_is_uniform_fedavg(run) for runs in groups.values() for run in runs):
+    averaged = [(label, run["configuration"]["hyper"]["server"]) for label, run in trained if run["method"] not in _WITHOUT_MEAN]
+    other, samples = _parted((label, weighs_by_samples(server)) for label, server in averaged)
+    if other and samples and not any(_is_uniform_fedavg(run) for _, run in trained):
         lines.append(
-            f"Unequal: the mean weighs sites by their training images in {', '.join(weighed[True])}, and otherwise in "
-            f"{', '.join(weighed[False])}: add `--reference {UNIFORM}`, FedAvg with every site counting once."
+            f"Unequal: the mean weighs sites by their training images in {samples}, and otherwise in {other}: "
+            f"add `--reference {UNIFORM}`, FedAvg with every site counting once."
         )
     rounds = {label: {run["rounds"] for run in runs} for label, runs in groups.items()}
     if len(set().union(*rounds.values())) > 1:
@@ -116,6 +112,12 @@ def _cautions(groups: Groups) -> list[str]:
         lines.append(f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`.")
     failed = [f"{label}, seed {run['seed']}: {run['reason']}" for label, runs in groups.items() for run in runs if run["reason"]]
     return [*lines, *(f"FAILED: {line}" for line in failed)]
+
+
+def _parted(labels: Iterable[tuple[str, bool]]) -> tuple[str, str]:
+    """The labels that are false of a run, and those that are true of one, in words."""
+    found = dict.fromkeys(labels)
+    return ", ".join(label for label, true in found if not true), ", ".join(label for label, true in found if true)
 
 
 def _starts_afresh(run: Mapping[str, Any]) -> bool:
