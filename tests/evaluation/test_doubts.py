@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-from pathlib import Path
 
 import pytest
 
@@ -67,9 +66,3 @@ def test_many_sites_are_told_in_part() -> None:
     events = [{"site": f"site-{number}", "kind": "rare_class", "message": "few"} for number in range(9)]
     (doubt,) = doubts(events)
     assert "site-4" in doubt.where and "site-5" not in doubt.where and "4 more" in doubt.where
-
-
-@pytest.mark.parametrize("kind", DOUBTS)
-def test_the_documentation_says_when(kind: str) -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "delivery.md"
-    assert f"| `{kind}` |" in page.read_text(encoding="utf-8")

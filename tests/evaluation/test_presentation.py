@@ -1,22 +1,17 @@
 """Numbers and names as a person reads them."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from medflare.evaluation.presentation import (
-    best_value,
     format_bytes,
     format_metric,
     format_seconds,
     format_setting,
     metric_label,
-    metric_names,
     model_columns,
 )
-from medflare.evaluation.results import RunRecord, build_results
-from medflare.tasks.config import TaskConfig
 
 
 @pytest.mark.parametrize(
@@ -46,19 +41,6 @@ def test_metrics() -> None:
 def test_settings_as_a_command_line_takes_them() -> None:
     written: dict[str, Any] = {"none": None, "true": True, "1e-05": 1e-05, "tune": "tune", "1,none": (1, None), "": []}
     assert {text: format_setting(value) for text, value in written.items()} == {text: text for text in written}
-
-
-def test_best_value() -> None:
-    assert best_value("dice", [0.1, None, 0.3]) == 0.3
-    assert best_value("hd95", [4.0, 2.0]) == 2.0
-    assert best_value("dice", [0.1, 0.3, 0.3]) == 0.3
-    assert best_value("dice", [0.5, None]) is None, "nothing to be better than"
-    assert best_value("dice", [0.5, 0.5]) is None
-
-
-def test_the_selecting_metric_comes_first(record: RunRecord, task: TaskConfig) -> None:
-    results = build_results(dataclasses.replace(record, task=dataclasses.replace(task, metric="iou")))
-    assert metric_names(results) == ("iou", "dice", "hd95")
 
 
 def test_models_with_equal_numbers_share_a_column() -> None:

@@ -102,21 +102,16 @@ VIOLATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "completed with reason": (_set("reason", "because"), "reason"),
     "hyper-parameters of no half": (_set("configuration", "hyper", {"lam": 0.7}), "configuration.hyper.site"),
     "one half alone": (lambda results: results["configuration"]["hyper"].pop("server"), "configuration.hyper.server"),
-    "wrong mean": (_set("mean", "inside", "global", "dice", 0.9), "mean.inside.global.dice: 0.9"),
-    "mean of nothing": (_set("mean", "inside", "deployed", "dice", 0.0), "mean.inside.deployed.dice"),
-    "missing mean": (_set("mean", "outside", "deployed", "dice", None), "mean.outside.deployed.dice"),
 }
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
-def test_violation_is_named(record: RunRecord, name: str) -> None:
+def test_a_violation_of_the_contract_is_named(record: RunRecord, name: str) -> None:
     change, expected = VIOLATIONS[name]
     results = copy.deepcopy(build_results(record))
     change(results)
-    with pytest.raises(ValueError, match="break their contract") as error:
+    with pytest.raises(ValueError, match=expected):
         validate_results(results)
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------------

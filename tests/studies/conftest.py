@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
-from medflare.studies.statistics.seeds import Run
+from medflare.studies.statistics import Run
 from medflare.tasks.config import load_task
 from pictures import make_site
 

@@ -10,7 +10,7 @@ import pytest
 
 from medflare.core.errors import StateError
 from medflare.studies.archive import STUDY_FILE, read_runs, read_study, run_name, write_rows, write_run
-from medflare.studies.statistics.seeds import Run
+from medflare.studies.statistics import Run
 from medflare.studies.tables.report import study_report
 
 

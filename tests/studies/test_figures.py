@@ -12,11 +12,10 @@ from medflare.studies.figures import (
     learning_curves,
     patients_by_site,
     routing_coefficients,
-    selector_confusion,
     similarity_of_updates,
     study_figures,
 )
-from medflare.studies.statistics.seeds import Run
+from medflare.studies.statistics import Run
 
 
 def text(svg: str | None) -> str:
@@ -29,12 +28,6 @@ def told(run: Run, **reports: dict[str, Any]) -> Run:
     """The run with what deployed models report of themselves, site by site."""
     sites = {name: {**site, "reports": {"deployed": reports.get(name, {})}} for name, site in run["sites"].items()}
     return {**run, "sites": sites}
-
-
-@pytest.fixture
-def selecting(runs: list[Run]) -> Run:
-    """A's images are recognised, half of B's are."""
-    return told(runs[0], A={"global": 4, "selector": {"A": 4, "B": 0}}, B={"B": 4, "selector": {"A": 2, "B": 2}})
 
 
 @pytest.fixture
@@ -76,22 +69,14 @@ def test_updates_are_compared_in_the_mean_over_runs(runs: list[Run]) -> None:
     assert similarity_of_updates({"fedavg": runs}) is None
 
 
-def test_a_selector_shows_what_it_takes_images_for(selecting: Run, runs: list[Run]) -> None:
-    shown = text(selector_confusion({"fedsm": [selecting, selecting], "fedavg": runs}))
-    assert "balanced accuracy 0.75" in shown and [shown.count(share) for share in ("1.00", "0.00", "0.50")] == [1, 1, 2]
-    assert selector_confusion({"fedavg": runs}) is None
-
-
 def test_routing_shows_its_coefficients_at_the_site_that_was_left_out(routing: Run, runs: list[Run]) -> None:
     shown = text(routing_coefficients({"iop_fl": [routing]})).splitlines()
     assert "X outside" in shown and shown.index("A") < shown.index("B") < shown.index("global")
     assert routing_coefficients({"fedavg": runs}) is None
 
 
-def test_a_study_draws_what_it_can(selecting: Run, routing: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(study_figures({"fedsm": [selecting], "iop_fl": [routing]})) == {"selector", "routing"}
-    write_run(tmp_path, "fedsm/seed0", selecting)
+def test_a_study_draws_what_it_can(routing: Run, tmp_path: Path) -> None:
+    assert set(study_figures({"iop_fl": [routing]})) == {"routing"}
+    write_run(tmp_path, "iop_fl/seed0", routing)
     assert main(["study", "--tables", str(tmp_path), "--figures", str(tmp_path / "drawn")]) == 0
-    assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["selector.svg"]
-    assert "currentColor" not in (tmp_path / "drawn" / "selector.svg").read_text()
-    assert "selector.svg" in capsys.readouterr().out
+    assert "currentColor" not in (tmp_path / "drawn" / "routing.svg").read_text()

@@ -92,7 +92,6 @@ def test_a_study_keeps_its_runs_and_tabulates_them(tmp_path: Path) -> None:
         "## hd95",
         "## hd95, what the mean hides",
         "## dice, differences",
-        "## dice, learning curves",
     ]
     assert run_study(candidates, SETTING, [0], tmp_path, say=said.append) == groups
     assert len(said) == 3  # nothing was run again

@@ -55,13 +55,6 @@ def test_cross_entropy_by_hand() -> None:
     assert annotation.loss()(p, targets).item() == pytest.approx(-(math.log(0.7) + math.log(0.3)) / 2)
 
 
-def test_weights_of_classes_by_hand() -> None:
-    annotation = Annotation(organs(loss={"name": "ce", "weights": [1, 2, 3, 4]}), ["kidney"])
-    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 2).T[None].log()
-    value = annotation.loss()(p, torch.tensor([[0, 3]])).item()
-    assert value == pytest.approx(-(1 * math.log(0.9) + 4 * math.log(0.1)) / 5)
-
-
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_every_loss_is_that_of_a_task_of_merged_classes(loss: dict[str, Any]) -> None:
     annotation = Annotation(organs(loss=loss), ["liver", "kidney"])

@@ -8,8 +8,7 @@ import torch
 
 from medflare.tasks import classes
 from medflare.tasks.cases import Cases
-from medflare.tasks.classes import FALSE_ALARMS, class_report, confusion_counts, patients_of_classes, sensitivities
-from medflare.tasks.delong import area_interval
+from medflare.tasks.classes import FALSE_ALARMS, area_interval, class_report, confusion_counts, patients_of_classes, sensitivities
 
 EMPTY: dict[str, Any] = {"auc": None, "low": None, "high": None, "sensitivity": []}
 

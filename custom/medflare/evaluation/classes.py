@@ -49,9 +49,6 @@ def class_tables(results: Mapping[str, Any]) -> list[ClassTables]:
     """Confusion matrices and areas of every model that differs from the others, the deployed one first.
 
     A site's report that does not fit the task's classes is left out.
-
-    Args:
-        results: content of results.json.
     """
     task = results["configuration"]["task"]
     if task.get("kind") != "classification":

@@ -24,9 +24,7 @@ def round_line(
     """One step in one line: every site's loss and validation metrics, or why its update was not used, and its aggregation's numbers.
 
     Args:
-        phase: of the step.
         round: 0-based; `rounds` itself for the look at the last round's models.
-        rounds: of the federation.
         facts: site -> facts of its reply; "loss", "validation" (model -> metric) and the ε of "privacy" are shown.
         rejected: site -> reason.
         seconds: that the step took.
@@ -56,9 +54,6 @@ def results_table(results: Mapping[str, Any]) -> str:
     """The result table as plain text that a log can hold, and a line for each doubt about the deployed model (`doubts`) under it.
 
     Where Rich, which draws the table, is not installed, one line stands in for it.
-
-    Args:
-        results: content of results.json.
     """
     if not installed("rich"):
         outcome = f"{results['status']}: {results['reason']}" if results["reason"] else results["status"]
@@ -74,7 +69,6 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
     """The result table on a terminal, with colour and cut to the task's own metric where the window is narrow; else plain text.
 
     Args:
-        results: content of results.json.
         file: where to; None: standard output.
     """
     stream = sys.stdout if file is None else file

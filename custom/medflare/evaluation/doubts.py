@@ -52,9 +52,6 @@ class Doubt:
 def doubts(events: Iterable[Mapping[str, Any]]) -> list[Doubt]:
     """The reasons to doubt a deployed model, in the order of `core.events.DOUBTS`.
 
-    Args:
-        events: see `core.events`.
-
     Examples:
         >>> event = {"kind": "rare_class", "site": "A", "message": "few"}
         >>> [doubt.where for doubt in doubts([event, {"kind": "warning", "site": "A", "message": "late"}])]

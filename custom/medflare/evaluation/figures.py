@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from medflare.evaluation.names import MODELS
-from medflare.evaluation.presentation import lower_is_better, metric_label, metric_names, model_columns, ordered_sites
+from medflare.evaluation.presentation import metric_label
 from medflare.tasks.classes import FALSE_ALARMS
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     stands where a model was chosen.
 
     Args:
-        results: content of results.json.
         history: one mapping a step, see `results.append_round`.
     """
     panels = _curves(history)
@@ -90,38 +89,6 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[tu
     return panels
 
 
-def models_by_site(results: Mapping[str, Any]) -> str | None:
-    """The task's metric of every model at every site, one row a site, as SVG; None where nothing was measured.
-
-    Args:
-        results: content of results.json.
-    """
-    metrics = metric_names(results)
-    if not metrics:
-        return None
-    metric, sites, columns = metrics[0], ordered_sites(results), model_columns(results)
-
-    def draw(figure: "Figure") -> None:
-        axis = figure.subplots()
-        for row, site in enumerate(sites.values()):
-            values = [value for model in columns.values() if (value := site["metrics"][model][metric]) is not None]
-            if values:
-                axis.plot([min(values), max(values)], [row, row], color=INK, alpha=0.25, linewidth=1.2, zorder=1)
-        for place, (heading, model) in enumerate(columns.items()):
-            points = [(value, row) for row, site in enumerate(sites.values()) if (value := site["metrics"][model][metric]) is not None]
-            if points:
-                size = max(4, 9 - 2 * place)  # smaller ones on top, so that equal numbers all stay visible
-                style = {"linestyle": "none", "markersize": size, "zorder": 2, **look_of(place, line=False)}
-                axis.plot(*zip(*points, strict=True), label=heading, **style)
-        axis.set_yticks(range(len(sites)), [f"{name} (outside)" if site["role"] == "outside" else name for name, site in sites.items()])
-        axis.set_ylim(len(sites) - 0.5, -0.5)
-        axis.set_xlabel(f"test {metric_label(metric)}" + (", lower is better" if lower_is_better(metric) else ""))
-        quieten(axis, grid="x")
-        figure.legend(loc="outside upper left", ncols=len(columns), frameon=False)
-
-    return as_svg(draw, width=10.2, height=1.1 + 0.34 * len(sites))
-
-
 def roc_curves(points: Mapping[str, Mapping[str, Sequence[float]]]) -> str | None:
     """ROC curves as SVG, a panel for each class; None where there is none.
 
@@ -159,7 +126,6 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
     Args:
         values: model -> patient -> value.
         intervals: model -> that of the mean.
-        label: what the values are.
     """
     if not values:
         return None

@@ -40,8 +40,6 @@ def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric
 
     Args:
         models: model -> metric -> value.
-        model: one of them.
-        metric: its name.
 
     Examples:
         >>> models = {"global": {"dice": 0.5}, "personal": {"dice": 0.6}, "deployed": {"dice": None}}
@@ -63,9 +61,6 @@ def format_bytes(count: float) -> str:
 
 def event_counts(events: Iterable[Mapping[str, Any]]) -> str:
     """Whom events are about, kind by kind, with their numbers; many sites are counted.
-
-    Args:
-        events: see `core.events`.
 
     Examples:
         >>> event_counts([{"kind": "rejected", "site": "B"}, {"kind": "warning", "site": None}, {"kind": "rejected", "site": "B"}])
@@ -101,11 +96,7 @@ def format_setting(value: Any) -> str:
 
 
 def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """The metrics that have a value anywhere, the task's own metric (the one that selects models) first.
-
-    Args:
-        results: content of results.json.
-    """
+    """The metrics that have a value anywhere, the task's own metric (the one that selects models) first."""
     models = [model for site in results["sites"].values() for model in site["metrics"].values()]
     found = tuple(dict.fromkeys(metric for model in models for metric, value in model.items() if value is not None))
     key = results["configuration"]["task"].get("metric")
@@ -113,11 +104,7 @@ def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def model_names(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of model that sites report: "global", "personal", "deployed", and what else a method compares.
-
-    Args:
-        results: content of results.json.
-    """
+    """The kinds of model that sites report: "global", "personal", "deployed", and what else a method compares."""
     return tuple(dict.fromkeys(model for site in results["sites"].values() for model in site["metrics"]))
 
 
@@ -125,9 +112,6 @@ def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
     """Columns of a table of models: models whose numbers are the same at every site share one.
 
     A model without any number is equal to nobody: nothing is known of it.
-
-    Args:
-        results: content of results.json.
 
     Returns:
         Heading -> the model whose numbers the column shows.
@@ -153,9 +137,6 @@ def _numbers(results: Mapping[str, Any], model: str) -> list[Mapping[str, float 
 def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
     """Sites by name, those inside the federation before those outside.
 
-    Args:
-        results: content of results.json.
-
     Returns:
         Site -> its part of the results.
 
@@ -169,11 +150,7 @@ def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def privacy_costs(results: Mapping[str, Any]) -> dict[str, str]:
-    """Site -> what training has cost its patients' privacy, in words; sites that trained without DP-SGD are left out.
-
-    Args:
-        results: content of results.json.
-    """
+    """Site -> what training has cost its patients' privacy, in words; sites that trained without DP-SGD are left out."""
     costs = {name: site["privacy"] for name, site in ordered_sites(results).items() if "privacy" in site}
     return {
         name: f"ε = {format_metric('', cost['epsilon'])} at δ = {cost['delta']:g}, {cost['steps']} steps" for name, cost in costs.items()
@@ -181,11 +158,7 @@ def privacy_costs(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def selector_line(results: Mapping[str, Any]) -> str:
-    """By what a model that selects one of several networks does so, in one line; "" for all others.
-
-    Args:
-        results: content of results.json.
-    """
+    """By what a model that selects one of several networks does so, in one line; "" for all others."""
     selector = results.get("selector")
     if not selector:
         return ""
@@ -197,10 +170,6 @@ def selector_line(results: Mapping[str, Any]) -> str:
 
 
 def synthetic_source(results: Mapping[str, Any]) -> str:
-    """The task's own words on its images where they are synthetic, else "".
-
-    Args:
-        results: content of results.json.
-    """
+    """The task's own words on its images where they are synthetic, else ""."""
     source = str(results["configuration"]["task"].get("source", ""))
     return source if "synthetic" in source.lower() else ""

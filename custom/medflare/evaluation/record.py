@@ -145,11 +145,7 @@ def shares(samples: Mapping[str, float]) -> dict[str, float]:
 
 
 def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Inside site -> how many of its test images the selector took for each site's; sites that report no counts are left out.
-
-    Args:
-        sites: the `sites` of a results dict.
-    """
+    """Inside site -> how many of its test images the selector took for each site's; sites that report no counts are left out."""
     reports = {name: site.get("reports", {}).get("deployed") or {} for name, site in sites.items() if site["role"] == "inside"}
     rows = {name: report.get("selector") for name, report in reports.items()}
     counted = {name: taken for name, taken in rows.items() if isinstance(taken, Mapping)}
@@ -160,7 +156,6 @@ def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]
     """role -> model -> metric -> mean over the sites of that role, sites without a value left out.
 
     Args:
-        sites: the `sites` of a results dict.
         shape: model -> its metrics.
     """
     chosen = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}

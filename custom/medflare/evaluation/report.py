@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from medflare.core.packages import installed
 from medflare.evaluation.classes import class_tables
 from medflare.evaluation.doubts import doubts
-from medflare.evaluation.figures import models_by_site, roc_curves, training_curves, with_own_ids
+from medflare.evaluation.figures import roc_curves, training_curves, with_own_ids
 from medflare.evaluation.names import ROLES, RUNNING, SPLITS
 from medflare.evaluation.presentation import (
     format_bytes,
@@ -59,7 +59,6 @@ def render_report(
         tiles=_tiles(results),
         updated=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC") if results["status"] == RUNNING else "",
         reached=max((step["round"] for step in history), default=-1) + 1,
-        comparison=models_by_site(results) if drawable else None,
         curves=training_curves(results, history) if drawable else None,
         drawable=drawable,
         elections=_elections(results),
@@ -78,11 +77,7 @@ def render_report(
 
 @cache
 def template(name: str) -> "Template":
-    """A page of `templates/`: escaped, and an error where it names what is not there.
-
-    Args:
-        name: of its file.
-    """
+    """A page of `templates/`: escaped, and an error where it names what is not there."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -51,11 +51,7 @@ class SiteReport:
 
 
 def render_site_report(report: SiteReport) -> str:
-    """The page as HTML text.
-
-    Args:
-        report: what it shows.
-    """
+    """The page as HTML text."""
     drawable = installed("matplotlib")
     results = _as_results(report)
     columns = model_columns(results)
@@ -92,7 +88,6 @@ def patient_values(cases: Cases, task: TaskConfig) -> dict[str, float]:
     """What a model scored at every patient, undefined ones left out.
 
     Args:
-        cases: of one model.
         task: gives kind and metric.
 
     Returns:
@@ -152,9 +147,6 @@ def mean_interval(values: Values) -> tuple[float, float] | None:
 
 def deployed_heading(headings: Iterable[str]) -> str:
     """The heading of the deployed model, which may share its column; the last one where no column is its own, "" of none.
-
-    Args:
-        headings: see `model_columns`.
 
     Examples:
         >>> deployed_heading(["global = deployed", "personal"])

@@ -28,11 +28,7 @@ from medflare.evaluation.presentation import (
 
 
 def plain_table(results: Mapping[str, Any]) -> str:
-    """The result table as plain text: no control characters, as wide as it needs to be.
-
-    Args:
-        results: content of results.json.
-    """
+    """The result table as plain text: no control characters, as wide as it needs to be."""
     parts: list[Text | Table] = [_summary(results), _table(results, metric_names(results)), *_told(results)]
     buffer = io.StringIO()
     console = Console(file=buffer, force_terminal=False, color_system=None, width=10_000, legacy_windows=False, highlight=False)
@@ -46,7 +42,6 @@ def print_table(results: Mapping[str, Any], terminal: IO[str]) -> None:
     """The result table in colour, cut to the task's own metric where the window is narrow.
 
     Args:
-        results: content of results.json.
         terminal: where it is drawn.
     """
     console = Console(file=terminal)

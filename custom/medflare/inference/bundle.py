@@ -52,8 +52,6 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
 
     Args:
         stored: the delivered model as read from its folder, with its card.
-        model: the delivered model, images to probabilities.
-        script: the same as TorchScript.
         folder: empty; becomes the bundle's root.
 
     Returns:

@@ -49,8 +49,6 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
     """The module of a delivered model, in evaluation mode on the CPU.
 
     Args:
-        task: what the model was trained for.
-        message: the delivered model.
         builder_of: kind -> what builds models of that kind, None where nothing does.
 
     Raises:
@@ -73,7 +71,6 @@ def plain_message(state: StateDict, **facts: Any) -> Message:
     """One network's weights as a delivered model of kind "plain".
 
     Args:
-        state: of the network.
         facts: further facts of the message.
     """
     return Message({MODEL: state}, {"kind": "plain", **facts})
@@ -182,7 +179,6 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
     Args:
         folder: made where it does not exist; an older model in it is replaced.
         task: what the model was trained for; part of the card.
-        message: the delivered model; its facts hold `kind`.
         card: what the caller knows beside the task: method, site, role, round, seed, metrics, ... (JSON-serialisable).
 
     Raises:

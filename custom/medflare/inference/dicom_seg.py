@@ -41,7 +41,6 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
         series: folder with the files of the series.
         structures: label -> bool (columns, rows, slices).
         affine: (4, 4), voxel numbers of these arrays to millimetres in RAS.
-        task: names the algorithm.
 
     Returns:
         The content of the file; equal masks of a series give equal identifiers.
@@ -107,7 +106,6 @@ def unwritable(image: Path, why: str) -> DataError:
 
     Args:
         image: a folder with a series, or a file.
-        why: a few words.
     """
     return DataError(f"{image}: cannot have a DICOM segmentation ({why.rstrip('.')}); predict it without --dicom-seg")
 

@@ -50,8 +50,6 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
     """Write a delivered model in another format, with its card, once it is known to give the same numbers.
 
     Args:
-        stored: from `load_model`.
-        format: one of `FORMATS`.
         out: folder for the files; made where it does not exist.
         builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
 
@@ -82,8 +80,6 @@ def largest_difference(model: Predictor, exported: Predictor, task: TaskConfig) 
     """max |p - p'| on five normally distributed images; infinite where shapes differ or an answer is not a number.
 
     Args:
-        model: the delivered model, images to probabilities.
-        exported: what was read back.
         task: gives channels and size.
     """
     images = torch.randn(5, task.image_channels, *task.size, generator=torch_generator(0, "export"))

@@ -34,8 +34,6 @@ def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) 
 
     Args:
         paths: files and folders.
-        out: the output folder.
-        channels: names of a task's channels.
 
     Raises:
         ConfigError: an input folder is the output folder.

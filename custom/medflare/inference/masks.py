@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import DataError
 from medflare.core.store import write_atomically
 from medflare.data.files.geometry import Grid
-from medflare.data.files.kinds import NIFTI, PICTURES, is_dicom, suffix
+from medflare.data.files.kinds import NIFTI, is_dicom, suffix
 from medflare.data.files.volumes import series_grid, turned_back
 from medflare.data.targets import stored_values
 from medflare.inference.dicom_seg import dicom_seg, unwritable
@@ -50,8 +50,6 @@ def in_place(probabilities: Tensor, size: tuple[int, ...], grids: tuple[Grid, Gr
     """Probabilities (outputs, ...) on the network's grid, where the image has its pixels or voxels as stored.
 
     Args:
-        probabilities: of one picture or volume.
-        size: of the image before the network's size.
         grids: of a volume: where its voxels lie as stored, and along the task's axes.
         task: gives these axes.
     """
@@ -72,7 +70,6 @@ def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
     Wherever a value exists for exactly the structures above one half, it is that one.
 
     Args:
-        probabilities: of one picture or volume.
         task: gives target, labels and their stored values.
     """
     if task.target == "multilabel" and not task.label_values:
@@ -134,32 +131,6 @@ def sizes(counts: dict[str, int], grid: Grid | None) -> dict[str, Any]:
     return {**{f"voxels_{label}": count for label, count in counts.items()}, **volumes}
 
 
-def check_values(inputs: Sequence[Input], task: TaskConfig) -> None:
-    """Before images are read, refuse a task whose label values the masks of these pictures cannot hold.
-
-    Whether a DICOM file is a picture or a volume, whose mask holds more, only reading shows: `write_masks` refuses its mask.
-
-    Args:
-        inputs: what masks are to be written for.
-        task: gives target, labels and their stored values.
-
-    Raises:
-        ConfigError: a value that no PNG holds.
-    """
-    if task.kind == "classification" or (task.target == "multilabel" and not task.label_values):
-        return
-    picture = next((source.path for source in inputs if suffix(source.path) in PICTURES), None)
-    shown = slice(None if task.target == "multilabel" else 1)  # the values that `label_map` gives
-    written = {value: label for label, listed in zip(task.labels, stored_values(task), strict=True) for value in listed[shown]}
-    beyond = [(label, value) for value, label in written.items() if value not in _PNG_VALUES]
-    if picture is not None and beyond:
-        label, value = beyond[0]
-        raise ConfigError(
-            f"{picture}: its mask would be a PNG, which holds 0 to {_PNG_VALUES[-1]}, and label {label!r} has the value {value}; "
-            "give the image as NIfTI, or train with other label_values"
-        )
-
-
 def write_masks(
     source: Input, masks: np.ndarray, task: TaskConfig, out: Path, grid: Grid | None = None, *, seg: bool = False
 ) -> list[Path]:
@@ -169,7 +140,6 @@ def write_masks(
         source: the image that they belong to.
         masks: int64 (M, rows, columns[, slices]) laid out as `readers.read_image` gives the image, or (M, i, j, k) on `grid`.
         task: gives the labels, for the files' names.
-        out: the output folder.
         grid: where the voxels of a volume lie as stored, for a task of volumes.
         seg: write a DICOM series' masks as one DICOM segmentation, NAME_seg.dcm.
 

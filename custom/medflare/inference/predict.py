@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from medflare.adaptation.dsbn import TestTimeNorm
 from medflare.adaptation.registry import ADAPTATIONS as KINDS
 from medflare.adaptation.tent import Tent
-from medflare.core.errors import ConfigError, DataError, StateError
+from medflare.core.errors import ConfigError, DataError
 from medflare.core.message import Message
 from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.data.files.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
@@ -36,7 +36,7 @@ from medflare.data.transforms import Preprocessing
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
 from medflare.inference.dicom_seg import check_writable
 from medflare.inference.inputs import Input, find_inputs
-from medflare.inference.masks import check_values, in_place, label_map, pixels, sizes, write_masks
+from medflare.inference.masks import in_place, label_map, pixels, sizes, write_masks
 from medflare.tasks.config import TaskConfig
 
 ADAPTATIONS = ("auto", "none", *sorted(KINDS, reverse=True))
@@ -166,34 +166,28 @@ def predict(
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
 
     Args:
-        stored: from `load_model`.
         images: files, and folders that are searched, see `find_inputs`.
         out: made where it does not exist.
         builder: `methods.catalogue.build_deployed`; the default refuses the kinds of methods.
-        adapt: one of `ADAPTATIONS`, see `prediction_model`.
-        device: as torch spells it.
         seg: write the masks of a DICOM series as a DICOM segmentation.
         bounds: how large an image may be.
         strict: an image outside what the model was trained on, see `acquisition.outside`, fails; else it is predicted and named.
         say: takes a line for every image that cannot be read or predicted, when that is found; the others are predicted.
 
     Raises:
-        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, label values that no mask of these
-            images holds, or `strict` with a card that does not say what the model was trained on.
-        StateError: weights that do not fit the task, or an output folder that cannot be written.
+        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, or `strict` with a card that does not
+            say what the model was trained on.
+        StateError: weights that do not fit the task.
+        OSError: the output folder cannot be written.
     """
     task = stored.task
     if seg:
         check_writable()
     inputs, problems = find_inputs(images, out, task.channel_names)
-    check_values(inputs, task)
     trained = _trained_on(stored, strict)
     summary = Summary(out / TABLE, say, outside=None if trained is None else {})
     model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
-    try:
-        make_folder(out)
-    except OSError as error:
-        raise StateError(f"{out}: nothing can be written here ({error.strerror or error}); give --out another folder") from error
+    make_folder(out)
     for problem in problems:
         summary.fail(problem)
     usable = trained if strict else None
@@ -218,7 +212,8 @@ def predict(
                 summary.fail(str(error))
         else:
             summary.fail(f"{prediction.prepared.source.path}: the model's answer is not a number; check the image's intensities")
-    _write_table(summary.table, rows)
+    columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
+    write_atomically(summary.table, csv_text(rows, columns).encode())
     return summary
 
 
@@ -246,11 +241,6 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
     model as it was delivered and Tent out. "tent" and "dsbn" adapt any model whose BatchNorm uses the statistics of its training,
     in place of what the model came with.
 
-    Args:
-        stored: the delivered model.
-        builder: as for `predict`.
-        adapt: one of `ADAPTATIONS`.
-
     Raises:
         ConfigError: an unknown adaptation, or a network without BatchNorm or with one that adapts already.
         StateError: weights that do not fit the task.
@@ -277,7 +267,6 @@ def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device:
         prepared: every input, taken as often as the model looks at all of them; without any nothing happens.
         task: gives the batch size.
         device: where the model is.
-        kind: its name in the text.
     """
     size, count = scoring_batch(task), 0
 
@@ -340,7 +329,6 @@ def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig
     A model that looks at whole patients is asked for all slices of a volume together; pictures may be of several patients.
 
     Args:
-        model: what the network is fed with, to probabilities.
         prepared: inputs; taken as they are needed.
         task: gives the batch size.
         device: where the model is.
@@ -418,11 +406,8 @@ def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> 
         found = [_classified(p, task) for p in prediction.probabilities]
     else:
         masks = [label_map(in_place(p, prepared.size, prepared.grids, task), task) for p in prediction.probabilities]
-        try:
-            whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
-            files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
-        except OSError as error:
-            raise StateError(f"{out}: masks cannot be written here ({error.strerror or error}); give --out another folder") from error
+        whole = np.stack(masks, axis=task.slices["axis"] + 1) if prepared.volume else masks[0]
+        files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         named = ";".join(str(file.relative_to(out)) for file in files)
         found = [{"mask": named, **sizes(pixels(mask, task), grid)} for mask in masks]
     place = str(prepared.source.path)
@@ -439,11 +424,3 @@ def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:
     else:
         chosen = task.classes[int(p.argmax())]
     return {"label": chosen, **{f"probability_{name}": f"{one:.9g}" for name, one in zip(task.classes, p.tolist(), strict=True)}}
-
-
-def _write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
-    try:
-        write_atomically(path, csv_text(rows, columns).encode())
-    except OSError as error:
-        raise StateError(f"{path}: cannot be written ({error.strerror or error}); give --out another folder") from error

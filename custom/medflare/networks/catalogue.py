@@ -43,7 +43,6 @@ def build_network(
 
     Args:
         spec: "name", of `NETWORKS`, of a class in `monai.networks.nets` or of one's own ("package.module:name"), and its arguments.
-        in_channels: image channels.
         out_channels: channels of the logits.
         spatial_dims: 2, or 3 for volumes.
         size: of the images, for networks that are built for one size; None: 64 a side.
@@ -132,13 +131,7 @@ def task_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, output
 
 
 def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-    """The same without memory or random numbers (meta device): for names, shapes and layer types.
-
-    Args:
-        task: see `task_network`.
-        spec: see `task_network`.
-        outputs: see `task_network`.
-    """
+    """The same without memory or random numbers (meta device): for names, shapes and layer types."""
     return _without_memory(lambda: task_network(task, spec, outputs))
 
 
@@ -154,7 +147,6 @@ def initial_network(
 
     Args:
         task: gives the image channels, and the network and the outputs unless the next arguments do.
-        seed: of the run.
         purpose: "model", "selector", ...: another purpose, other weights.
         spec: another network than the task's.
         outputs: another number of output channels than the task's.

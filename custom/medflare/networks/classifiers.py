@@ -16,8 +16,6 @@ def vgg11(in_channels: int, out_channels: int, dropout: float = 0.5) -> FeatureN
     Features are the 4096 activations before the last layer. Images need at least 32 pixels a side.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         dropout: probability before the last two linear layers.
     """
     stages = _convolutions(in_channels, [[64], [128], [256, 256], [512, 512], [512, 512]], batch_norm=False)
@@ -39,8 +37,6 @@ def compact_selector(in_channels: int, out_channels: int, side: int = 12, hidden
     way to them learns in tens of steps, as many as a federation has rounds when the selector takes one step a round.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         side: of the thumbnail in pixels, along every dimension.
         hidden: width of the feature.
         spatial_dims: 2 or 3.
@@ -81,8 +77,6 @@ def ridge_selector(in_channels: int, out_channels: int, side: int = 0, spatial_d
     """A linear model selector on fixed features (`ImageStatistics`), for weights that are solved and not trained.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         side: of the thumbnail; 0: 12 pixels, of volumes 6.
         spatial_dims: 2 or 3.
     """
@@ -97,8 +91,6 @@ def small_cnn(
     """Strided convolutions and global average pooling, 24 thousand parameters: a classifier for trials on a CPU.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         channels: feature maps of the convolutions, each of stride 2.
         batch_norm: normalise after every convolution.
         spatial_dims: 2 or 3.
@@ -120,11 +112,8 @@ def mlp(
     """Linear layers on all numbers of an image: a head, for images that are features already (`medflare data features`).
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         hidden: widths of the layers before the last one.
         batch_norm: normalise after every one of them.
-        size: of the images.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     widths = [in_channels * math.prod(size), *hidden]
@@ -139,11 +128,6 @@ def vgg16_slim(in_channels: int, out_channels: int, dimension: int = 64) -> Feat
     """PRR's slim VGG16-BN (Chen et al., TMI 2022): narrow stages, no convolution bias, global pooling, a `dimension`-d feature.
 
     Images need at least 32 pixels a side.
-
-    Args:
-        in_channels: image channels.
-        out_channels: logits.
-        dimension: of the feature.
     """
     stages = _convolutions(in_channels, [[32, 32], [64, 64], [128] * 3, [128] * 3, [256] * 3], batch_norm=True)
     reduce = (nn.Linear(256, dimension, bias=False), nn.BatchNorm1d(dimension), nn.ReLU())
@@ -155,8 +139,6 @@ def resnet18(in_channels: int, out_channels: int, small_images: bool = False, sp
     """ResNet-18 (MONAI); features are the 512 pooled channels. `small_images` leaves out the stem's stride and pooling.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         small_images: leave out the stem's stride and pooling.
         spatial_dims: 2 or 3.
     """
@@ -167,8 +149,6 @@ def resnet50(in_channels: int, out_channels: int, small_images: bool = False, sp
     """ResNet-50 (MONAI); features are the 2048 pooled channels. `small_images` leaves out the stem's stride and pooling.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         small_images: leave out the stem's stride and pooling.
         spatial_dims: 2 or 3.
     """
@@ -181,8 +161,6 @@ def efficientnet_b0(in_channels: int, out_channels: int, dropout: float = 0.2, s
     It draws from torch's global generator in training (dropout and dropped residual branches): train it inside `core.rng.seeded`.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         dropout: probability before the last layer.
         spatial_dims: 2 or 3.
     """
@@ -203,8 +181,6 @@ def efficientnet_lite0(in_channels: int, out_channels: int, dropout: float = 0.2
     Features are the 1280 pooled channels. It draws from torch's global generator in training, as `efficientnet_b0` does.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         dropout: probability before the last layer.
         spatial_dims: 2 or 3.
     """

@@ -55,13 +55,7 @@ def library_network(
     """MONAI's network, or one that is called like MONAI's, with what the task fixes and its own arguments.
 
     Args:
-        name: of the network, for messages.
-        build: its class or function, see `library_names`.
-        settings: its own arguments.
-        in_channels: image channels.
-        out_channels: logits.
         spatial_dims: 2 or 3.
-        size: of the images.
 
     Raises:
         ConfigError: an argument that it does not take or lacks, or a value that it refuses.

@@ -43,19 +43,12 @@ def own_module(spec: Mapping[str, Any]) -> str:
 
 
 def trust(module: str) -> None:
-    """From now on networks of this module may be imported in this process; the party's own settings have said so.
-
-    Args:
-        module: its full name.
-    """
+    """From now on networks of this module may be imported in this process; the party's own settings have said so."""
     _trusted.add(module)
 
 
 def imported(name: str) -> Callable[..., Any]:
     """The class or registered function that "package.module:name" names; nothing of it is called.
-
-    Args:
-        name: of the network.
 
     Raises:
         ConfigError: nobody here trusts the module, or it has no such thing.

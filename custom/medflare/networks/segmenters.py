@@ -22,8 +22,6 @@ def unet(
     """MONAI's U-Net (stride 2 between levels) up to its last decoder map, and a convolution of kernel 1 as head.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         channels: feature maps by level; the image's sides must be multiples of 2 ** (levels - 1).
         norm: "instance" (no state, as FedSM) or "batch".
         num_res_units: residual units per level, 0 for plain convolutions.
@@ -90,8 +88,6 @@ def deeplab(in_channels: int, out_channels: int, width: int = 64, rates: Sequenc
     so that there is one feature map to align. Interpolation and a 1 x 1 convolution commute, so the order costs nothing.
 
     Args:
-        in_channels: image channels.
-        out_channels: logits.
         width: channels of the feature map.
         rates: dilation of the parallel branches.
     """

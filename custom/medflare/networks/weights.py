@@ -42,7 +42,6 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
     """What the task's network starts from at the server and at every site; None where that is a random draw.
 
     Args:
-        task: names the file.
         seed: of the run, for what the file does not fill.
         place: the file, or the folder that it lies in; None: see `found`.
 
@@ -75,10 +74,6 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
 
 def found(file: str, place: Path | None = None) -> Path:
     """The path of a file of weights: `place`, or a file in it; else where MEDFLARE_WEIGHTS says; else in a package that brings it.
-
-    Args:
-        file: its name.
-        place: a file, whatever its name, or a folder.
 
     Raises:
         ConfigError: it is in none of them.
@@ -134,9 +129,6 @@ PACKAGED: Final = {
 def packaged_weights(network: str) -> dict[str, Any]:
     """The setting `network.weights` for the weights that an installed package brings, with the hash of the file that is here.
 
-    Args:
-        network: its name.
-
     Raises:
         ConfigError: no package brings any for it, or the package is not installed.
     """
@@ -172,7 +164,6 @@ def scaled_for(weights: Packaged, intensity: Mapping[str, Any]) -> dict[str, Any
 
     Args:
         weights: that a package brings.
-        intensity: of a task.
     """
     ranged = {"b_min": weights.low, "b_max": weights.high} if {"b_min", "b_max"} <= intensity.keys() else {}
     return {**intensity, **ranged}

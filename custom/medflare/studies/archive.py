@@ -21,7 +21,7 @@ from medflare.core.errors import StateError
 from medflare.core.store import replacing
 from medflare.evaluation.contract import validate_results
 from medflare.evaluation.results import RESULTS_FILE
-from medflare.studies.recorded import CURVES, SCORES
+from medflare.studies.references import CURVES, SCORES
 
 STUDY_FILE: Final = "study.zip"
 SCORES_FILE: Final = "scores.json"
@@ -33,8 +33,6 @@ def run_name(label: str, seed: int, outside: Sequence[str] = ()) -> str:
     """The folder of a run in the file.
 
     Args:
-        label: the row.
-        seed: of the run.
         outside: sites that did not train.
 
     Examples:
@@ -85,9 +83,6 @@ def read_runs(out: Path) -> dict[str, dict[str, Any]]:
 
 def read_study(out: Path) -> Groups:
     """All runs of a study, row by row; rows that study.json does not name come last, by their names.
-
-    Args:
-        out: the study's folder.
 
     Raises:
         StateError: the study has no run, or is damaged.

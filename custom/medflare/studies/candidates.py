@@ -10,15 +10,16 @@ from medflare.core.hyper import Halved, halved, parsed_value
 from medflare.federation.preflight import check_run
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
-from medflare.studies.constant import CONSTANT, constant_answer
-from medflare.studies.recorded import recorded_run
 from medflare.studies.references import (
     BATCH_STATISTICS,
     CENTRALISED,
+    CONSTANT,
     SINGLE_SITE,
     TRAINED_AS,
     batch_statistics,
     centralised,
+    constant_answer,
+    recorded_run,
     single_site,
 )
 from medflare.studies.setting import Setting
@@ -104,7 +105,6 @@ class Candidate:
         """Refuse a task or a number of rounds that the row cannot have, before anything runs.
 
         Args:
-            task: what is to be learnt.
             rounds: of the study; None: any.
             outside: sites that never train.
 
@@ -131,8 +131,6 @@ class Candidate:
         """Results dict of one run, with curves and scores; the seed also draws the split anew by patient.
 
         Args:
-            setting: task, sites, data and rounds.
-            seed: of everything that is drawn.
             outside: sites that never train.
         """
         if self.method == SINGLE_SITE:

@@ -1,4 +1,4 @@
-"""A study's figures as SVG files: learning curves, patients by site, how alike updates are, a selector's confusion, how routing mixed.
+"""A study's figures as SVG files: learning curves, patients by site, how alike updates are, how routing mixed.
 
 They are drawn from what the runs keep, so they can be made again without training. A file is read on light and on dark pages: what is
 drawn in the page's text colour elsewhere is grey here.
@@ -12,13 +12,9 @@ from numpy.typing import NDArray
 
 from medflare.evaluation.figures import COLOURS, INK, as_svg, look_of, quieten
 from medflare.evaluation.presentation import metric_label
-from medflare.evaluation.record import confusion
-from medflare.studies.constant import CONSTANT
-from medflare.studies.recorded import CURVES, SCORES, SIMILARITY
-from medflare.studies.statistics.seeds import Run
-from medflare.studies.tables.choices import balanced_accuracy
-from medflare.studies.tables.curves import curve_of
-from medflare.studies.tables.rows import Groups, task_of
+from medflare.studies.references import CONSTANT, CURVES, SCORES, SIMILARITY
+from medflare.studies.statistics import Run
+from medflare.studies.tables.rows import Groups, curve_of, task_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,19 +38,13 @@ def study_figures(groups: Groups) -> dict[str, str]:
         "curves": learning_curves(groups, metric),
         "patients": patients_by_site(groups, metric),
         "similarity": similarity_of_updates(groups),
-        "selector": selector_confusion(groups),
         "routing": routing_coefficients(groups),
     }
     return {name: svg.replace("currentColor", _GREY) for name, svg in drawn.items() if svg}
 
 
 def learning_curves(groups: Groups, metric: str) -> str | None:
-    """The validation metric over the rounds, a line for every row and model: its mean over sites and runs; None without curves.
-
-    Args:
-        groups: as for `study_figures`.
-        metric: the task's, which the curves hold.
-    """
+    """The validation metric over the rounds, a line for every row and model: its mean over sites and runs; None without curves."""
     models = {label: dict.fromkeys(model for run in runs for model in run.get(CURVES, {})) for label, runs in groups.items()}
     curves = {
         f"{label}, {model}" if len(models[label]) > 1 else label: curve_of(runs, model)
@@ -88,7 +78,6 @@ def patients_by_site(groups: Groups, metric: str) -> str | None:
     tested is in it several times.
 
     Args:
-        groups: as for `study_figures`.
         metric: one that single patients have.
     """
     boxes: dict[str, dict[str, list[float]]] = {}  # row -> site -> values
@@ -131,9 +120,6 @@ def similarity_of_updates(groups: Groups) -> str | None:
     """Cosines of the sites' updates, a panel for every row, mean over rounds and runs; None where no row has two sites that sent some.
 
     What a site sends may be more than a model; shown is the entry "model", or else the first.
-
-    Args:
-        groups: as for `study_figures`.
     """
     panels: dict[str, dict[str, dict[str, list[float]]]] = {}
     for label, runs in groups.items():
@@ -155,37 +141,8 @@ def similarity_of_updates(groups: Groups) -> str | None:
     return as_svg(draw, width=max(4.0, 2.6 * len(panels)), height=2.8)
 
 
-def selector_confusion(groups: Groups) -> str | None:
-    """Which site's model a selector took test images for, a panel for every row that has one, all seeds together; None where none has.
-
-    Args:
-        groups: as for `study_figures`.
-    """
-    found = {label: [taken for run in runs if (taken := confusion(run["sites"]))] for label, runs in groups.items()}
-    found = {label: taken for label, taken in found.items() if taken}
-    if not found:
-        return None
-
-    def draw(figure: "Figure") -> None:
-        for axis, (label, runs) in zip(figure.subplots(1, len(found), squeeze=False).flat, found.items(), strict=True):
-            sites = sorted(runs[0])
-            counts = np.array([[sum(taken[own].get(other, 0) for taken in runs) for other in sites] for own in sites], dtype=float)
-            shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-            mean = float(np.mean([value for taken in runs if (value := balanced_accuracy(taken)) is not None]))
-            _heatmap(axis, shares, sites, sites)
-            axis.set_title(f"{label}\nbalanced accuracy {mean:.2f}", fontsize=9, loc="left")
-            axis.set_xlabel("taken for")
-            axis.set_ylabel("images of")
-
-    return as_svg(draw, width=max(4.0, 3.4 * len(found)), height=3.4)
-
-
 def routing_coefficients(groups: Groups) -> str | None:
-    """How routing mixed the networks at each site that was left out, layer by layer, mean over seeds; None where nothing was routed.
-
-    Args:
-        groups: as for `study_figures`.
-    """
+    """How routing mixed the networks at each site that was left out, layer by layer, mean over seeds; None where nothing was routed."""
     panels: dict[str, list[NDArray[np.float64]]] = {}
     networks: dict[str, list[str]] = {}  # in the order of the coefficients: the inside sites' by their names, then the global one
     for run in (run for runs in groups.values() for run in runs):

@@ -68,8 +68,6 @@ def run_study(
     """Run what has not completed yet and tabulate everything.
 
     Args:
-        candidates: the rows.
-        setting: task, sites, data and rounds.
         seeds: every candidate runs with each.
         out: folder for the file of all runs (`archive`), and for table.md (`study_report`).
         left_out: each of these sites in turn is outside (it never trains and receives the final models); none: all are inside.

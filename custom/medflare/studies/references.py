@@ -1,24 +1,104 @@
-"""References that are trained: every site alone, one model of everybody's images, FedAvg's model with the statistics of each batch."""
+"""Rows that a method has to beat: the constant answer, sites alone, one model of everybody's images, FedAvg with each batch's statistics.
 
+A study runs on its maker's own data, where nothing leaves a site: it may keep what a federation leaves at the hospitals.
+"""
+
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from statistics import fmean
+from typing import Any, Final, TypeAlias
 
 from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.data.sites.constant import best_answer, scores_of
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, joined
-from medflare.evaluation.results import FAILED, mean_over_sites
+from medflare.evaluation.results import FAILED, RunRecord, SiteRecord, build_results, mean_over_sites
+from medflare.federation.local.loop import run_local
+from medflare.federation.outcome import StepReport
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.parts.training import finite_or_none
-from medflare.studies.recorded import CURVES, SCORES, Models, recorded_run
 from medflare.studies.setting import Setting
+from medflare.tasks.cases import Cases
 
-SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "single-site", "centralised", "batch-statistics"
+CONSTANT, SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "constant", "single-site", "centralised", "batch-statistics"
 TRAINED_AS: Final = "fedavg"  # the method whose halves the references train with unless told, and whose hyper-parameters they take
 POOLED: Final = "all-sites"  # name of the one site that centralised training has
+CURVES = "curves"  # in a results dict: model -> site -> [rounds of training, value of the task's metric on validation images] each
+SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
+SIMILARITY = "similarity"  # in a results dict: entry -> site -> site -> cosine of their updates, mean over the rounds of both
+Models: TypeAlias = dict[str, dict[str, Message]]  # site -> role -> delivered model
+
+
+def recorded_run(*arguments: Any, models: Models | None = None, **settings: Any) -> dict[str, Any]:
+    """As `run_local`; the results dict has `CURVES`, `SCORES` and, of several sites, `SIMILARITY` too.
+
+    Args:
+        models: takes the delivered models, where given.
+    """
+    curves: dict[str, dict[str, dict[int, float]]] = {}
+    scores: dict[str, dict[str, dict[str, Any]]] = {}
+    pairs: dict[str, dict[str, dict[str, list[float]]]] = {}  # entry -> site -> site -> a cosine for every round
+
+    def observe(report: StepReport) -> None:
+        for site, facts in report.facts.items():
+            for model, value in (facts.get("validation") or {}).items():
+                if value is not None:
+                    curves.setdefault(model, {}).setdefault(site, {})[report.step.round] = round(value, 5)
+        for entry, sites in report.similarity().items():
+            for site, row in sites.items():
+                for other, value in row.items():
+                    pairs.setdefault(entry, {}).setdefault(site, {}).setdefault(other, []).append(value)
+
+    def delivered(site: str, role: str, model: Message, cases: Cases) -> None:
+        scores.setdefault(site, {})[role] = cases.to_dict()
+        if models is not None:
+            models.setdefault(site, {})[role] = model
+
+    results = run_local(*arguments, observe=observe, delivered=delivered, **settings)
+    points = {model: {site: [[at, of[at]] for at in sorted(of)] for site, of in sites.items()} for model, sites in curves.items()}
+    similarity = {
+        entry: {site: {other: round(fmean(found), 4) for other, found in row.items()} for site, row in sites.items()}
+        for entry, sites in pairs.items()
+        if len(sites) > 1
+    }
+    return results | {CURVES: points, SCORES: scores} | ({SIMILARITY: similarity} if similarity else {})
+
+
+def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The best answer that looks at no image, see `data.sites.constant`; nothing is trained.
+
+    Args:
+        outside: sites that have no training images.
+        hyper: none; a constant has no hyper-parameters.
+
+    Returns:
+        A results dict: "global" comes from the training images of all inside sites, "personal" from a site's own; an inside site deploys
+        its own, an outside site the global one.
+    """
+    started, task = time.monotonic(), replace(setting.task, resplit=seed)
+    roles = {site: "outside" if site in outside else "inside" for site in setting.sites}
+    sites = {name: open_site(name, task, seed=seed, role=role, data_root=setting.data_root) for name, role in roles.items()}
+    training = {name: site.data.train for name, site in sites.items() if roles[name] == "inside"}
+    everybody = joined(list(training.values()), list(training))
+    records: dict[str, SiteRecord] = {}
+    scores: dict[str, dict[str, Any]] = {}
+    for name, site in sites.items():
+        judges = [site] if name in training else [sites[other] for other in training]
+        answers = {"global": best_answer(task, everybody, judges)}
+        if name in training:
+            answers["personal"] = best_answer(task, training[name], judges)
+        found = {model: scores_of(site, answer, "test", task.metrics) for model, answer in answers.items()}
+        found["deployed"] = found.get("personal", found["global"])
+        values = {model: {metric: finite_or_none(value) for metric, value in of.values.items()} for model, of in found.items()}
+        records[name] = SiteRecord(roles[name], site.n, values)
+        scores[name] = {model: of.cases.to_dict() for model, of in found.items()}
+    seconds = {"total": time.monotonic() - started}
+    return build_results(RunRecord(CONSTANT, task, seed, setting.rounds, records, seconds=seconds)) | {SCORES: scores}
 
 
 def single_site(
@@ -27,10 +107,7 @@ def single_site(
     """Every site trains alone, for as many epochs as in the federation, and is measured on its own test images.
 
     Args:
-        setting: task, sites, data and rounds.
-        seed: of everything that is drawn, the split included.
         outside: sites that are left out.
-        hyper: of the method, under their halves.
         method: what each site runs, as a federation of its own. What a method gains beyond this row comes from the other sites, and not
             from its loss or from a second model.
 
@@ -65,10 +142,7 @@ def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
     """One model trained on the pooled training images of all sites, measured at each: what privacy forbids, as an upper mark.
 
     Args:
-        setting: task, sites, data and rounds.
-        seed: of everything that is drawn, the split included.
         outside: sites whose training images are left out; the model is measured there too.
-        hyper: of `TRAINED_AS`, under their halves.
 
     Returns:
         The results dict of all sites, without the one that holds everybody's images.
@@ -105,10 +179,7 @@ def batch_statistics(setting: Setting, seed: int, outside: Sequence[str] = (), h
     What adapts to a site's images at test time does this too; what it gains beyond this row is its own.
 
     Args:
-        setting: task, sites, data and rounds.
-        seed: of everything that is drawn, the split included.
         outside: sites that never train.
-        hyper: of `TRAINED_AS`, under their halves.
 
     Raises:
         ConfigError: the task's network has no BatchNorm.

@@ -52,7 +52,6 @@ class Annotation:
     `marginal_logits`, and of several sigmoids the others are left out.
 
     Args:
-        task: what is learnt.
         names: labels of the structures; None: all.
 
     Raises:

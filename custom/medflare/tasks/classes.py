@@ -5,6 +5,7 @@ A curve is told as its sensitivity on a fixed grid of false alarms: its corners 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -13,11 +14,11 @@ from numpy.typing import NDArray
 from medflare.core.packages import installed
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.delong import area_interval
 
 FALSE_ALARMS: Final = tuple(place / 20 for place in range(21))  # 1 - specificity: 0, 0.05, ..., 1
 MOST_CLASSES: Final = 16  # of a reply: facts are small (`federation.settings.FACTS_LIMIT`)
 _DIGITS: Final = 4
+_NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
 
 
 def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
@@ -30,7 +31,6 @@ def matrix_names(target: str, labels: Sequence[str]) -> dict[str, tuple[str, ...
 
     Args:
         target: "binary", "multiclass" or "multilabel".
-        labels: of the task.
 
     Examples:
         >>> matrix_names("multilabel", ["oedema"]), matrix_names("multiclass", ["mild", "severe"])
@@ -46,7 +46,6 @@ def curve_names(target: str, labels: Sequence[str]) -> tuple[str, ...]:
 
     Args:
         target: "binary", "multiclass" or "multilabel".
-        labels: of the task.
 
     Examples:
         >>> curve_names("multiclass", ["mild", "severe"]), curve_names("multiclass", ["a", "b", "c"])
@@ -59,9 +58,7 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
     """Confusion counts and ROC curves of one model on one split.
 
     Args:
-        cases: of a classification task.
         target: "binary", "multiclass" or "multilabel".
-        labels: of the task.
 
     Returns:
         "confusion": of every matrix of `matrix_names` the counts of images, truth down and answer across; "roc": for every class of
@@ -91,7 +88,6 @@ def confusion_counts(answered: NDArray[Any], truth: NDArray[Any], classes: int) 
 
     Args:
         answered: numbers of classes, (images,).
-        truth: the same.
         classes: how many there are.
 
     Examples:
@@ -122,11 +118,59 @@ def sensitivities(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list
     return [round(float(value), _DIGITS) for value in found]
 
 
+@dataclass(frozen=True)
+class Area:
+    """An area under the ROC curve.
+
+    Attributes:
+        value: the area; NaN where the cases are of one kind.
+        low, high: its 95 % interval; NaN with a single case of a kind.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area:
+    """An area and its interval, θ ± 1.96 sqrt(var(θ)), cut to [0, 1].
+
+    With m positive scores X_i and n negative scores Y_j of a classifier (DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988):
+
+        θ = 1/(mn) Σ_i Σ_j ψ(X_i, Y_j),   ψ = 1 where X > Y, 1/2 where X = Y, else 0     (Eq. 1)
+        V10(X_i) = 1/n Σ_j ψ(X_i, Y_j),   V01(Y_j) = 1/m Σ_i ψ(X_i, Y_j)                 (Sec. 3)
+        var(θ) = var_i(V10) / m + var_j(V01) / n                                         (Eq. 5 with L = 1)
+
+    V10 and V01 come from midranks (Sun and Xu, IEEE Signal Processing Letters 21, 2014, Eqs. 8-12), in the time that sorting takes.
+    Cases are taken for independent: several images of one patient make the interval too narrow.
+
+    Args:
+        scores: (cases,).
+        truth: which cases are positive.
+
+    Examples:
+        >>> area_interval(np.array([4.0, 2.0, 3.0, 1.0]), np.array([True, True, False, False]))
+        Area(value=0.75, low=0.057..., high=1.0)
+    """
+    m, n = int(truth.sum()), int((~truth).sum())
+    if not m or not n:
+        return Area(np.nan, np.nan, np.nan)
+    from scipy.stats import rankdata
+
+    ranks, positive, negative = rankdata(scores), scores[truth], scores[~truth]
+    v10 = (ranks[truth] - rankdata(positive)) / n
+    v01 = 1 - (ranks[~truth] - rankdata(negative)) / m
+    value = float(v10.mean())
+    if m < 2 or n < 2:
+        return Area(value, np.nan, np.nan)
+    half = _NORMAL_975 * float(np.sqrt(np.var(v10, ddof=1) / m + np.var(v01, ddof=1) / n))
+    return Area(value, max(0.0, value - half), min(1.0, value + half))
+
+
 def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: str, labels: int) -> list[int]:
     """How many patients stand behind confusion counts and curves: for every class those with it, and those without.
 
     Args:
-        patients: of every image.
         targets: (images,), multilabel (images, labels).
         target: "binary", "multiclass" or "multilabel".
         labels: how many the task has.
@@ -157,9 +201,6 @@ def _rounded(value: float) -> float | None:
 
 def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
     """Confusion counts of several sites as one.
-
-    Args:
-        matrices: of one size each.
 
     Examples:
         >>> pooled([[[1, 0], [2, 3]], [[4, 1], [0, 0]]])

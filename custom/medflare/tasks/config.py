@@ -18,7 +18,7 @@ from medflare.core.text import NAME, is_name, printable, printable_json
 from medflare.tasks.metrics_table import metrics_of, selection_metrics
 from medflare.tasks.optimizers import OPTIMIZERS, optimizer_class, with_rate
 from medflare.tasks.schedules import written_out
-from medflare.tasks.transforms import plain_forms
+from medflare.tasks.transforms import check_transforms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,8 +183,8 @@ class TaskConfig:
             and steps are fp32 always.
         accumulate: batches whose mean gradient a step follows.
         metric: validation metric that selects models; higher is better.
-        intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once. Dictionary forms
-            (`NormalizeIntensityd`) are kept under the name of the array form, see `tasks.transforms`.
+        intensity: one MONAI intensity transform {"name": ..., arguments}, applied to stored intensities once, see
+            `tasks.transforms`.
         augment: MONAI random transforms, applied to training batches in this order.
         slices: 2-D: how volumes are cut: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all", or
             "foreground": of training volumes the slices that show a structure; validation and test always keep all).
@@ -345,62 +345,50 @@ def _checked(content: Mapping[str, Any], place: str) -> TaskConfig:
         optimizer_class(task.optimizer["name"], place)
     task.schedule.update(written_out(task.schedule, f"{place}: schedule"))
     _check_together(task, place)
-    return dataclasses.replace(task, **plain_forms(task.intensity, task.augment, task.kind == "segmentation", place))
+    check_transforms(task.intensity, task.augment, place)
+    return task
 
 
 def _check_together(task: TaskConfig, place: str) -> None:
-    """Settings that are fine alone and wrong in company."""
-    if len(task.size) != task.spatial_dims:
-        sides = f"size {list(task.size)} has {len(task.size)} sides"
-        raise ConfigError(f"{place}: {sides}, spatial_dims is {task.spatial_dims}; make them agree")
-    if None not in task.clip.values():
-        raise ConfigError(f"{place}: clip takes norm or value, got both; leave one of them out")
-    if bool(task.freeze["parts"]) != bool(task.freeze["rounds"]):
-        raise ConfigError(f"{place}: freeze takes parts and rounds, both or neither; got {task.freeze}")
-    if bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"):
-        raise ConfigError(f"{place}: sampling takes weights where it is weighted, and only there; got {task.sampling}")
-    _check_images(task, place)
-    if task.target == "binary" and len(task.labels) != 1:
-        raise ConfigError(f"{place}: a binary task has one label, got {list(task.labels)}; use target 'multiclass' or 'multilabel'")
-    if task.target == "multiclass" and len(task.labels) < 2:
-        raise ConfigError(f"{place}: a multiclass task needs at least two labels, got {list(task.labels)}; use target 'binary'")
+    """Settings that are fine alone and wrong in company, and those that nothing would read."""
     if task.metric not in selection_metrics(task.kind):
         raise unknown("metric", task.metric, selection_metrics(task.kind), place)
-    if task.kind == "classification" and task.slices["keep"] == "foreground":
-        raise ConfigError(f"{place}: slices.keep 'foreground' needs masks, which a classification task lacks; use 'all'")
     if strange := [label for label in task.label_values if label not in task.labels]:
         raise unknown("label", strange[0], task.labels, f"{place}: label_values")
-    if task.label_values and (missing := [label for label in task.labels if label not in task.label_values]):
-        raise ConfigError(f"{place}: label_values says nothing about {', '.join(missing)}; list every label's values")
-    if task.target != "multilabel":
-        _check_one_meaning(task, place)
-
-
-def _check_one_meaning(task: TaskConfig, place: str) -> None:
-    """Where only one label can be, a stored value means one."""
-    owners = {0: f"not {task.labels[0]}"} if task.target == "binary" else {}
-    for label, values in task.label_values.items():
-        if twice := [value for value in values if owners.setdefault(value, label) != label]:
-            both = f"{place}: label_values: {twice[0]} means {owners[twice[0]]!r} and {label!r}, a {task.target} task takes one"
-            raise ConfigError(f"{both}; take it out of {label!r}, or use target 'multi{'class' if task.target == 'binary' else 'label'}'")
-
-
-def _check_images(task: TaskConfig, place: str) -> None:
-    """Settings of images that nothing would read."""
-    for name, unset, read, purpose in (
-        ("orientation", "RAS", task.spatial_dims == 3, "volumes (spatial_dims 3), slices are used as stored"),
-        ("spacing", None, task.spatial_dims == 3, "volumes (spatial_dims 3), slices are used as stored"),
-        ("slices", dataclasses.asdict(_Slices()), task.spatial_dims == 2, "volumes that are cut (spatial_dims 2), here they stay whole"),
-        ("surface_tolerance", 2.0, "surface_dice" in task.metrics, "segmentation of volumes (spatial_dims 3)"),
-        ("patches_per_image", 1, task.fit == "patch", "fit 'patch', this task has 'resize'"),
+    volumes, masks, patches = task.spatial_dims == 3, task.kind == "segmentation", task.fit == "patch"
+    unlisted = [label for label in task.labels if label not in task.label_values] if task.label_values else []
+    twice = _meant_twice(task)
+    read = {"orientation": volumes, "spacing": volumes, "slices": not volumes, "surface_tolerance": volumes and masks}
+    ignored = [name for name, used in {**read, "patches_per_image": patches}.items() if not used and getattr(task, name) != _default(name)]
+    for wrong, reason in (
+        (len(task.size) != task.spatial_dims, f"size {list(task.size)} has {len(task.size)} sides, spatial_dims is {task.spatial_dims}"),
+        (None not in task.clip.values(), "clip takes norm or value, got both"),
+        (bool(task.freeze["parts"]) != bool(task.freeze["rounds"]), "freeze takes parts and rounds, both or neither"),
+        (bool(task.sampling["weights"]) != (task.sampling["name"] == "weighted"), "sampling has weights where it is weighted alone"),
+        (ignored, f"{', '.join(ignored)}: nothing reads it where kind is {task.kind}, spatial_dims {task.spatial_dims} and fit {task.fit}"),
+        (task.embedded and (volumes or task.channels not in (1, 3)), f"embedded {task.embedded!r} is pictures of 1 or 3 channels"),
+        (patches and not masks, "fit 'patch' is for segmentation: a class belongs to a whole image"),
+        (task.pick and len(task.pick) != task.image_channels, f"pick names {len(task.pick)} volumes for {task.image_channels} channels"),
+        (task.missing_channels == "zeros" and not task.channel_names, "missing_channels 'zeros' needs the channels' names"),
+        (task.target == "binary" and len(task.labels) != 1, f"a binary task has one label, got {list(task.labels)}"),
+        (task.target == "multiclass" and len(task.labels) < 2, f"a multiclass task needs two labels or more, got {list(task.labels)}"),
+        (not masks and task.slices["keep"] == "foreground", "slices.keep 'foreground' needs masks, which a classification task lacks"),
+        (unlisted, f"label_values says nothing about {', '.join(unlisted)}"),
+        (twice, f"label_values: {twice} means two labels, a {task.target} task takes one"),
     ):
-        if not read and getattr(task, name) != unset:
-            raise ConfigError(f"{place}: {name} is for {purpose}; leave it out")
-    if task.embedded and (task.spatial_dims == 3 or task.channels not in (1, 3)):
-        raise ConfigError(f"{place}: embedded {task.embedded!r} is pictures of 1 or 3 channels; leave it out, or make them agree")
-    if task.fit == "patch" and task.kind == "classification":
-        raise ConfigError(f"{place}: fit 'patch' is for segmentation, a class belongs to a whole image; use 'resize'")
-    if task.pick and len(task.pick) != task.image_channels:
-        raise ConfigError(f"{place}: pick names {len(task.pick)} volumes for {task.image_channels} channels; name one for each")
-    if task.missing_channels == "zeros" and isinstance(task.channels, int):
-        raise ConfigError(f"{place}: missing_channels 'zeros' needs the channels' names, channels is {task.channels}; list them")
+        if wrong:
+            raise ConfigError(f"{place}: {reason}")
+
+
+def _meant_twice(task: TaskConfig) -> str:
+    """A stored value that means two labels where only one can be, and the second of them; "" where there is none."""
+    owners = {0: ""} if task.target == "binary" else {}
+    for label, values in task.label_values.items() if task.target != "multilabel" else ():
+        if twice := [value for value in values if owners.setdefault(value, label) != label]:
+            return f"{twice[0]} of {label!r}"
+    return ""
+
+
+def _default(name: str) -> Any:
+    (found,) = [field for field in dataclasses.fields(TaskConfig) if field.name == name]
+    return found.default if found.default_factory is dataclasses.MISSING else found.default_factory()

@@ -33,7 +33,6 @@ class LibraryLoss(nn.Module):
 
     Args:
         task: gives target and dimensions.
-        name: of the class in `monai.losses`.
         arguments: of the class; an activation among them replaces the one that the target asks for.
 
     Raises:
@@ -111,7 +110,6 @@ def mixes_images(task: TaskConfig, loss: nn.Module) -> bool:
     """Whether the loss of two images is another number than the mean of their losses.
 
     Args:
-        task: what the loss was made for.
         loss: called with logits and targets.
     """
     logits, targets = trial(task)

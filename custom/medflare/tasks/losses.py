@@ -20,7 +20,6 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
     """The loss named by `spec` (default: the task's), for example {"name": "dice_ce", "ce_weight": 0.5}.
 
     Args:
-        task: what is learnt.
         spec: "name", of `LOSSES` or of a class in `monai.losses`, and arguments of the loss; None: the task's.
 
     Raises:

@@ -43,7 +43,6 @@ class Scores:
         """Record a value, or None with the reason where it is NaN.
 
         Args:
-            metric: its name.
             value: NaN where it is undefined.
             reason: why it would be.
 
@@ -71,10 +70,7 @@ def score(
     Args:
         probabilities: what `task.probabilities` gives: (N, outputs, H, W) or (N, outputs); where images have sizes of their own, one
             (outputs, H, W) or (outputs, X, Y, Z) each.
-        targets: as in `data.splits.Split`, or one each.
         patients: patient of every image; segmentation is scored per patient, classification per image.
-        task: what the split is for.
-        metrics: names, of `TaskConfig.metrics`.
         spacings: of every volume, millimetres between its voxels, None where unknown; none at all for pictures.
     """
     return measure(_portions(probabilities, targets, spacings), task, metrics).scores(patients)
@@ -145,8 +141,6 @@ def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str
 
     Args:
         portions: (probabilities (B, ...), targets (B, ...), spacing) in the order of the images; one image each where there is a spacing.
-        task: what they are for.
-        metrics: names, of `TaskConfig.metrics`.
         annotation: the structures that count; None: all of the task.
     """
     counted = annotation or Annotation(task)
@@ -216,7 +210,6 @@ def pooled_overlap(counts: Tensor, groups: Tensor, number: int) -> tuple[Tensor,
     Args:
         counts: (N, C, 4), see `overlap_counts`.
         groups: long (N,), the patient of every image, 0 to number - 1.
-        number: of patients.
 
     Returns:
         float64 (number, C) each; NaN where truth and prediction are both empty (0/0).
@@ -296,7 +289,6 @@ def by_patient(values: Tensor, groups: Tensor, number: int) -> Tensor:
     Args:
         values: float64 (N, C); NaN where undefined.
         groups: long (N,), the patient of every image, 0 to number - 1.
-        number: of patients.
 
     Examples:
         >>> values = torch.tensor([[1.0], [math.nan], [3.0]], dtype=torch.float64)

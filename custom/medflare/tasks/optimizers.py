@@ -45,10 +45,6 @@ def with_rate(settings: dict[str, Any]) -> dict[str, Any]:
 def optimizer_class(name: str, place: str) -> "type[Optimizer]":
     """The class in torch.optim that a name means.
 
-    Args:
-        name: one of `OPTIMIZERS`, or of a class in torch.optim.
-        place: the beginning of a message.
-
     Raises:
         ConfigError: there is none, or none that local training can use, with the reason.
     """
@@ -71,7 +67,6 @@ def build_optimizer(
 
     Args:
         settings: {"name": see `optimizer_class`, arguments of torch's class}.
-        parameters: what it steps.
         place: the beginning of a message, for example "task brain_lgg".
         clip: what every step limits gradients to, see `clip_gradients`; None: nothing.
 
@@ -95,10 +90,6 @@ def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
 
     For its first optimiser torch imports a third of itself, in a second of processor time. A server and who writes a job never train:
     where settings are but the usual numbers, torch looks at these and gets no parameters.
-
-    Args:
-        settings: see `build_optimizer`.
-        place: the beginning of a message.
 
     Raises:
         ConfigError: see `build_optimizer`.

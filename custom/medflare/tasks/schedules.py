@@ -88,7 +88,6 @@ def written_out(settings: Mapping[str, Any], place: str) -> dict[str, Any]:
 
     Args:
         settings: {"name": one of `SCHEDULES`, its settings}.
-        place: the beginning of a message.
 
     Raises:
         ConfigError: no such schedule, or a setting or value that it does not take.
@@ -104,7 +103,6 @@ def rate_factor(settings: Mapping[str, Any], round: int, rounds: int) -> float:
     """What the learning rate of a round is multiplied by.
 
     Args:
-        settings: see `written_out`.
         round: 0-based; steps after the last round have the last one's.
         rounds: of the run; without any, nothing is trained and the rate is the task's.
 
@@ -122,11 +120,7 @@ def rate_factor(settings: Mapping[str, Any], round: int, rounds: int) -> float:
 
 
 def is_scheduled(settings: Mapping[str, Any]) -> bool:
-    """Whether any round has another rate than the task's.
-
-    Args:
-        settings: see `written_out`.
-    """
+    """Whether any round has another rate than the task's."""
     return settings["name"] != "constant" or bool(settings.get("warmup_rounds"))
 
 

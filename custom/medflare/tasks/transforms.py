@@ -1,4 +1,4 @@
-"""The transforms of MONAI's that a task may name, by the name of their array form or of their dictionary form. Light to import."""
+"""The transforms of MONAI's that a task may name, by the name of their array form. Light to import."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -18,7 +18,6 @@ _USUAL: Final = {
     "augment": frozenset({"RandAffine", "RandFlip", "RandRotate90", "RandScaleIntensity"}),
 }
 SIZING: Final = frozenset({"keep_size", "spatial_size"})  # arguments by which a transform may change the size of an image
-_ENDINGS: Final = ("Dict", "D", "d")  # MONAI's names of a dictionary form
 
 
 def is_usual(settings: Mapping[str, Any]) -> bool:
@@ -63,40 +62,22 @@ def _dictionary_forms(room: str) -> list[str]:
     return sorted(name.removesuffix("d") for name in found if name.endswith("d"))
 
 
-def plain_forms(intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], masks: bool, place: str) -> dict[str, Any]:
-    """A task's transforms, each under the name of its array form and without `keys`, which follow from what it does.
+def check_transforms(intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], place: str) -> None:
+    """Before anything starts: every transform has the name of an array form of MONAI's.
 
     Args:
         intensity: {"name": ..., arguments}.
         augment: the same, of every augmentation.
-        masks: whether the task has masks, which move with their images.
         place: the beginning of a message.
 
-    Returns:
-        "intensity" and "augment".
-
     Raises:
-        ConfigError: a name that MONAI does not have there, or keys that the transform cannot have.
+        ConfigError: a name that MONAI does not have there, or keys, which belong to a dictionary form.
     """
-    found = [_plain_form(settings, "augment", masks, place) for settings in augment]
-    return {"intensity": _plain_form(intensity, "intensity", masks, place), "augment": tuple(found)}
-
-
-def _plain_form(settings: Mapping[str, Any], setting: str, masks: bool, place: str) -> dict[str, Any]:
-    name = settings["name"]
-    if name in _USUAL[setting] and "keys" not in settings:
-        return dict(settings)
-    known = intensity_transforms() if setting == "intensity" else (*spatial_augmentations(), *photometric_augmentations())
-    plain = next((form for form in (name, *map(name.removesuffix, _ENDINGS)) if form in known), None)
-    if plain is None:
-        raise unknown("transform", name, known, f"{place}: {setting}")
-    _check_keys(settings, masks and plain in spatial_augmentations(), f"{place}: {setting} {name}")
-    return {**{key: value for key, value in settings.items() if key != "keys"}, "name": plain}
-
-
-def _check_keys(settings: Mapping[str, Any], moves_masks: bool, place: str) -> None:
-    """Nothing where a dictionary form names what the transform is given anyway, or names nothing."""
-    wanted, reason = (["image", "label"], "image and mask move together") if moves_masks else (["image"], "it changes the image alone")
-    given = settings.get("keys", wanted)
-    if ([given] if isinstance(given, str) else given) not in (wanted, wanted[::-1]):
-        raise ConfigError(f"{place}: keys are {given!r}, and {reason}; write {wanted} or leave keys out")
+    for setting, transforms in (("intensity", [intensity]), ("augment", augment)):
+        for settings in transforms:
+            if "keys" in settings:
+                raise ConfigError(f"{place}: {setting} {settings['name']}: keys follow from the task; leave them out")
+            if settings["name"] not in _USUAL[setting]:
+                known = intensity_transforms() if setting == "intensity" else (*spatial_augmentations(), *photometric_augmentations())
+                if settings["name"] not in known:
+                    raise unknown("transform", settings["name"], known, f"{place}: {setting}")

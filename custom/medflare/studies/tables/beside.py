@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from medflare.evaluation.presentation import UNDEFINED
-from medflare.studies.statistics.seeds import Estimate, estimate, values_of
+from medflare.studies.statistics import Estimate, estimate, values_of
 from medflare.studies.suites import MEAN, Suite
-from medflare.studies.tables.markdown import markdown
-from medflare.studies.tables.rows import Groups
+from medflare.studies.tables.rows import Groups, markdown
 from medflare.tasks.config import load_task
 
 BESIDE_FILE: Final = "beside_the_paper.md"
@@ -18,7 +17,6 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
     """Markdown: a line of the paper and one of ours for every row of its table.
 
     Args:
-        suite: the paper's rows and numbers.
         groups: label of a method -> results dicts that differ in their seed and in who is outside.
 
     Returns:
@@ -40,12 +38,7 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
 
 
 def deviations(suite: Suite, groups: Groups) -> list[str]:
-    """What the runs have otherwise than the suite, one line each; of the runs as they were kept, whatever was asked for today.
-
-    Args:
-        suite: what should have been run.
-        groups: what was run.
-    """
+    """What the runs have otherwise than the suite, one line each; of the runs as they were kept, whatever was asked for today."""
     sites = list(dict.fromkeys(name for runs in groups.values() for run in runs for name in run["sites"]))
     here: dict[str, Sequence[object]] = {"rounds": _values(groups, "rounds"), "seeds": _values(groups, "seed"), "sites": sorted(sites)}
     there: dict[str, Sequence[object]] = {"rounds": [suite.settings.rounds], "seeds": sorted(suite.seeds), "sites": sorted(suite.sites)}

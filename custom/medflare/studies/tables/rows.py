@@ -4,12 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+
 from medflare.core.errors import StateError
-from medflare.evaluation.presentation import UNDEFINED
+from medflare.evaluation.presentation import UNDEFINED, format_metric
 from medflare.evaluation.results import MODELS
 from medflare.studies.candidates import REFERENCES
-from medflare.studies.recorded import SCORES
-from medflare.studies.statistics.seeds import Estimate, Run, estimate, values_of
+from medflare.studies.references import CURVES, SCORES
+from medflare.studies.statistics import Estimate, Run, estimate, values_of
 
 Groups: TypeAlias = Mapping[str, Sequence[Run]]  # label -> results dicts that differ in their seed and in who is outside
 Place: TypeAlias = tuple[str, str | None]  # (role, site), or (role, None) for the mean over the sites of the role
@@ -48,9 +50,7 @@ def rows_of(groups: Groups, metric: str, places: Sequence[Place], models: Sequen
     """The rows that have a value somewhere.
 
     Args:
-        groups: the runs.
         metric: whose values the cells hold.
-        places: the columns.
         models: None for all that the runs measured.
     """
     found: list[Row] = []
@@ -94,9 +94,6 @@ def places_of(runs: Iterable[Run]) -> list[Place]:
 def task_of(groups: Groups) -> Mapping[str, Any]:
     """The configuration of the task, which all runs share.
 
-    Args:
-        groups: the runs.
-
     Raises:
         StateError: no run got as far as its task.
     """
@@ -127,7 +124,6 @@ def with_oracle(groups: Groups, metric: str) -> dict[str, list[Run]]:
     Nobody can choose so: it is the mark that choosing between the two could reach.
 
     Args:
-        groups: the runs.
         metric: the task's, by which the better one is chosen, whatever metric is shown; higher is better.
     """
     return {label: [run if run["method"] in REFERENCES else _with_oracle(run, metric) for run in runs] for label, runs in groups.items()}
@@ -152,3 +148,81 @@ def _with_oracle(run: Run, metric: str) -> Run:
 def _nothing(site: Mapping[str, Any]) -> dict[str, None]:
     """The metrics of a model that a site does not have."""
     return dict.fromkeys(site["metrics"]["personal"])
+
+
+# -- learning curves ----------------------------------------------------------------------------------------------------
+
+Curve: TypeAlias = dict[int, float]  # rounds of training -> mean over sites and runs
+
+RISING: Final = 0.01  # of the metric, over the last third of the rounds
+_FEWEST: Final = 4  # points in that third: a line through three says little
+
+
+def curve_of(runs: Sequence[Run], model: str) -> Curve:
+    """Mean validation curve of a model; deployed models go by the personal curve where there is one, else by the global one."""
+    names = {"global": ("global",), "personal": ("personal", "global")}.get(model, ("personal", "global"))
+    values: dict[int, list[float]] = {}
+    for run in runs:
+        curves: Mapping[str, Any] = run.get(CURVES, {})
+        for points in curves.get(next((name for name in names if name in curves), ""), {}).values():
+            for at, value in points:
+                values.setdefault(int(at), []).append(value)
+    most = max(map(len, values.values()), default=0)
+    return {at: float(np.mean(values[at])) for at in sorted(values) if len(values[at]) == most}  # the same sites and runs at every point
+
+
+def is_rising(curve: Curve) -> bool:
+    """Whether the metric gained more than 0.01 over the last third of the rounds, by a line of least squares.
+
+    The gain must be twice its standard error too, so that a curve that only swings does not count.
+
+    Args:
+        curve: see `curve_of`; below four points in the last third nothing is said.
+
+    Examples:
+        >>> is_rising({at: 0.02 * at for at in range(13)}), is_rising({at: 0.8 for at in range(13)}), is_rising({0: 0.1, 1: 0.9})
+        (True, False, False)
+    """
+    late = [at for at in curve if at >= max(curve) * 2 / 3]
+    if len(late) < _FEWEST:
+        return False
+    from scipy.stats import linregress
+
+    line, span = linregress(late, [curve[at] for at in late]), late[-1] - late[0]
+    return bool(line.slope * span > RISING and line.slope > 2 * line.stderr)
+
+
+# -- cells --------------------------------------------------------------------------------------------------------------
+
+
+def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Lines as a Markdown table.
+
+    Args:
+        lines: cells; the first line holds the headings.
+        left: all columns but so many first ones are set flush right.
+    """
+    rule = ["---" if column < left else "---:" for column in range(len(lines[0]))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]]) + "\n"
+
+
+def p_value(p: float | None) -> str:
+    """Three decimals, a dash where there is no test."""
+    return UNDEFINED if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def interval(bounds: tuple[float, float] | None) -> str:
+    """An interval of differences, a dash where there is none.
+
+    Examples:
+        >>> interval((-0.01, 0.125)), interval(None)
+        ('-0.010 to +0.125', '–')
+    """
+    return UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}"
+
+
+def spread(metric: str, mean: float | None, sd: float | None) -> str:
+    """ "mean ± standard deviation", the mean alone where there is no spread, a dash where there is neither."""
+    if mean is None:
+        return UNDEFINED
+    return format_metric(metric, mean) + ("" if sd is None else f" ± {format_metric(metric, sd)}")
