@@ -75,9 +75,6 @@ class MethodAggregator(ModelAggregator):
     def accept_model(self, model: FLModel) -> None:
         """Take a client's full model.
 
-        Args:
-            model: with the name of its site in `meta`.
-
         Raises:
             UpdateError: a model without that name, one that is not of params_type FULL, or one that holds NaN or infinite values.
         """
@@ -107,10 +104,6 @@ class MethodAggregator(ModelAggregator):
         """The next model from the sites' models, by site in sorted order; `round` counts this aggregator's rounds from 0.
 
         An update is the difference to this aggregator's last result, which the first round does not have.
-
-        Args:
-            round: 0-based.
-            models: site -> its part in the aggregation.
 
         Returns:
             One state; where every site gets its own, all of them joined, see `filters.joined_parts`.

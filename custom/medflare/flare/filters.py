@@ -20,10 +20,6 @@ _ANYBODY = "*"
 def joined_parts(parts: "Mapping[str, StateDict]", anybody: "StateDict") -> "StateDict":
     """One state that holds every site's part, and one for sites that have none of their own.
 
-    Args:
-        parts: site -> state.
-        anybody: the state for all other sites.
-
     Returns:
         A state whose names begin with the site's.
     """
@@ -33,10 +29,6 @@ def joined_parts(parts: "Mapping[str, StateDict]", anybody: "StateDict") -> "Sta
 
 def own_part(joined: "Mapping[str, Tensor]", site: str) -> "StateDict":
     """The site's part of what `joined_parts` made, or the one for anybody.
-
-    Args:
-        joined: what `joined_parts` gave.
-        site: its name.
 
     Returns:
         A state with its own names; empty where there is neither.

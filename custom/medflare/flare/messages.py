@@ -165,13 +165,7 @@ def error_reply(text: str) -> Shareable:
 
 
 def unexpected(error: Exception, phase: str, round: int) -> str:
-    """The line of an error that is no MedflareError.
-
-    Args:
-        error: of a bug, or of the machine.
-        phase: of the step in which it came.
-        round: of the step.
-    """
+    """The line of an error that is no MedflareError."""
     return f"{type(error).__name__} in '{phase}' of round {round}: {error}; the site's log has the traceback"
 
 
@@ -230,12 +224,7 @@ class Tasks(Protocol):
 
 
 class MessageExchange:
-    """The exchange that the schedule uses under FLARE.
-
-    Args:
-        tasks: of the job.
-        outside: names of sites that never train.
-    """
+    """The exchange that the schedule uses under FLARE."""
 
     def __init__(self, tasks: Tasks, outside: Iterable[str]):
         self._tasks, self._outside = tasks, tuple(outside)

@@ -68,12 +68,7 @@ class _Fork:
 
 
 class Host:
-    """Answers every request with the address of the fork that acts for the party.
-
-    Args:
-        listener: takes the requests.
-        folder: of the addresses.
-    """
+    """Answers every request with the address of the fork that acts for the party."""
 
     def __init__(self, listener: socket.socket, folder: Path):
         self._listener = listener
@@ -171,11 +166,7 @@ class SiteWorker:
 
 
 class ServerWorker:
-    """The server's part of a job, in its fork.
-
-    Args:
-        spec: of the job, a `ServerSpec` as JSON has it.
-    """
+    """The server's part of a job, in its fork."""
 
     def __init__(self, spec: Mapping[str, Any]):
         self._spec = ServerSpec(**{**spec, "members": tuple(spec["members"])})
@@ -246,11 +237,7 @@ class _RunConnection:
 
 
 class RelayedTasks:
-    """The job's tasks, which the server's process has; see `TaskExchange`.
-
-    Args:
-        line: to that process.
-    """
+    """The job's tasks, which the server's process has; see `TaskExchange`."""
 
     def __init__(self, line: _RunConnection):
         self._line = line
@@ -282,13 +269,7 @@ def _seat(request: dict[str, Any]) -> SiteWorker | ServerWorker:
 
 
 def serve(listener: socket.socket, simulator: int, method: str) -> None:
-    """The host's life: import, listen, fork, end with the simulator.
-
-    Args:
-        listener: bound in a folder of its own, which goes with the host.
-        simulator: process id.
-        method: whose site half the sites run.
-    """
+    """The host's life: import, listen, fork, end with the simulator."""
     folder = Path(listener.getsockname()).parent
     anchor(DATA_ROOT)
     print_lines()
