@@ -28,9 +28,9 @@ def test_setup_names_every_file_and_every_change(kit: Kit, tmp_path: Path, root:
     assert main(["site", "setup", str(kit.folder), str(other.folder)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 8 and all(line.startswith("added    ") for line in said)
-    assert main(["site", "setup", str(kit.folder), "--device", "cuda:0", "--no-redact", "--systemd"]) == 0
+    assert main(["site", "setup", str(kit.folder), "--device", "cuda:0", "--systemd"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said] == ["kept", "changed", "device:", "redact:", "kept", "kept", "unit"]
+    assert [line.split()[0] for line in said] == ["kept", "changed", "device:", "kept", "kept", "unit"]
     unit = kit.folder / "medflare-site-1.service"
     assert "systemctl enable --now medflare-site-1.service" in said[-1] and f"User={kit.folder.owner()}\n" in unit.read_text()
     assert main(["site", "setup", str(kit.folder), str(other.folder), "--systemd", str(tmp_path / "unit")]) == 1

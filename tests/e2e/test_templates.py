@@ -44,7 +44,7 @@ def test_a_sites_own_settings(provisioned: ProvisionedFederation, tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"changed  {own}" in done.stdout and 'device: "cpu" -> "cuda:1"' in done.stdout
     assert {path: path.read_text() for path in policies} == policies, "what is not named is kept"
-    expected = {"device": "cuda:1", "data_root": str(tmp_path), "batch_size": 4, "minimum_patients": 5, "redact": True}
+    expected = {"device": "cuda:1", "data_root": str(tmp_path), "batch_size": 4, "minimum_patients": 5}
     assert json.loads(own.read_text()) == expected
 
 

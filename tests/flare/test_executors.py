@@ -1,6 +1,5 @@
 """A site's executor: tasks in, answers or one-line reasons out, in this process or in a fork of a warm host."""
 
-import json
 import os
 import subprocess
 import sys
@@ -18,10 +17,9 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 
-from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.errors import Aborted, ConfigError, DataError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
-from medflare.data.datalist import SPLITS
 from medflare.data.sites.local import OutboundLimits, read_local
 from medflare.federation.participant import identity_of
 from medflare.flare import executors
@@ -134,7 +132,7 @@ def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task:
     assert "seed" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task, seed=9))))
     (place / "local" / "medflare.json").write_text('{"data_root": "/nowhere"}')
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
-    assert "CS" in reason and "/nowhere" in reason and "\n" not in reason
+    assert reason.startswith("DataError") and "\n" not in reason
     assert "fedavgg" in str(error_of(answered(MedflareExecutor(seed=0, method="fedavgg"), fl_ctx, "enrol", Message())))
 
 
@@ -164,43 +162,28 @@ def test_a_job_with_result_filters_of_its_own_is_refused_before_it_starts_work(f
     assert not (place / "medflare-cache").exists() and not (place / "run").exists(), "no image has been read"
 
 
-def test_an_unexpected_error_is_a_reason_too(fl_ctx: FLContext, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = FedAvgExecutor(seed=0)
-    answered(executor, fl_ctx, "enrol", enrolment(task))
-    monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", lambda *arguments: 1 / 0)
-    reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
-    assert reason.startswith("ZeroDivisionError")
-
-
-def test_names_of_files_and_patients_leave_as_codes(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
-    splits = {split: [{"image": f"Meier_{split}.png", "label": [f"{split}_mask.png"] * 2, "patient": split}] for split in SPLITS}
-    write_json(place / "data" / "datalist.json", splits)
-    for redact, named in ((False, f"{place}/data/Meier_training.png: file not found"), (True, "image-0001: file not found")):
-        write_json(place / "local" / "medflare.json", {"data_root": str(place / "data"), "redact": redact})
-        reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
-        assert reason.startswith(named)
-    assert json.loads((place / "medflare/run/codes.json").read_text())["image-0001"] == "Meier_training.png"
-    write_json(place / "local" / "medflare.json", {"data_root": str(place / "elsewhere"), "redact": True})
-    reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
-    assert reason.startswith("site CS: data root (path)")
-    (place / "local" / "medflare.json").write_text("{")
-    assert "medflare.json: not JSON" in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
-
-
-def test_an_unexpected_error_leaves_without_names_too(
+def test_no_name_of_a_file_leaves_with_an_error(
     fl_ctx: FLContext, place: Path, task: TaskConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_json(place / "local" / "medflare.json", {"redact": True})
     executor = FedAvgExecutor(seed=0)
     answered(executor, fl_ctx, "enrol", enrolment(task))
+    for error in (DataError("/archive/Meier Anna.png is odd"), ValueError("/archive/Meier Anna.png is odd")):
 
-    def broken(*arguments: object) -> None:
-        raise ValueError("/archive/Meier_Anna.png is odd")
+        def broken(*arguments: object, error: Exception = error) -> None:
+            raise error
 
-    monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", broken)
-    reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
-    assert reason == "ValueError in 'train' of round 2: (path) is odd; the site's log has the traceback"
-    assert "test_executors.py" in caplog.text and "Meier" not in caplog.text
+        monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", broken)
+        reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
+        assert reason.startswith(f"{type(error).__name__} in 'train' of round 2") and "Meier" not in reason
+    assert "Meier" not in caplog.text
+    kept = place / "medflare/run/errors.log"
+    assert kept.read_text().count("Meier Anna.png is odd") == 2 and kept.stat().st_mode & 0o077 == 0
+
+
+def test_an_error_of_the_settings_leaves_without_folders(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+    (place / "local" / "medflare.json").write_text("{")
+    reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
+    assert reason.startswith("medflare.json") and str(place) not in reason
 
 
 @pytest.mark.parametrize(

@@ -259,16 +259,17 @@ def _notes(site: Site, minimum_patients: int, rare: bool) -> list[dict[str, Any]
     elif scarce := scarce_classes(site.data.train.targets, site.task, site.data.annotated):
         log.add("rare_class", scarce_line(scarce))
     room = _MOST_BYTES
-    for kind, lines in (("warning", site.notes), ("left_out", site.data.left_out)):
-        told = 0
-        for line in lines[:_MOST_EVENTS]:
-            room -= len(json.dumps(line[:_LONGEST_EVENT]))  # as the gate counts: a letter that is not Latin is six bytes of JSON
-            if room < 0:
-                break
-            log.add(kind, line[:_LONGEST_EVENT])
-            told += 1
-        if len(lines) > told:
-            log.add(kind, f"and {len(lines) - told} more, which the site's own data check names")
+    told = 0
+    for line in site.notes[:_MOST_EVENTS]:
+        room -= len(json.dumps(line[:_LONGEST_EVENT]))  # as the gate counts: a letter that is not Latin is six bytes of JSON
+        if room < 0:
+            break
+        log.add("warning", line[:_LONGEST_EVENT])
+        told += 1
+    if len(site.notes) > told:
+        log.add("warning", f"and {len(site.notes) - told} more, which the site's own data check names")
+    if site.data.left_out:  # which they are stays here
+        log.add("left_out", f"{len(site.data.left_out)} images cannot be used; the site's own data check names them")
     return log.to_list()
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,11 +22,11 @@ from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.errors import Aborted, MedflareError
 from medflare.data.sites.local import LOCAL_FILE, private_folder
 from medflare.flare.flare_patches import share_cleanup_thread
 from medflare.flare.liveness import Heartbeat, wait_for_work
-from medflare.flare.messages import UNABLE, error_reply, to_message, to_shareable, turn_into_arrays, unexpected
+from medflare.flare.messages import ERRORS, UNABLE, error_reply, outward, to_message, to_shareable, turn_into_arrays
 from medflare.flare.names import by_name, named_classes
 from medflare.flare.participants import (
     DATA_ROOT,
@@ -42,7 +43,6 @@ from medflare.flare.participants import (
 from medflare.flare.simulator import Relay
 
 if TYPE_CHECKING:
-    from medflare.data.sites.redaction import Redaction
     from medflare.federation.participant import Participant
 
 
@@ -69,7 +69,6 @@ class MedflareExecutor(Executor):
         self._known: ParticipantSpec | None = None
         self._authorized: ParticipantSpec | None = None
         self._participant: Participant | None = None
-        self._redaction: tuple[Redaction | None] | None = None
         self._abort_signal = Signal()
         share_cleanup_thread()
         self._relay = Relay(os.getppid())
@@ -99,7 +98,7 @@ class MedflareExecutor(Executor):
             turn_into_arrays(fl_ctx.get_prop(FLContextKey.TASK_RESULT))
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """The answer to one task; whatever goes wrong becomes a reply that says so on one line."""
+        """The answer to one task; whatever goes wrong becomes a one-line reply, without the name of an image or patient."""
         self._abort_signal = abort_signal
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:
@@ -107,11 +106,10 @@ class MedflareExecutor(Executor):
             return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
-        except MedflareError as error:
-            reason = self._outward(str(error), fl_ctx)
         except Exception as error:
-            self.log_error(fl_ctx, self._outward(traceback.format_exc(), fl_ctx))  # a job's error log may leave the site, too
-            reason = self._outward(unexpected(error, task_name, round), fl_ctx)
+            self._keep(fl_ctx)
+            told = self._relay.there() and isinstance(error, MedflareError)  # the simulator's sites lie on one machine
+            reason = str(error) if told else outward(error, task_name, round)
         self.log_error(fl_ctx, f"{UNABLE}{reason}")
         return error_reply(reason)
 
@@ -123,24 +121,17 @@ class MedflareExecutor(Executor):
             return self._relay.answer(self._authorized, phase, round, incoming, self._aborted)
         if self._participant is None:
             self._participant = self._authorized.participant(self._aborted)
-        reply = self._participant.answer(phase, round, to_message(incoming))
-        if redaction := self._redaction_here(fl_ctx):
-            reply.facts = redaction.facts(reply.facts)
-        return to_shareable(reply)
+        return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
 
-    def _redaction_here(self, fl_ctx: FLContext) -> "Redaction | None":
-        """Made once; a datalist that changes meanwhile is a later job's."""
-        if self._redaction is None:
-            try:
-                self._redaction = (self._spec(fl_ctx).redaction(),)
-            except ConfigError:  # of the job itself, which names no patient
-                return None
-        return self._redaction[0]
+    def _keep(self, fl_ctx: FLContext) -> None:
+        """The error at hand for the site alone; FLARE's own log may leave it."""
+        from medflare.core.store import make_folder, own_opener
 
-    def _outward(self, text: str, fl_ctx: FLContext) -> str:
-        """Text that may leave the site, without the names that its settings keep back."""
-        redaction = self._redaction_here(fl_ctx)
-        return text if redaction is None else redaction.text(text)
+        with suppress(OSError, MedflareError):
+            folder = Path(self._spec(fl_ctx).folder)
+            make_folder(folder)
+            with open(folder / ERRORS, "a", encoding="utf-8", opener=own_opener) as file:
+                file.write(traceback.format_exc())
 
     def _aborted(self) -> bool:
         return bool(self._abort_signal.triggered)

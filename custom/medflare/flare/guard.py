@@ -78,7 +78,7 @@ class OutboundGuard(Filter):
         else:
             _report(task, _rows(message, manifest, declared))
             return to_shareable(message)
-        reason = _line(f"the outbound guard of site {site} kept back the answer to '{task.phase}': {problem}", task)
+        reason = _line(f"the outbound guard of site {site} kept back the answer to '{task.phase}': {problem}")
         self.log_error(fl_ctx, f"{UNABLE}{reason}")
         _report(task, [{"entry": "everything", "purpose": reason, "sent": "no"}])
         return error_reply(reason)
@@ -188,18 +188,18 @@ def _failed(shareable: Shareable, code: str, task: SiteTask | None) -> Shareable
     """A failed task's answer: its return code and its one line, whatever else the result holds."""
     from medflare.flare.messages import failed, reason_of
 
-    line = _line(reason_of(shareable) or f"the task ended with FLARE's return code {code}", task)
+    line = _line(reason_of(shareable) or f"the task ended with FLARE's return code {code}")
     if task is not None:
         _report(task, [{"entry": "error", "tensors": 0, "bytes": len(line.encode()), "purpose": line, "sent": "yes"}])
     return failed(code, line)
 
 
-def _line(text: str, task: SiteTask | None) -> str:
-    """A reason as it may leave the site: one line, not too long, without the names that its settings keep back."""
+def _line(text: str) -> str:
+    """A reason as it may leave the site: one line, not too long, without the site's folders."""
     from medflare.federation.screening.plain import one_line
+    from medflare.flare.messages import without_folders
 
-    redaction = None if task is None else task.spec.redaction()
-    return one_line(text if redaction is None else redaction.text(text))[:_LINE]
+    return one_line(without_folders(text))[:_LINE]
 
 
 def _rows(message: "Message", manifest: "Manifest", declared: "tuple[Fact, ...]") -> list[dict[str, Any]]:

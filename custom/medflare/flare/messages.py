@@ -6,6 +6,7 @@ know, and nothing is pickled. A process that only passes messages on needs no to
 or unpacked.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -16,7 +17,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from nvflare.fuel.utils import fobs
 
-from medflare.core.errors import Aborted, StateError, UpdateError
+from medflare.core.errors import Aborted, DataError, MedflareError, StateError, UpdateError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 UNABLE: Final = "medflare: unable: "  # in a site's log, before the line that says why it has no answer
 FACTS = "facts"  # the collection's one METRICS entry; no state may take this name
+ERRORS: Final = "errors.log"  # in the site's folder of a job: whole errors, which may name images and patients
 _ERROR_HEADER = "medflare.error"
 _BFLOAT16 = "bfloat16"  # in a state's DXO: names of the tensors whose bits travel as int16, because numpy has no such type
 
@@ -167,6 +169,24 @@ def error_reply(text: str) -> Shareable:
 def unexpected(error: Exception, phase: str, round: int) -> str:
     """The line of an error that is no MedflareError."""
     return f"{type(error).__name__} in '{phase}' of round {round}: {error}; the site's log has the traceback"
+
+
+def outward(error: Exception, phase: str, round: int) -> str:
+    """What an error may tell outside the site: nothing that may name an image or a patient, and no folder.
+
+    Examples:
+        >>> outward(MedflareError("/srv/kit/local/medflare.json: not JSON"), "enrol", 0)
+        'medflare.json: not JSON'
+        >>> outward(DataError("Meier.png: file not found"), "enrol", 0)
+        "DataError in 'enrol' of round 0; errors.log at the site says why"
+    """
+    known = isinstance(error, MedflareError) and not isinstance(error, DataError)
+    return without_folders(str(error)) if known else f"{type(error).__name__} in '{phase}' of round {round}; {ERRORS} at the site says why"
+
+
+def without_folders(text: str) -> str:
+    """Text in which of a path only the file is named."""
+    return re.sub(r"(?<![\w.:/)])/(?:[^\s'\":;,()/]+/)+", "", text)
 
 
 def failed(code: str, text: str) -> Shareable:

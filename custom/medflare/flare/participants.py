@@ -25,7 +25,6 @@ from medflare.core.packages import untrusted
 from medflare.data.sites.local import CACHE, LOCAL_FILE, kept_of, local_settings, read_local
 
 if TYPE_CHECKING:
-    from medflare.data.sites.redaction import Redaction
     from medflare.data.sites.site import Site
     from medflare.federation.participant import Participant
     from medflare.tasks.config import TaskConfig
@@ -115,28 +114,6 @@ class ParticipantSpec:
         rules |= {"minutes": local.bounds.minutes, "hours": local.bounds.hours}
         participant = Participant(self.name, opened, method, self.hyper, store=store, keeper=own, **rules)
         return participant
-
-    def redaction(self) -> "Redaction | None":
-        """Codes for the names in whatever text leaves the site, with their table in its folder; None where its settings ask for none."""
-        from medflare.core.store import write_json
-        from medflare.data.loading import resolve_data_root
-        from medflare.data.sites.redaction import TABLE, Redaction
-        from medflare.tasks.config import load_task
-
-        root = None
-        try:
-            local = local_settings(read_local(Path(self.local_file)))
-            if not local.redact:
-                return None
-            root = resolve_data_root(self.name, load_task(Path(self.task_file)), local.data_root)
-        except ConfigError:  # of settings or task, said elsewhere; they name no patient
-            return None
-        except MedflareError:
-            pass  # without data, paths alone are to be hidden
-        redaction = Redaction(root)
-        with suppress(OSError):  # a full disk makes nobody's name public
-            write_json(Path(self.folder) / TABLE, redaction.table)
-        return redaction
 
     def _take_up(self, interrupted: Path) -> None:
         """Copy what the site remembers of the interrupted job, once and in one piece; that job's own folder stays as it is."""

@@ -107,10 +107,9 @@ def test_settings_and_device(site: Kit) -> None:
     assert _found(site, "settings").verdict == _found(site, "device").verdict == "ok"
     _change(own, device="cuda:99")
     assert _found(site, "device").verdict == "FAILED"
-    _change(own, device="cpu", redact=False)
-    assert _found(site, "settings") == Finding(
-        "settings", "warning", f"redact not set in {own}: numbers and names of single patients may leave"
-    )
+    _change(own, device="cpu", minimum_patients=0)
+    found = _found(site, "settings")
+    assert found.verdict == "warning" and "minimum_patients" in found.text
     _change(own, devise="cpu")
     assert "devise" in _found(site, "settings").text and _found(site, "settings").verdict == "FAILED"
 

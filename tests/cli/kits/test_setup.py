@@ -28,7 +28,7 @@ def _all(kit: Kit) -> dict[str, str]:
 
 def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     assert set(_verdicts(set_up(site, Wishes())).values()) == {"added"}
-    assert _read(site, "medflare.json") == {"device": "cpu", "minimum_patients": 5, "redact": True}
+    assert _read(site, "medflare.json") == {"device": "cpu", "minimum_patients": 5}
     resources = _read(site, "resources.json")
     assert resources["class_allow_list"] == list(COMPONENTS["site"]) and resources["components"][0]["path"].startswith(
         "medflare.flare.launcher"

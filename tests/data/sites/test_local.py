@@ -12,7 +12,7 @@ from medflare.data.sites.local import Bounds, LocalSettings, OutboundLimits, Pri
 
 def test_nothing_is_decided_by_an_empty_file() -> None:
     settings = local_settings({})
-    assert settings == LocalSettings() and not settings.redact and settings.minimum_patients == 0
+    assert settings == LocalSettings() and settings.minimum_patients == 0
     assert settings.bounds == Bounds(2**26, 2**28, 1000, 720.0, 64.0, 1440.0, 2**33, 2**16) and settings.outbound == OutboundLimits(
         None, None
     )
@@ -27,7 +27,6 @@ def test_everything_decided() -> None:
             "data_folders": ["/scans"],
             "keep": "best",
             "minimum_patients": 5,
-            "redact": True,
             "data_root": "/data",
             "device": "cuda:0",
             "outbound": {"entries": ["model"], "bytes": 50_000_000},
@@ -36,7 +35,7 @@ def test_everything_decided() -> None:
     )
     assert (settings.batch_size, settings.cache, settings.data_root, settings.device) == (4, CacheSettings("~/cache"), "/data", "cuda:0")
     assert settings.bounds == Bounds(1000, 2**28, 3, 12.0, 8.0, 30.0, 10_000_000) and settings.data_folders == ("/scans",)
-    assert settings.minimum_patients == 5 and settings.redact and settings.keep == "best"
+    assert settings.minimum_patients == 5 and settings.keep == "best"
     assert settings.outbound == OutboundLimits(("model",), 50_000_000)
     assert settings.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
 

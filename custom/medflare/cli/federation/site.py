@@ -92,9 +92,7 @@ def _add_setup(actions: Commands) -> None:
     site.add_argument("--batch-size", type=int, metavar="N", help="most images at once, for a small GPU (default: as the task says)")
     site.add_argument("--cache", type=_named, metavar="FOLDER", help="for decoded images, or off (default: medflare-cache beside local/)")
     site.add_argument("--minimum-patients", type=int, metavar="N", help="no metric of fewer patients leaves (a new site: 5)")
-    about = "names of files and patients leave as codes (a new site: yes)"
-    site.add_argument("--redact", action=argparse.BooleanOptionalAction, help=about)
-    about = "FLARE sends the site's log of errors in a job to the server, file names and all (a new site: no)"
+    about = "FLARE sends the site's log of errors in a job to the server (a new site: no)"
     site.add_argument("--stream-logs", action=argparse.BooleanOptionalAction, help=about)
     server = parser.add_argument_group("the server's")
     server.add_argument("--storage", type=_folder, metavar="FOLDER", help="for submitted jobs and results (default: storage in the kit)")

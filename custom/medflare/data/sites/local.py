@@ -147,7 +147,6 @@ class LocalSettings:
         outbound: limits of what leaves the site.
         packages: installed packages whose networks ("package.module:name") and methods a job may name.
         privacy: limit of what training gives away; None for no limit.
-        redact: whether names of files and patients become codes in whatever text leaves the site, see `data.sites.redaction`.
         weights: at the server: the file that a task's network starts from, or the folder of such files; "" for the environment's
             MEDFLARE_WEIGHTS.
     """
@@ -166,7 +165,6 @@ class LocalSettings:
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
-    redact: bool = False
     weights: str = ""
 
 

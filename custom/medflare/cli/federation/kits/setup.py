@@ -39,7 +39,6 @@ class Wishes:
         batch_size: site: most images at once.
         cache: site: folder for decoded images; "off" for none.
         minimum_patients: site: of how many a metric must be for it to leave.
-        redact: site: whether names of files and patients leave as codes.
         stream_logs: site: whether its logs of a job go to the server.
         packages: whose networks and methods a job may name.
         storage: server: folder for jobs and results.
@@ -52,7 +51,6 @@ class Wishes:
     batch_size: int | None = None
     cache: str | None = None
     minimum_patients: int | None = None
-    redact: bool | None = None
     stream_logs: bool | None = None
     packages: list[str] | None = None
     storage: Path | None = None
@@ -163,8 +161,8 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
         place: dotted name of both.
 
     Examples:
-        >>> list(differences({"device": "cpu", "names": ["a"]}, {"device": "cuda", "names": ["a", "b"], "redact": True}))
-        ['device: "cpu" -> "cuda"', 'names: "b" added', 'redact: not set -> true']
+        >>> list(differences({"device": "cpu", "names": ["a"]}, {"device": "cuda", "names": ["a", "b"], "keep": True}))
+        ['device: "cpu" -> "cuda"', 'names: "b" added', 'keep: not set -> true']
     """
     if old == new:
         return
@@ -226,7 +224,7 @@ def _is_object(value: Any) -> bool:
 
 def _refuse_strange(kit: Kit, wishes: Wishes) -> None:
     """ConfigError where a wish is for the other kind of kit."""
-    of_sites = ("data_root", "device", "batch_size", "cache", "minimum_patients", "redact", "stream_logs")
+    of_sites = ("data_root", "device", "batch_size", "cache", "minimum_patients", "stream_logs")
     strange, other = (of_sites, "a site") if kit.kind == "server" else (("storage",), "the server")
     for name in strange:
         if getattr(wishes, name) is not None:
@@ -245,12 +243,12 @@ def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object | None:
         content = {}
     elif content is None:
         usual = template(kit.kind, LOCAL_FILE)
-        content = {name: usual[name] for name in ("device", "minimum_patients", "redact")}  # the rest is an example of a site's own
+        content = {name: usual[name] for name in ("device", "minimum_patients")}  # the rest is an example of a site's own
     if wishes.data_root is not None:
         content["data_root"] = str(wishes.data_root.expanduser().absolute())  # a link stays one: mounts move
     if wishes.cache is not None:
         content["cache"] = _cache(wishes.cache, content.get("cache"))
-    for name in ("device", "batch_size", "minimum_patients", "redact", "packages"):
+    for name in ("device", "batch_size", "minimum_patients", "packages"):
         if getattr(wishes, name) is not None:
             content[name] = getattr(wishes, name)
     local_settings(content)
