@@ -105,7 +105,7 @@ def test_what_is_declared_leaves_and_is_reported(context: FLContext, spec: Parti
     [
         (lambda m: m.states.update(images={"scan": torch.ones(3)}), "images"),
         (lambda m: m.states["model"].update(patient=torch.ones(3)), "patient"),
-        (lambda m: m.states["model"].popitem(), "model/"),
+        (lambda m: m.states["model"].popitem(), "model"),
         (lambda m: m.states["model"].update({next(iter(m.states["model"])): torch.ones(2)}), "(2,)"),
         (lambda m: m.facts.update(pixels=list(range(FACTS_LIMIT))), "bytes"),
         (lambda m: m.facts.update(pixels=torch.ones(3)), "facts"),
