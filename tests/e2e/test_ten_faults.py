@@ -19,19 +19,19 @@ SITES = ("site-1", "site-2", "site-3")
 VICTIM = "site-2"
 COMPONENT = Path(__file__).parent / "components" / "misbehaving.py"
 
-# fault -> (kind of the event that names the site, words in it)
+# fault -> (kind of the event that names the site, a token in it)
 LINES = {
-    "nan": ("rejected", "holds NaN or infinity"),
-    "huge": ("rejected", "times the others' median"),
-    "missing_key": ("rejected", "missing tensor"),
-    "extra_key": ("rejected", "unexpected tensor 'patients'"),
-    "wrong_shape": ("rejected", "has shape"),
+    "nan": ("rejected", "NaN"),
+    "huge": ("rejected", "times"),
+    "missing_key": ("rejected", "missing"),
+    "extra_key": ("rejected", "patients"),
+    "wrong_shape": ("rejected", "shape"),
     "no_samples": ("rejected", "n_samples"),
     "negative_samples": ("rejected", "n_samples"),
     "nan_samples": ("rejected", "n_samples"),
-    "exception": ("failed", "ZeroDivisionError in 'train' of round 9: the scanner's bias field is zero"),
-    "extra_entry": ("rejected", "unexpected entry 'images'"),
-    "tensor_in_facts": ("rejected", "facts hold something that is neither number nor text"),
+    "exception": ("failed", "ZeroDivisionError"),
+    "extra_entry": ("rejected", "images"),
+    "tensor_in_facts": ("rejected", "facts"),
 }
 
 

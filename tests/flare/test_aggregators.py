@@ -16,11 +16,12 @@ from medflare.flare.aggregators import (
     ConsistencyAggregator,
     FourierAggregator,
     MethodAggregator,
+    OwnPartFilter,
     SharpnessAggregator,
     SoftPullAggregator,
     WeightedAggregator,
+    own_part,
 )
-from medflare.flare.filters import OwnPartFilter, own_part
 from medflare.methods.prr.fourier import fourier_aggregate
 
 

@@ -214,12 +214,9 @@ SITE = "A"
 
 
 class Fork(host._Fork):
-    """One without a process."""
+    """One whose process is no process."""
 
     ended = False
-
-    def alive(self) -> bool:
-        return True
 
     def end(self) -> None:
         self.ended = True
@@ -253,7 +250,7 @@ def serving(listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def fork(serving: Clocked, site: str = SITE) -> Fork:
-    made = Fork(1, f"address of {site}", b"", mmap.mmap(-1, 1), serving.seconds)
+    made = Fork(SimpleNamespace(is_alive=lambda: True), f"address of {site}", b"", mmap.mmap(-1, 1), serving.seconds)
     serving._forks["site", site] = made
     return made
 

@@ -2,13 +2,15 @@
 
 An aggregator holds the formula of a method's server half. Under `MedflareController` the server half calls it; in FLARE's own
 workflows (FedAvg, scatter and gather) FLARE does, on the full models of any client. Where a formula gives every site a result of
-its own, the aggregated model holds all of them, and `filters.OwnPartFilter` hands each site its part.
+its own, the aggregated model holds all of them, and `OwnPartFilter` hands each site its part.
 """
 
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import FLMetaKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
@@ -17,13 +19,17 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
 from medflare.core.hyper import build_hyper, halved
-from medflare.flare.filters import joined_parts
 from medflare.flare.names import by_name, named_classes
 from medflare.methods.catalogue import get_method
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from medflare.core.states import StateDict
     from medflare.methods.aggregation import Aggregation, SiteModel
+
+_SEPARATOR = "//"
+_ANYBODY = "*"
 
 
 class MethodAggregator(ModelAggregator):
@@ -75,9 +81,6 @@ class MethodAggregator(ModelAggregator):
     def accept_model(self, model: FLModel) -> None:
         """Take a client's full model.
 
-        Args:
-            model: with the name of its site in `meta`.
-
         Raises:
             UpdateError: a model without that name, one that is not of params_type FULL, or one that holds NaN or infinite values.
         """
@@ -108,20 +111,40 @@ class MethodAggregator(ModelAggregator):
 
         An update is the difference to this aggregator's last result, which the first round does not have.
 
-        Args:
-            round: 0-based.
-            models: site -> its part in the aggregation.
-
-        Returns:
-            One state; where every site gets its own, all of them joined, see `filters.joined_parts`.
+        Where every site gets its own state, all of them are one, whose names begin with the site's; see `own_part`.
         """
         own = self.aggregation.own(models, round)
         self._last = self.aggregation.shared(models, round, self._last)
-        return joined_parts(own, self._last) if own else self._last
+        if not own:
+            return self._last
+        parts = {**own, _ANYBODY: self._last}
+        return {f"{site}{_SEPARATOR}{name}": tensor for site, part in parts.items() for name, tensor in part.items()}
 
     def reset_stats(self) -> None:
         """Forget the models of a round."""
         self._models.clear()
+
+
+def own_part(joined: "Mapping[str, Tensor]", site: str) -> "StateDict":
+    """The site's part of what `MethodAggregator.combine` joined, or the one for any other site."""
+    for owner in (site, _ANYBODY):
+        prefix = f"{owner}{_SEPARATOR}"
+        part = {name.removeprefix(prefix): tensor for name, tensor in joined.items() if name.startswith(prefix)}
+        if part:
+            return part
+    return {}
+
+
+class OwnPartFilter(Filter):
+    """Server-side task-data filter for FLARE's own workflows: hands each site its own part of an aggregated model."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """The task's data with the part of the site that they are sent to; a model without parts as it is."""
+        dxo = from_shareable(shareable)
+        if dxo.data_kind != DataKind.WEIGHTS or not any(_SEPARATOR in name for name in dxo.data):
+            return shareable
+        site = fl_ctx.get_peer_context().get_identity_name()
+        return DXO(DataKind.WEIGHTS, own_part(dxo.data, site), dxo.meta).update_shareable(shareable)
 
 
 AGGREGATORS = named_classes(MethodAggregator, "aggregator", __name__)  # method -> aggregator

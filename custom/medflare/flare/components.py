@@ -41,9 +41,6 @@ class JobComponents(FLComponent, AppValidator):
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
         """Called by FLARE when a job arrives, before it is unpacked for good.
 
-        Args:
-            app_folder: WORKSPACE/JOB/app_NAME of the party.
-
         Returns:
             Why the job is refused, or "", and nothing more that FLARE should know of it.
         """
@@ -98,22 +95,12 @@ class UnfinishedJobs(FLComponent):
 
 
 def unlisted(path: Any, allowed: Collection[str]) -> str:
-    """Why a job that names a component is refused, one line; "" where it is listed. Nothing is imported.
-
-    Args:
-        path: what the job names.
-        allowed: full names of classes; an entry of another kind allows nothing.
-    """
+    """Why a job that names a component is refused, one line; "" where it is listed. Nothing is imported."""
     return "" if path in allowed else f"component {_shown(path)} refused: class_allow_list in local/resources.json does not name it"
 
 
 def refusal(path: Any, allowed: Collection[str]) -> str:
-    """Why a component may not be built, one line; "" where it may. Nothing is imported that is not listed.
-
-    Args:
-        path: as for `unlisted`.
-        allowed: as for `unlisted`.
-    """
+    """Why a component may not be built, one line; "" where it may. Nothing is imported that is not listed."""
     if reason := unlisted(path, allowed):
         return reason
     found = load_class(path)
@@ -123,12 +110,7 @@ def refusal(path: Any, allowed: Collection[str]) -> str:
 
 
 def component_paths(config: Any, inside: bool = False) -> Iterator[Any]:
-    """What a job's configuration names for FLARE to build: components, workflows, executors and filters, and those in their arguments.
-
-    Args:
-        config: config_fed_server.json or config_fed_client.json, or a part of it.
-        inside: whether the part is one of a list of components.
-    """
+    """What a job's configuration names for FLARE to build: components, workflows, executors and filters, and those in their arguments."""
     if isinstance(config, Mapping):
         if any(key in config for key in _PATHS if inside or key != "name"):
             yield path_of(config)
@@ -145,26 +127,14 @@ def path_of(config: Mapping[str, Any]) -> Any:
 
 
 def listed(workspace: Workspace) -> list[str]:
-    """The party's own list of classes; none where it has no list.
-
-    Args:
-        workspace: of the party.
-    """
+    """The party's own list of classes; none where it has no list."""
     content = json.loads(Path(workspace.get_resources_file_path()).read_text(encoding="utf-8"))
     allowed = content.get("class_allow_list")
     return [name for name in allowed if isinstance(name, str)] if isinstance(allowed, list) else []
 
 
 def note(workspace: Workspace, name: str, job: str, action: str, text: str) -> None:
-    """Write a line into the party's audit.log, which lies outside the jobs' folders; in a job's container into the job's own.
-
-    Args:
-        workspace: of the party.
-        name: of the party.
-        job: its id.
-        action: `REFUSED` or `BUILT`.
-        text: one line.
-    """
+    """Write a line into the party's audit.log, which lies outside the jobs' folders; in a job's container into the job's own."""
     in_container = Path(workspace.get_run_dir(job)).is_mount()
     auditor = Auditor(workspace.get_audit_file_path(job if in_container else None))
     auditor.add_event(user=name, action=action, ref=job, msg=text)

@@ -98,14 +98,7 @@ class MedflareExecutor(Executor):
             turn_into_arrays(fl_ctx.get_prop(FLContextKey.TASK_RESULT))
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """The answer to one task; whatever goes wrong becomes a reply that says so on one line, without the name of an image or patient.
-
-        Args:
-            task_name: the phase.
-            shareable: the server's message.
-            fl_ctx: of the job; names the site.
-            abort_signal: looked at before every batch.
-        """
+        """The answer to one task; whatever goes wrong becomes a one-line reply, without the name of an image or patient."""
         self._abort_signal = abort_signal
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:

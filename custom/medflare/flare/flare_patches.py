@@ -62,19 +62,12 @@ def survive_resends(communicator: Any) -> None:
     """FLARE's task monitor survives a site that fetches its task twice (a lost answer, a restart), where it dies of a KeyError.
 
     No task would be forgotten from then on, its model neither, and no dead site noticed.
-
-    Args:
-        communicator: of the controller, a `WFCommServer`, before it has sent anything.
     """
     communicator._client_task_map = _Sent(communicator._client_task_map)
 
 
 def end_without_torch(communicator: Any) -> None:
-    """A workflow ends without importing torch, which takes about three seconds, where nothing has imported it.
-
-    Args:
-        communicator: of the controller, a `WFCommServer`.
-    """
+    """A workflow ends without importing torch, which takes about three seconds, where nothing has imported it."""
     clean_up = communicator._cleanup_inflight_tensor_downloads
 
     def where_there_may_be_some(fl_ctx: FLContext) -> None:
@@ -85,11 +78,7 @@ def end_without_torch(communicator: Any) -> None:
 
 
 def notice_lost_answers(fl_ctx: FLContext) -> None:
-    """A site's poll for a task is sent again after half a minute instead of five, as after a cut network.
-
-    Args:
-        fl_ctx: finds the site's communicator.
-    """
+    """A site's poll for a task is sent again after half a minute instead of five, as after a cut network."""
     fl_ctx.get_engine().client.communicator.timeout = _ANSWER
 
 

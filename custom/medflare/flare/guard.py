@@ -107,9 +107,6 @@ class OutboundGuard(Filter):
 def planned(spec: ParticipantSpec) -> "tuple[type[SiteHalf[Any]], Plan[Any, Any]]":
     """The site's half and its plan, from the job's files and what the site remembers: with pretrained weights a large file.
 
-    Args:
-        spec: of the site in the job.
-
     Raises:
         MedflareError: the job names no known method or task, or the site has not enrolled.
     """
@@ -133,11 +130,6 @@ def own_limits(local_file: Path) -> OutboundLimits:
 def refuse_undeclared(message: "Message", manifest: "Manifest", limits: OutboundLimits) -> None:
     """Nothing where the message holds exactly what is declared and no more than the site allows.
 
-    Args:
-        message: the site's reply.
-        manifest: what the method declares of it.
-        limits: what the site allows.
-
     Raises:
         UpdateError: what is wrong with it.
     """
@@ -158,11 +150,6 @@ def plain_facts(message: "Message", declared: "tuple[Fact, ...]", site: str) -> 
     """The facts of a reply as new plain JSON values, where each is declared and what its declaration takes; see `messages.unfit`.
 
     An error names the fact and never its value: the error leaves the site.
-
-    Args:
-        message: the site's reply.
-        declared: the facts that it may hold; events need no declaration.
-        site: its name; it speaks for itself alone.
 
     Raises:
         UpdateError: a fact that is not declared, or that its declaration does not take.

@@ -39,11 +39,7 @@ class Heartbeat:
         self._stop = threading.Event()
 
     def begin(self, fl_ctx: FLContext) -> None:
-        """From now on.
-
-        Args:
-            fl_ctx: finds the site's engine.
-        """
+        """From now on."""
         self.end()
         self._stop = threading.Event()
         threading.Thread(target=self._beat, args=(fl_ctx.get_engine(), self._stop), name="medflare_heartbeat", daemon=True).start()
@@ -115,12 +111,7 @@ class Liveness:
         self.died.discard(site)
 
     def question(self, site: str, ready: bool) -> None:
-        """The site asks for work.
-
-        Args:
-            site: its name.
-            ready: whether a task lies there for it.
-        """
+        """The site asks for work."""
         if ready and site not in self.served:
             (self.refused if site in self._asked else self._asked).add(site)
         if site not in self.refused:

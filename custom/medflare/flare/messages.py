@@ -167,23 +167,12 @@ def error_reply(text: str) -> Shareable:
 
 
 def unexpected(error: Exception, phase: str, round: int) -> str:
-    """The line of an error that is no MedflareError.
-
-    Args:
-        error: of a bug, or of the machine.
-        phase: of the step in which it came.
-        round: of the step.
-    """
+    """The line of an error that is no MedflareError."""
     return f"{type(error).__name__} in '{phase}' of round {round}: {error}; the site's log has the traceback"
 
 
 def outward(error: Exception, phase: str, round: int) -> str:
     """What an error may tell outside the site: nothing that may name an image or a patient, and no folder.
-
-    Args:
-        error: of a step.
-        phase: of the step.
-        round: of the step.
 
     Examples:
         >>> outward(MedflareError("/srv/kit/local/medflare.json: not JSON"), "enrol", 0)
@@ -196,11 +185,7 @@ def outward(error: Exception, phase: str, round: int) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Text in which of a path only the file is named.
-
-    Args:
-        text: for example an error's.
-    """
+    """Text in which of a path only the file is named."""
     return re.sub(r"(?<![\w.:/)])/(?:[^\s'\":;,()/]+/)+", "", text)
 
 
@@ -259,12 +244,7 @@ class Tasks(Protocol):
 
 
 class MessageExchange:
-    """The exchange that the schedule uses under FLARE.
-
-    Args:
-        tasks: of the job.
-        outside: names of sites that never train.
-    """
+    """The exchange that the schedule uses under FLARE."""
 
     def __init__(self, tasks: Tasks, outside: Iterable[str]):
         self._tasks, self._outside = tasks, tuple(outside)

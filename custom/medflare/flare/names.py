@@ -50,13 +50,7 @@ COMPONENTS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def named_classes(base: type[C], column: str, module: str) -> dict[str, type[C]]:
-    """method -> class derived from `base` that bears the method's name in a column of the table and has it as its default.
-
-    Args:
-        base: has a class attribute `default_method`.
-        column: "executor", "aggregator" or "recipe".
-        module: where the classes can be found by name: FLARE loads them from there.
-    """
+    """method -> class derived from `base` that bears the method's name in a column of the table and has it as its default."""
     found: dict[str, type[C]] = {}
     for method, names in NAMES.items():
         if name := getattr(names, column):
@@ -67,11 +61,6 @@ def named_classes(base: type[C], column: str, module: str) -> dict[str, type[C]]
 
 def by_name(module: str, classes: Mapping[str, type[C]], name: str) -> type[C]:
     """What a module's `__getattr__` answers: the named class that a job spells `module.name`.
-
-    Args:
-        module: its name.
-        classes: method -> class, see `named_classes`.
-        name: of the class.
 
     Raises:
         AttributeError: there is none.

@@ -76,9 +76,6 @@ class ParticipantSpec:
     def participant(self, aborted: Callable[[], bool]) -> "Participant":
         """The site's participant; its data are read when the first task needs them.
 
-        Args:
-            aborted: asked before every batch.
-
         Raises:
             ConfigError: the task, the method or the site's own settings are wrong.
         """
@@ -140,9 +137,6 @@ class SiteTask:
 def refuse_result_filters(fl_ctx: FLContext) -> None:
     """ConfigError where the job names task-result filters for this site: FLARE would run them after the site's own.
 
-    Args:
-        fl_ctx: has the job's runner.
-
     Raises:
         ConfigError: it does; the error names their classes.
     """
@@ -158,10 +152,6 @@ def refuse_result_filters(fl_ctx: FLContext) -> None:
 def authorized(spec: ParticipantSpec, fl_ctx: FLContext) -> ParticipantSpec:
     """The same with what this party allows, before anything of another distribution is imported.
 
-    Args:
-        spec: names methods and the task.
-        fl_ctx: names this party and finds its policy.
-
     Raises:
         ConfigError: the method, or the task's network, is code that this party does not allow.
     """
@@ -173,10 +163,6 @@ def authorized(spec: ParticipantSpec, fl_ctx: FLContext) -> ParticipantSpec:
 
 def authorize_network(task: "TaskConfig", fl_ctx: FLContext) -> str:
     """Ask this party's settings for a network of one's own, and trust its module in this process.
-
-    Args:
-        task: names the network.
-        fl_ctx: names this party and finds its settings.
 
     Returns:
         The network's module; empty where it is none of one's own.
@@ -195,10 +181,6 @@ def authorize_network(task: "TaskConfig", fl_ctx: FLContext) -> str:
 
 def authorize(methods: Iterable[str], fl_ctx: FLContext) -> None:
     """Before a method of another distribution is imported: the party's settings must name its package.
-
-    Args:
-        methods: names; medflare's own need nothing.
-        fl_ctx: names this party and finds its settings.
 
     Raises:
         ConfigError: no such method, or this party does not trust its package.
@@ -265,10 +247,6 @@ def interrupted(job: str) -> str:
 
 def left_behind(workspace: Workspace, job: str) -> str:
     """The site's folder in the interrupted job that it takes up; "" where none is taken up.
-
-    Args:
-        workspace: of the site.
-        job: the id of the interrupted job, or "".
 
     Raises:
         ConfigError: it is no job id.

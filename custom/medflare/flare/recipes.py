@@ -85,10 +85,6 @@ class MedflareRecipe(Recipe):
 def check_place(sites: Iterable[str], workspace: Path) -> None:
     """Nothing where FLARE's simulator can have such sites in such a folder; it would stop in the middle with a traceback.
 
-    Args:
-        sites: names.
-        workspace: the simulator's folder.
-
     Raises:
         ConfigError: it cannot, with what to use.
     """

@@ -59,15 +59,7 @@ class ServerSpec:
     def of(
         cls, fl_ctx: FLContext, aggregator: Any, site_half: str | None, settings: Mapping[str, Any], members: Iterable[str]
     ) -> "ServerSpec":
-        """What FLARE knows of the job; whatever is wrong with it is found later.
-
-        Args:
-            fl_ctx: of the job.
-            aggregator: its component, see `formula`.
-            site_half: method whose site half the sites run; None: the aggregator's.
-            settings: see the attributes.
-            members: see the attributes.
-        """
+        """What FLARE knows of the job; whatever is wrong with it is found later."""
         workspace: Workspace = fl_ctx.get_engine().get_workspace()
         job, server_half = fl_ctx.get_job_id(), getattr(aggregator, "method_name", "")
         return cls(
@@ -99,10 +91,6 @@ class ServerSpec:
 
     def run(self, aggregator: MethodAggregator, **watching: Any) -> "Run":
         """The run that the job describes.
-
-        Args:
-            aggregator: holds the server half's formula.
-            watching: `say`, `observe` and `events` of the run.
 
         Raises:
             MedflareError: the job's task, method, aggregator or settings are wrong, or there is nothing to take up.
@@ -136,12 +124,7 @@ class ServerSpec:
         )
 
     def refused(self, error: Exception, events: Iterable[Event] = ()) -> "Ending":
-        """The end of a job that cannot even become a run, or whose process has died: its results say why, and what is known of it.
-
-        Args:
-            error: why.
-            events: of the run, as far as it came.
-        """
+        """The end of a job that cannot even become a run, or whose process has died: its results say why, and what is known of it."""
         from medflare.federation.run import refused_run
         from medflare.tasks.config import load_task
 
@@ -178,10 +161,6 @@ class Ending:
 def formula(aggregator: Any, name: str) -> MethodAggregator:
     """A job's component that holds the server half's formula.
 
-    Args:
-        aggregator: what FLARE has made of it; None: the job has none of that name.
-        name: its id.
-
     Raises:
         ConfigError: it is something else.
     """
@@ -192,10 +171,6 @@ def formula(aggregator: Any, name: str) -> MethodAggregator:
 
 def allowed(spec: ServerSpec, fl_ctx: FLContext) -> ServerSpec:
     """The same with what the server allows, before anything of another distribution is imported; see `participants.authorized`.
-
-    Args:
-        spec: names methods and the task.
-        fl_ctx: finds the server's policy.
 
     Raises:
         ConfigError: the method, or the task's network, is code that the server does not allow.
@@ -208,10 +183,6 @@ def allowed(spec: ServerSpec, fl_ctx: FLContext) -> ServerSpec:
 
 def executed(run: "Run", tasks: TaskExchange) -> Ending:
     """What becomes of a run in this process.
-
-    Args:
-        run: of the job.
-        tasks: reaches its sites.
 
     Raises:
         Aborted: it was stopped, after its results were written.

@@ -42,11 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Relay:
-    """The host of one simulator, as the simulator's processes see it.
-
-    Args:
-        simulator: process id of the simulator; the host ends with it.
-    """
+    """The host of one simulator, as the simulator's processes see it."""
 
     def __init__(self, simulator: int):
         self.simulator = simulator
@@ -84,13 +80,6 @@ class Relay:
     def answer(self, spec: ParticipantSpec, phase: str, round: int, incoming: Shareable, aborted: Callable[[], bool]) -> Shareable:
         """What the site's participant answers, computed in a fork of the host.
 
-        Args:
-            spec: what the fork needs to act for the site.
-            phase: of the step.
-            round: 0-based.
-            incoming: the server's message.
-            aborted: whether the run was asked to stop; asked again and again.
-
         Raises:
             MedflareError: what the participant raised, or that it died.
             Aborted: `aborted` became true; the fork notices before its next batch.
@@ -116,10 +105,6 @@ class Relay:
     def connected(self, kind: str, spec: dict[str, Any]) -> Connection:
         """A connection to the fork that acts for a party; there is one as soon as the host has imported everything.
 
-        Args:
-            kind: of the party, "site" or "server".
-            spec: what the fork needs to act for it, a `ParticipantSpec` or a `ServerSpec`.
-
         Raises:
             MedflareError: there is none, and no host that makes one.
         """
@@ -137,20 +122,13 @@ def sleep_soon(environment: MutableMapping[str, str]) -> None:
     """Let OpenMP's threads soon sleep while they wait, unless the user has said how they are to.
 
     Where they wait awake, four sites on two cores take more than twice as long. Their number, which decides on the last bits, stays.
-
-    Args:
-        environment: of a process that has not loaded torch yet.
     """
     if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         environment.update([_SPINS])
 
 
 class Workers:
-    """The simulator's site processes, as the process sees them that started them.
-
-    Args:
-        simulator: its process id; None: this process.
-    """
+    """The simulator's site processes, as the process sees them that started them."""
 
     def __init__(self, simulator: int | None = None):
         self._simulator = psutil.Process(simulator)
@@ -180,32 +158,18 @@ class Workers:
 
 
 class ServerProxy:
-    """The server's process while a fork of the host computes the run: does what only FLARE's process can, and hears how the run ended.
-
-    Args:
-        tasks: reaches the sites.
-        progress: takes what the run says; its events follow those of the run.
-        observe: takes a step's line for FLARE's trackers.
-    """
+    """The server's process while a fork of the host computes the run: does what only FLARE's process can, and hears how the run ended."""
 
     def __init__(self, tasks: TaskExchange, progress: Progress, observe: Callable[[Mapping[str, Any]], None]):
         self._tasks, self._progress, self._observe = tasks, progress, observe
         self._noted: list[Event] = []
 
     def note(self, event: Event) -> None:
-        """Add an event to those of the run, which hears of it with the next answer.
-
-        Args:
-            event: see `core.events`.
-        """
+        """Add an event to those of the run, which hears of it with the next answer."""
         self._noted.append(event)
 
     def serve(self, relay: Relay, spec: ServerSpec) -> Ending:
         """Returns when the run is over.
-
-        Args:
-            relay: finds the host.
-            spec: of the job.
 
         Raises:
             Aborted: it was stopped, and has written its results.

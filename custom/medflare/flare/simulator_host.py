@@ -9,7 +9,6 @@ import json
 import mmap
 import os
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -17,10 +16,12 @@ import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import psutil
 from nvflare.apis.shareable import Shareable
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
@@ -52,28 +53,20 @@ _IDLE = 60.0  # seconds after which a fork without work ends: with many sites an
 class _Fork:
     """The fork that acts for one site, or for the server, as the host sees it."""
 
-    process: int
+    process: Any
     address: str
     request: bytes  # what it was made for: another one needs another fork
     at_work: mmap.mmap  # one byte, shared with it
     busy: float  # when it was asked for, or seen at work, last
 
-    def alive(self) -> bool:
-        return os.waitpid(self.process, os.WNOHANG) == (0, 0)
-
     def end(self) -> None:
-        """Only while `alive()` has just been true: afterwards the number may be another process's."""
-        os.kill(self.process, signal.SIGKILL)
-        os.waitpid(self.process, 0)
+        """Kill it, where it lives."""
+        self.process.kill()
+        self.process.join()
 
 
 class Host:
-    """Answers every request with the address of the fork that acts for the party.
-
-    Args:
-        listener: takes the requests.
-        folder: of the addresses.
-    """
+    """Answers every request with the address of the fork that acts for the party."""
 
     def __init__(self, listener: socket.socket, folder: Path):
         self._listener = listener
@@ -96,15 +89,14 @@ class Host:
     def close(self) -> None:
         """End all forks."""
         for fork in self._forks.values():
-            if fork.alive():
-                fork.end()
+            fork.end()
 
     def _fork_for(self, request: bytes, connection: Connection) -> _Fork:
-        party = _party(json.loads(request))
+        asked = json.loads(request)
+        party = asked["kind"], asked["spec"]["name" if asked["kind"] == "site" else "job"]
         fork = self._forks.get(party)
-        alive = fork is not None and fork.alive()
-        if fork is None or not alive or fork.request != request:
-            if fork is not None and alive:
+        if fork is None or not fork.process.is_alive() or fork.request != request:
+            if fork is not None:
                 fork.end()
             fork = self._forks[party] = self._forked(request, connection)
         fork.busy = time.monotonic()
@@ -113,16 +105,12 @@ class Host:
     def _forked(self, request: bytes, connection: Connection) -> _Fork:
         self._made += 1
         address, at_work = str(self._folder / f"fork-{self._made}"), mmap.mmap(-1, 1)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(address)
-        listener.listen()
-        host = os.getpid()
-        process = os.fork()
-        if process == 0:
-            self._listener.close()
-            connection.close()
-            _act(json.loads(request), listener, at_work, host)
-        listener.close()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            arguments = (json.loads(request), listener, at_work, os.getpid(), (self._listener, connection))
+            process = get_context("fork").Process(target=_act, args=arguments)
+            process.start()
         return _Fork(process, address, request, at_work, time.monotonic())
 
     def _end_idle(self) -> None:
@@ -131,9 +119,29 @@ class Host:
             if fork.at_work[0]:
                 fork.busy = now
             elif now - fork.busy > _IDLE:
-                if fork.alive():
-                    fork.end()
+                fork.end()
                 del self._forks[party]
+
+
+def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, host: int, others: Iterable[Any]) -> None:
+    """A fork's life: one connection after the other, until the host is gone or ends it."""
+    for of_the_host in others:
+        of_the_host.close()
+    if request["devices"] is not None:
+        os.environ[DEVICES] = request["devices"]
+    listener.settimeout(_TICK)
+    spec = request["spec"]
+    worker = SiteWorker(ParticipantSpec(**spec)) if request["kind"] == "site" else ServerWorker(spec)
+    while os.getppid() == host:
+        try:
+            accepted, _ = listener.accept()
+        except TimeoutError:
+            continue
+        at_work[0] = 1
+        with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
+            worker.answer(connection)
+        try_malloc_trim()  # tens of megabytes in each of many forks are more than what they use
+        at_work[0] = 0
 
 
 class SiteWorker:
@@ -171,11 +179,7 @@ class SiteWorker:
 
 
 class ServerWorker:
-    """The server's part of a job, in its fork.
-
-    Args:
-        spec: of the job, a `ServerSpec` as JSON has it.
-    """
+    """The server's part of a job, in its fork."""
 
     def __init__(self, spec: Mapping[str, Any]):
         self._spec = ServerSpec(**{**spec, "members": tuple(spec["members"])})
@@ -183,36 +187,51 @@ class ServerWorker:
     def answer(self, connection: Connection) -> None:
         """Run to the end, and say how it ended."""
         register_tensors()
-        line = _RunConnection(connection)
+        tasks = RelayedTasks(connection)
         try:
-            ending = self._ended(line)
+            ending = self._ended(tasks)
         except Aborted as error:
-            line.tell("end", aborted=True, reason=str(error))
+            tasks.tell("end", aborted=True, reason=str(error))
             return
         except Exception as error:  # the run's results say so already
             traceback.print_exc()
             ending = Ending(f"{type(error).__name__}: {error}", "")
-        line.tell("end", aborted=False, reason=ending.reason, table=ending.table)
+        tasks.tell("end", aborted=False, reason=ending.reason, table=ending.table)
 
-    def _ended(self, line: "_RunConnection") -> Ending:
+    def _ended(self, tasks: "RelayedTasks") -> Ending:
         try:
-            run = self._spec.run(self._spec.aggregator(), say=line.say, observe=line.observe, events=line.events)
+            run = self._spec.run(self._spec.aggregator(), say=tasks.say, observe=tasks.observe, events=tasks.events)
         except Exception as error:
             return self._spec.refused(error)
-        return Ending.of(run.execute(MessageExchange(RelayedTasks(line), run.outside), resume=bool(run.settings.resume)))
+        return Ending.of(run.execute(MessageExchange(tasks, run.outside), resume=bool(run.settings.resume)))
 
 
-class _RunConnection:
-    """The connection to the server's process.
+class RelayedTasks:
+    """The job's tasks, log and trackers, which the server's process has; see `TaskExchange`.
 
     Attributes:
         events: of the run.
     """
 
     def __init__(self, connection: Connection):
-        self.connection = connection
         self.events = EventLog()
+        self._connection = connection
         self._told: list[Event] = []
+
+    def present(self, outside: Iterable[str]) -> list[str]:
+        """See `TaskExchange.present`."""
+        self.tell("present", outside=list(outside))
+        found: list[str] = self._hear()["sites"]
+        return found
+
+    def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
+        """See `TaskExchange`."""
+        self.tell("ask", phase=phase, round=round)
+        self._connection.send_bytes(together_to_bytes(outgoing))
+        contents: dict[str, A] = {}
+        while "site" in (said := self._hear()):
+            contents[said["site"]] = read(said["site"], from_bytes(self._connection.recv_bytes()))
+        return {site: Answer(contents.get(site), **found) for site, found in said["answers"].items()}
 
     def say(self, line: str) -> None:
         """A line for the job's log."""
@@ -227,16 +246,10 @@ class _RunConnection:
         events = self.events.to_list()
         said = {"what": what, "events": None if events == self._told else events, **more}
         self._told = events
-        self.connection.send_bytes(json.dumps(said).encode())
+        self._connection.send_bytes(json.dumps(said).encode())
 
-    def hear(self) -> dict[str, Any]:
-        """What is answered next.
-
-        Raises:
-            Aborted: the job is being stopped.
-            ConfigError: the job names a site that is not there.
-        """
-        answer: dict[str, Any] = json.loads(self.connection.recv_bytes())
+    def _hear(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
         self.events.extend(answer.pop("noted", ()))
         if "aborted" in answer:
             raise Aborted(answer["aborted"])
@@ -245,96 +258,20 @@ class _RunConnection:
         return answer
 
 
-class RelayedTasks:
-    """The job's tasks, which the server's process has; see `TaskExchange`.
-
-    Args:
-        line: to that process.
-    """
-
-    def __init__(self, line: _RunConnection):
-        self._line = line
-
-    def present(self, outside: Iterable[str]) -> list[str]:
-        """See `TaskExchange.present`."""
-        self._line.tell("present", outside=list(outside))
-        found: list[str] = self._line.hear()["sites"]
-        return found
-
-    def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
-        """See `TaskExchange`."""
-        self._line.tell("ask", phase=phase, round=round)
-        self._line.connection.send_bytes(together_to_bytes(outgoing))
-        contents: dict[str, A] = {}
-        while "site" in (said := self._line.hear()):
-            contents[said["site"]] = read(said["site"], from_bytes(self._line.connection.recv_bytes()))
-        return {site: Answer(contents.get(site), **found) for site, found in said["answers"].items()}
-
-
-def _party(request: dict[str, Any]) -> tuple[str, str]:
-    """For whom a fork is to act: "site" and its name, or "server" and its job."""
-    kind, spec = request["kind"], request["spec"]
-    return kind, spec["name" if kind == "site" else "job"]
-
-
-def _seat(request: dict[str, Any]) -> SiteWorker | ServerWorker:
-    return SiteWorker(ParticipantSpec(**request["spec"])) if request["kind"] == "site" else ServerWorker(request["spec"])
-
-
 def serve(listener: socket.socket, simulator: int, method: str) -> None:
-    """The host's life: import, listen, fork, end with the simulator.
-
-    Args:
-        listener: bound in a folder of its own, which goes with the host.
-        simulator: process id.
-        method: whose site half the sites run.
-    """
+    """The host's life: import, listen, fork, end with the simulator."""
     folder = Path(listener.getsockname()).parent
     anchor(DATA_ROOT)
     print_lines()
-    _import_everything(method)
+    register_decomposers()
+    load_ahead(method)
     host = Host(listener, folder)
     try:
-        while _alive(simulator):
+        while psutil.pid_exists(simulator):
             host.serve_next()
     finally:
         host.close()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _act(request: dict[str, Any], listener: socket.socket, at_work: mmap.mmap, host: int) -> NoReturn:
-    """A fork's life: one connection after the other, until the host is gone or ends it."""
-    try:
-        if request["devices"] is not None:
-            os.environ[DEVICES] = request["devices"]
-        listener.settimeout(_TICK)
-        seat = _seat(request)
-        while os.getppid() == host:
-            try:
-                accepted, _ = listener.accept()
-            except TimeoutError:
-                continue
-            at_work[0] = 1
-            with Connection(accepted.detach()) as connection, suppress(EOFError, ConnectionError):
-                seat.answer(connection)
-            try_malloc_trim()  # tens of megabytes in each of many forks are more than what they use
-            at_work[0] = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(0)  # this process never leaves the loop in which it was forked
-
-
-def _import_everything(method: str) -> None:
-    register_decomposers()
-    load_ahead(method)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

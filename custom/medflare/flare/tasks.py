@@ -116,9 +116,6 @@ class TaskExchange:
     def present(self, outside: Iterable[str]) -> list[str]:
         """The job's sites that are not given up; one that was comes back when it is heard of, see `Liveness`.
 
-        Args:
-            outside: names of sites that never train, as the job has them.
-
         Raises:
             ConfigError: FLARE does not know one of them.
         """
@@ -130,12 +127,6 @@ class TaskExchange:
 
     def __call__(self, phase: str, round: int, outgoing: Mapping[str, Shareable], read: Read[A]) -> dict[str, Answer[A]]:
         """Ask every site that is sent something.
-
-        Args:
-            phase: the tasks' name.
-            round: goes along in their headers.
-            outgoing: site -> the task's data.
-            read: is given every answer once, while others may come; nothing else holds the answer then.
 
         Returns:
             Site -> what became of its task.

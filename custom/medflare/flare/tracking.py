@@ -32,12 +32,7 @@ _KEPT = 200  # lines: who asks every few seconds misses none
 
 
 class Progress:
-    """The lines of a run and its events, for the job's log and for FLARE's statistics (`medflare job watch`, `nvflare job stats`).
-
-    Args:
-        events: of the run; new ones are noticed when a line comes or somebody asks.
-        log: takes a line for the job's log; set when the run begins.
-    """
+    """The lines of a run and its events, for the job's log and for FLARE's statistics (`medflare job watch`, `nvflare job stats`)."""
 
     def __init__(self, events: EventLog, log: Callable[[str], None] = lambda line: None):
         self.events, self.log = events, log
@@ -63,11 +58,7 @@ class Progress:
             self.log(f"{NOTED}{event_line(event)}")
 
     def to_dict(self, exchange: "TaskExchange | None") -> dict[str, Any]:
-        """As JSON has it: `count` of all lines so far, the last of them as `lines`, and what `TaskExchange.waiting` says.
-
-        Args:
-            exchange: of the run; None before it begins.
-        """
+        """As JSON has it: `count` of all lines so far, the last of them as `lines`, and what `TaskExchange.waiting` says."""
         with self._lock:
             self._take_events()
             told = {"count": self._count, "lines": list(self._lines)}
@@ -87,9 +78,6 @@ class Progress:
 def event_line(event: Event) -> str:
     """An event in one line.
 
-    Args:
-        event: see `core.events`.
-
     Examples:
         >>> event_line({"kind": "missing", "site": "B", "round": 3, "message": "no sign of life"})
         'missing: B (round 3): no sign of life'
@@ -99,13 +87,7 @@ def event_line(event: Event) -> str:
 
 
 class Tracking:
-    """Observes a run: one analytics record per curve and step, one line of metrics artefacts per step.
-
-    Args:
-        component: fires the events.
-        fl_ctx: of the run.
-        rounds: of the federation.
-    """
+    """Observes a run: one analytics record per curve and step, one line of metrics artefacts per step."""
 
     def __init__(self, component: FLComponent, fl_ctx: FLContext, rounds: int):
         self.component = component
@@ -113,11 +95,7 @@ class Tracking:
         self.rounds = rounds
 
     def __call__(self, step: Mapping[str, Any]) -> None:
-        """Take a step.
-
-        Args:
-            step: as `federation.outcome.StepReport.line` gives it.
-        """
+        """Take a step."""
         facts, aggregation = step["sites"], step["aggregation"]
         numbers = {site: numbers_of(found) for site, found in facts.items()}
         curves = {site: {**numbers.get(site, {}), **aggregation_of(aggregation.get(site, {}))} for site in {*numbers, *aggregation}}
@@ -144,11 +122,6 @@ class MLflowTracker(AnalyticsReceiver):
 
     FLARE's receiver takes what sites send, under the site's name. The curves of `Tracking` are fired at the server, one record for all
     sites; here each site's number goes into the site's run. Where mlflow is not installed, FLARE's log says so and the job goes on.
-
-    Args:
-        tracking_uri: of an MLflow server; "" for a database among the job's results.
-        experiment: name of the experiment that the runs are in.
-        run_name: the end of the names of the runs, after site and job.
     """
 
     def __init__(self, tracking_uri: str = "", experiment: str = "medflare", run_name: str = "run"):
@@ -185,9 +158,6 @@ class MLflowTracker(AnalyticsReceiver):
 def numbers_of(facts: Mapping[str, Any]) -> dict[str, float]:
     """The curves in a reply's facts: loss and, by role, the validation metric; what is undefined is left out.
 
-    Args:
-        facts: of a reply.
-
     Examples:
         >>> numbers_of({"loss": 0.5, "validation": {"global": 0.75, "personal": None}})
         {'loss': 0.5, 'validation_global': 0.75}
@@ -207,10 +177,6 @@ def _finite(found: Mapping[str, Any]) -> dict[str, float]:
 
 def weighted_means(numbers: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]) -> dict[str, float]:
     """Mean of every tag over the sites that have it, weighted by their samples.
-
-    Args:
-        numbers: site -> tag -> value.
-        weights: site -> samples.
 
     Examples:
         >>> weighted_means({"A": {"loss": 1.0}, "B": {"loss": 5.0, "other": 2.0}}, {"A": 3, "B": 1})

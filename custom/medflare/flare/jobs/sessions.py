@@ -53,9 +53,6 @@ class Unreachable(MedflareError):
 def session(kit: Path) -> Iterator[Session]:
     """A session with the server, closed at the end of the block.
 
-    Args:
-        kit: startup kit of a person: the lead, or the project admin.
-
     Raises:
         ConfigError: it is no such kit.
         Unreachable: the server cannot be reached, or no more.
@@ -91,10 +88,6 @@ def jobs_of(opened: Session) -> list[Job]:
 def found_job(jobs: Iterable[Job], wanted: str) -> Job:
     """A job by its id, the beginning of its id, or its name; of several with one name the newest that runs.
 
-    Args:
-        jobs: the oldest first.
-        wanted: id or name.
-
     Raises:
         ConfigError: there is none, or several have the name and none of them runs.
     """
@@ -128,11 +121,7 @@ def short_id(job: Job) -> str:
 
 
 def listing(jobs: Sequence[Job]) -> str:
-    """A line a job, under a heading; one sentence where there is none.
-
-    Args:
-        jobs: in the order of the lines.
-    """
+    """A line a job, under a heading; one sentence where there is none."""
     if not jobs:
         return "no jobs"
     rows = [_COLUMNS, *(_row(job) for job in jobs)]
@@ -172,11 +161,6 @@ def _local(moment: str) -> str:
 
 def fetch_job(opened: Session, job: str, out: Path) -> Path:
     """Download the results of a job; those that an earlier fetch left there are replaced.
-
-    Args:
-        opened: a session of who submitted it, or of the project admin.
-        job: its id.
-        out: gets a folder named like the id.
 
     Returns:
         That folder.
@@ -226,10 +210,6 @@ def _tidied(transfer: Path, job: str) -> Iterator[None]:
 def interrupted_job(kit: Path, wanted: str) -> str:
     """The id of a job that a new one may take up.
 
-    Args:
-        kit: startup kit of who submitted it, or of the project admin.
-        wanted: the job, see `found_job`.
-
     Raises:
         ConfigError: there is none, or several, or it waits, runs or has completed.
         MedflareError: see `session`.
@@ -257,23 +237,14 @@ def _has_process(opened: Session, job: str) -> bool:
 
 @contextmanager
 def beside(place: Path) -> Iterator[Path]:
-    """An empty folder beside a place, on the same disk, which is gone at the end of the block.
-
-    Args:
-        place: folders above it that do not exist are made.
-    """
+    """An empty folder beside a place, on the same disk, which is gone at the end of the block."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
         yield Path(scratch)
 
 
 def put_in_place(new: Path, place: Path) -> None:
-    """Rename a folder; an earlier one in its place goes once the new one is there.
-
-    Args:
-        new: a folder on the disk of `place`.
-        place: where it belongs.
-    """
+    """Rename a folder; an earlier one in its place goes once the new one is there."""
     old = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
     if place.exists():
         os.rename(place, old)

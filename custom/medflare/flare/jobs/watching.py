@@ -49,11 +49,7 @@ MEANINGS: Final[Mapping[str, str]] = {
 
 
 class Follower:
-    """What is new in a job's statistics.
-
-    Args:
-        say: takes a line.
-    """
+    """What is new in a job's statistics."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
@@ -62,11 +58,7 @@ class Follower:
         self._named: dict[str, float] = {}  # site -> its silence when it was named last
 
     def show(self, told: Mapping[str, Any]) -> None:
-        """The lines that are new, and who is silent.
-
-        Args:
-            told: see `tracking.Progress.to_dict`; empty where the job has not begun.
-        """
+        """The lines that are new, and who is silent."""
         if not told:
             return
         new = told["count"] - self._count
@@ -84,22 +76,14 @@ class Follower:
             del self._named[site]
 
     def tell(self, lines: Iterable[str]) -> None:
-        """Those that have not been said yet.
-
-        Args:
-            lines: one after the other.
-        """
+        """Those that have not been said yet."""
         for line in lines:
             if line not in self._said:
                 self._say(line)
                 self._said.add(line)
 
     def complete(self, log: str) -> None:
-        """The steps that ended after the last look, and what was noted meanwhile.
-
-        Args:
-            log: the server's, of the whole job.
-        """
+        """The steps that ended after the last look, and what was noted meanwhile."""
         matches = map(_TOLD.search, log.splitlines())
         self.tell(found["event"] or found["step"] for found in matches if found)
 
@@ -155,16 +139,7 @@ def watch_job(
 def watch(
     opened: Session, job: str, say: Callable[[str], None], *, timeout: float = 0.0, every: float = _EVERY, follower: Follower | None = None
 ) -> bool:
-    """Follow a job until it ends, by one session; whether it completed.
-
-    Args:
-        opened: a session of who submitted it, or of the project admin.
-        job: its id.
-        say: takes a line.
-        timeout: seconds after which nobody watches any more, while the job goes on; 0: none.
-        every: seconds between two looks.
-        follower: of the same job by an earlier session; None: there was none.
-    """
+    """Follow a job until it ends, by one session; whether it completed."""
     follower, states = follower or Follower(say), [""]
     heard = time.monotonic()
 
@@ -226,21 +201,13 @@ def _told(stats: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def explained(opened: Session, job: str) -> list[str]:
-    """What is known about the end of a job, each reason once; never empty.
-
-    Args:
-        opened: a session of who submitted it, or of the project admin.
-        job: its id.
-    """
+    """What is known about the end of a job, each reason once; never empty."""
     found = list(dict.fromkeys(explanations(_texts(opened, job))))
     return found or [f"nothing known about job {job} explains its end; read the logs of the server and the sites"]
 
 
 def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
     """What texts mean, line by line.
-
-    Args:
-        texts: (party, what it said).
 
     Examples:
         >>> list(explanations([("server", "... ERROR - medflare: FAILED: no site is present")]))
@@ -253,21 +220,12 @@ def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def server_log(opened: Session, job: str) -> str:
-    """The server's log of a job.
-
-    Args:
-        opened: a session of who submitted it, or of the project admin.
-        job: its id.
-    """
+    """The server's log of a job."""
     return "".join(opened.get_job_logs(job)["logs"].values())
 
 
 def deployment(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(party, what it said) when FLARE handed the job out.
-
-    Args:
-        meta: of the job.
-    """
+    """(party, what it said) when FLARE handed the job out."""
     for detail in meta.get(JobMetaKey.JOB_DEPLOY_DETAIL.value) or []:
         party, _, said = str(detail).partition(": ")
         yield party, said
