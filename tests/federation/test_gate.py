@@ -152,11 +152,6 @@ def below_zero(entry: str, ending: str) -> Callable[[Message], None]:
     return change
 
 
-def features_of_more(message: Message) -> None:
-    statistics = message.states["selector_statistics"]
-    statistics["products"] = statistics["products"] + 1e-3 * torch.eye(len(statistics["products"]))
-
-
 def every(entry: str, tensor: str, factor: float, shift: float = 0.0) -> Callable[[Message], None]:
     def change(message: Message) -> None:
         state = message.states[entry]
@@ -167,7 +162,6 @@ def every(entry: str, tensor: str, factor: float, shift: float = 0.0) -> Callabl
 
 LIES: dict[str, tuple[str, Place, Callable[[Message], Any], str]] = {
     "a variance below 0": ("fedavg", TRAIN, below_zero("model", "running_var"), "holds a number below 0"),
-    "mean squares below 0": ("fedsm synced", TRAIN, below_zero("selector_exp_avg_sq", ""), "holds a number below 0"),
     "a gain that no metric has": ("fedsm", ("tune", ROUNDS, 0), fact(gains={"0": 1e308}), "expected a number from -1 to 1"),
     "a thousand temperatures": ("fedsm", ("calibrate", ROUNDS, 0), fact(calibration=[0.5] * 1000), "more than 21"),
     "a likelihood above 1": ("fedsm", ("calibrate", ROUNDS, 0), fact(calibration=[-1.0] * 21), "expected a number from 0 to"),
@@ -180,9 +174,6 @@ LIES: dict[str, tuple[str, Place, Callable[[Message], Any], str]] = {
     "a distance beyond all images": ("fedavg", DELIVERY, fact(metrics={"global": {"hd95": 1e308}}), "from 0 to 1e+06"),
     "a gigabyte at the end": ("fedavg", DELIVERY, lambda message: message.states.update(patients={"x": torch.ones(9)}), "unexpected entry"),
     "tensors to enrol with": ("fedavg", ENROLMENT, lambda message: message.states.update(x={"x": torch.ones(9)}), "unexpected entry"),
-    "features of no image": ("fedsm ridge", ("describe", ROUNDS, 0), every("selector_statistics", "products", -1.0), "not those of any"),
-    "a gigantic image": ("fedsm ridge", ("describe", ROUNDS, 0), every("selector_statistics", "products", 1e30), "beyond the square"),
-    "features of more images": ("fedsm ridge", ("describe", ROUNDS, 0), features_of_more, "more directions than 12 images"),
     "prototypes of no image": ("prr", TRAIN, every("prototypes", "present", 0.0), "prototype 0 is of an absent class"),
     "a score of its own model": ("feddag", ("score", 0, 0), fact(scores={"A": 0.5, LIAR: 1.0}), "whose model the site was not sent"),
     "pixels that its images do not have": ("prr", ENROLMENT, fact(class_counts=[0, 2**53]), "class_counts add up to 9007199254740992"),

@@ -86,4 +86,4 @@ def test_a_step_is_no_excuse_for_a_model_that_was_not_trained() -> None:
 def test_which_entries_are_steps() -> None:
     """Gradients of a selector lead to every site's own label: honest ones point away from each other."""
     assert UPDATE.step and UPDATE.maybe().step and not Entry("model").step
-    assert not any(entry.step for entry in selector_entries(lambda plan: 3).answered)
+    assert not selector_entries(lambda plan: 3).gradient.step

@@ -24,23 +24,15 @@ HINT = "(a job that an older medflare wrote is written anew by `medflare job`)"
 
 # What it wrote into both sides of jobs/fedsm; gamma was "tune", which takes long.
 FEDSM: dict[str, Any] = {
-    "adapt_lr": 0.001,
     "adapt_steps": 1,
     "apfl_share": 0.5,
     "gamma": 0.5,
     "lam": 0.3,
-    "meta_lr": 0.001,
     "personalization": "softpull",
-    "pfedme_beta": 1.0,
     "pfedme_lambda": 15.0,
     "pfedme_steps": 5,
     "reset_optimizer": False,
     "selection": "best",
-    "selector": "auto",
-    "selector_lr": "auto",
-    "selector_steps": "server",
-    "selector_updates": 1,
-    "sync_moments": True,
     "weighting": "samples",
 }
 # Names of jobs/prr and jobs/grace that are gone; GRACE's is spelt like a half.
@@ -102,7 +94,7 @@ def test_known_names_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     server = run_job(job, tmp_path / "run", monkeypatch)
     assert not server.panics
     results = load_results(tmp_path / "run")
-    different = {name: FEDSM[name] for name in ("lam", "gamma", "selector_updates", "adapt_lr", "meta_lr")}  # from today's defaults
+    different = {name: FEDSM[name] for name in ("lam", "gamma")}  # from today's defaults
     plain = run_local("fedsm", tiny_phantom(size=[16, 16]), SITES, rounds=1, seed=SEED, out=tmp_path / "plain", **different)
     assert results["status"] == "COMPLETED" and results["sites"] == plain["sites"]
     assert results["configuration"]["hyper"] == plain["configuration"]["hyper"]
