@@ -29,7 +29,7 @@ Place = tuple[str, int, int]  # phase, round, part of a step
 FEDERATIONS: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
     "fedavg": ("fedavg", None, {}),
     "fedsm": ("fedsm", None, {"selector": "compact_selector", "selector_updates": 1}),
-    "fedsm synced": ("fedsm", None, {"selector_updates": 1, "selector_steps": "minibatch", "personalization": "pfedme"}),
+    "fedsm pfedme": ("fedsm", None, {"selector": "compact_selector", "selector_updates": 1, "personalization": "pfedme"}),
     "fedsm ridge": ("fedsm", None, {"personalization": "perfedavg"}),
     "fedsm_extra": ("fedsm_extra", None, {"selector": "compact_selector", "selector_rounds": 1}),
     "prr": ("prr", None, {}),

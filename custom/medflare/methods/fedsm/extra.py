@@ -16,60 +16,73 @@ from torch.nn import functional as F
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import Entry, Fact, Phase, text
 from medflare.core.message import Message
+from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
-from medflare.methods.base import MEASURED, Plan, Step
+from medflare.methods.aggregation import Aggregation
+from medflare.methods.base import MEASURED, Plan, ServerContext, Step
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
 from medflare.methods.fedsm.hyper import FedSMExtraServerHyper, FedSMExtraSiteHyper
-from medflare.methods.fedsm.selector import SelectorLoss, selector_entries
-from medflare.methods.fedsm.server import PersonalServer
-from medflare.methods.fedsm.site import ADAPTED, GLOBAL, LOSSES, META, MODEL, PERSONAL, PERSONAL_OF, SUPER, UPDATE, PersonalSite
+from medflare.methods.fedsm.personalization import ADAPTED, LOSSES, META, PERSONAL, PERSONAL_OF, ServerPersonal, SitePersonal
+from medflare.methods.fedsm.selector import SelectorLoss, ServerSelector, SiteSelector, selector_entries
+from medflare.methods.fedsm.server import SoftPull, members, with_members
+from medflare.methods.fedsm.site import GLOBAL, MODEL, SUPER, UPDATE, delivered_models, other_super_model
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
 from medflare.tasks.config import TaskConfig
 
 _FROZEN = Entry("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
 _COMBINE = Fact("combine", "whether one model answers, or all by their scores", text("extra", "ensemble"))
+_SELECTOR, _SENT, _GRADIENT = selector_entries(lambda plan: len(plan.sites) + 1)  # one score for the global model and one for every site
 
 
-def one_score_more(plan: Plan[Any, Any]) -> int:
-    """Outputs of the selector: one for the global model and one for every site."""
-    return len(plan.sites) + 1
-
-
-_SELECTOR, _SENT, _TRAINED = selector_entries(one_score_more)
-
-
-class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
+class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
     """Trains the selector alone once the other models are finished."""
 
     Hyper: ClassVar[type] = FedSMExtraSiteHyper
     server_hyper: ClassVar[type] = FedSMExtraServerHyper
-    kind = "super_extra"
-    selector_outputs = staticmethod(one_score_more)
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", sends=(GLOBAL, PERSONAL, META), answers=(MODEL, PERSONAL, META), reports=(*MEASURED, LOSSES)),
         Phase("validate", sends=(GLOBAL, PERSONAL, META), answers=(ADAPTED,), reports=MEASURED),
         Phase(
             "train_selector",
-            sends=(GLOBAL.maybe(), PERSONAL_OF, *_SENT),
-            answers=_TRAINED,
+            sends=(GLOBAL.maybe(), PERSONAL_OF, _SENT),
+            answers=(_GRADIENT,),
             tells=(*(fact.maybe() for fact in (*SUPER, _COMBINE)), UPDATE),  # the finished models come once
             reports=MEASURED,
         ),
     )
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, _COMBINE))
 
+    unprotected = "the selector's gradient leaves the site without noise"
+
+    def __init__(self, site: Site, plan: Plan[FedSMExtraSiteHyper, Any]):
+        super().__init__(site, plan)
+        self.personal = SitePersonal(self)
+        self.selector = SiteSelector(self, len(plan.sites) + 1)
+
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:
-        """Refuse labels of whole images where the selector reads patches, and a selector that is never trained.
+        """Refuse labels of whole images where the selector reads patches.
 
         Raises:
-            ConfigError: combine "extra" with `fit` "patch", or the ridge selector, whose classes are sites.
+            ConfigError: combine "extra" with `fit` "patch".
         """
         super().check(task, hyper, server_hyper)
-        if hyper.selector == "ridge":
-            raise ConfigError("fedsm_extra: selector = ridge tells sites apart, not models; take fedsm, or another selector")
         if hyper.combine == "extra" and task.fit == "patch":
             raise ConfigError("fedsm_extra: combine=extra labels whole images, fit 'patch' has none; set combine=ensemble, or take fedsm")
+
+    def contradicted(self, incoming: Message) -> str | None:
+        """A super model of other sites, or with another selector, than the plan has."""
+        return other_super_model(self.plan, incoming)
+
+    def train(self, round: int, incoming: Message) -> Message:
+        """Global and personal model."""
+        return self.personal.train(round, incoming, super().train(round, incoming))
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming models."""
+        return self.personal.validate(round, incoming, super().validate(round, incoming))
 
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A round of the selector alone; the finished models come with its first message, and what is needed of them is kept.
@@ -88,8 +101,12 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
         if ("labels" if labelled else "frozen") not in self.memory.facts:
             raise StateError(f"site {self.site.name} is asked to train the selector before it was sent the finished models")
         loss = self._best_model_loss() if labelled else self._ensemble_loss(self._networks_of(self._frozen))
-        states, value = self.selector.round(round, incoming, loss)
+        states, value = self.selector.gradient(round, incoming, loss)
         return Message(states, self.facts(loss=value, validation={}))
+
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        """The global model, this site's personal model (inside), and the super model."""
+        return delivered_models(self.site.name, incoming, "super_extra")
 
     @property
     def _frozen(self) -> Message:
@@ -127,12 +144,17 @@ class FedSMExtraSite(PersonalSite[FedSMExtraSiteHyper]):
         return loss
 
 
-class FedSMExtraServer(PersonalServer[FedSMExtraServerHyper]):
+class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
     """After the federation's rounds come those of the selector; a site is sent the finished models once."""
 
     Hyper: ClassVar[type] = FedSMExtraServerHyper
     site_hyper: ClassVar[type] = FedSMExtraSiteHyper
-    site_class: ClassVar[type[PersonalSite[Any]]] = FedSMExtraSite
+    aggregation_class: ClassVar[type[Aggregation[Any]]] = SoftPull
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        self.personal = ServerPersonal(context, self.memory, self.model)
+        self.selector = ServerSelector(context, self.memory, len(context.sites) + 1)
 
     def steps(self) -> list[Step]:
         """FedSM's rounds without a selector, then `selector_rounds` of the selector alone."""
@@ -145,25 +167,30 @@ class FedSMExtraServer(PersonalServer[FedSMExtraServerHyper]):
         return self.memory.facts.get("given", [])
 
     def configure(self, step: Step, site: str) -> Message:
-        """As the base says; for the selector its state, and the finished models where the site does not have them yet."""
+        """The site's models; for the selector its state, and the finished models where the site does not have them yet."""
         if step.phase != "train_selector":
-            return super().configure(step, site)
+            return Message({**super().configure(step, site).states, **self.personal.sent(site)})
         models = Message() if site in self._given else self.configure_delivery(site)
         return Message({**models.states, **self.selector.sent}, {**models.facts, UPDATE: 0})
 
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """The selector's next version after its rounds, else as the base says."""
+        """The models' next versions, or after them the selector's."""
         if step.phase == "train_selector":
             self.memory.facts["given"] = sorted({*self._given, *replies})
-            self.aggregate_selector(replies)
+            self.selector.step(replies)
         else:
             super().aggregate(step, replies)
+            self.personal.aggregate(step, replies, self.aggregation)
 
     def configure_delivery(self, site: str) -> Message:
         """The whole super model, and how it combines its members."""
-        message = super().configure_delivery(site)
+        message = with_members(super().configure_delivery(site), self.context, self.personal, self.selector.state)
         message.facts[_COMBINE] = self.context.plan.site_hyper.combine
         return message
+
+    def models(self) -> dict[str, Message]:
+        """The global model, every site's personal one, and the super model as "deployed"."""
+        return {**super().models(), **members(self.configure_delivery(self.context.sites[0]), self.context, "super_extra")}
 
 
 class ExtraSuperModel(SuperModel):

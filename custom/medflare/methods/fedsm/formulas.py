@@ -4,7 +4,7 @@ Also the formulas of what its Table 6 and Sec. 3.1 compare: APFL, pFedMe, FedSM-
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -17,6 +17,7 @@ GAMMAS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1
 TEMPERATURES: Final = tuple(2 ** (place / 2) for place in range(-12, 9))  # candidates, 1/64 to 16
 NEGLIGIBLE: Final = 0.01  # of the metric: a loss per site that the sites together may bear for the gain of one of them
 UNLIKELY: Final = 1e-6  # least probability that is told apart from 0
+_NEVER: Final = -1e4  # logit of a class that is missing
 
 
 def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDict]:
@@ -46,26 +47,35 @@ def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDic
     if not 0 <= lam <= 1:
         raise ValueError(f"lam = {lam} is outside [0, 1]; the mean of the personal models is at 1 / K")
     refuse_unlike(states)
-    sites = sorted(states)
-    count = len(sites)
+    count = len(states)
     if count < 2:
-        return {site: dict(states[site]) for site in sites}
-    pulled: dict[str, StateDict] = {site: {} for site in sites}
+        return {site: dict(state) for site, state in states.items()}
+
+    def pulled(own: list[Tensor]) -> list[Tensor]:
+        total = sum(own, torch.zeros_like(own[0]))
+        return [lam * w + (1 - lam) / (count - 1) * (total - w) for w in own]
+
+    return _elementwise(states, pulled)
+
+
+def _elementwise(states: Mapping[str, StateDict], formula: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, StateDict]:
+    """A formula of all sites' floating entries, in float64 and in stretches, so that large models need no copies of themselves.
+
+    Args:
+        states: site -> state; of other entries each site keeps its own.
+        formula: parts of one entry, in sorted order of the sites -> what becomes of them.
+    """
+    sites = sorted(states)
+    found: dict[str, StateDict] = {site: {} for site in sites}
     for name, first in states[sites[0]].items():
-        if not first.is_floating_point():
-            for site in sites:
-                pulled[site][name] = states[site][name].clone()
-            continue
-        for site in sites:
-            pulled[site][name] = empty(first.shape, states[site][name].dtype)
-        for parts in stretches([state[name] for by_site in (states, pulled) for state in map(by_site.__getitem__, sites)]):
-            own = [part.to(torch.float64) for part in parts[:count]]
-            total = torch.zeros_like(own[0])
-            for part in own:
-                total += part
-            for part, found in zip(own, parts[count:], strict=True):
-                found.copy_(lam * part + (1 - lam) / (count - 1) * (total - part))
-    return pulled
+        own = [states[site][name] for site in sites]
+        new = [empty(t.shape, t.dtype) for t in own] if first.is_floating_point() else [t.clone() for t in own]
+        for parts in stretches([*own, *new]) if first.is_floating_point() else ():
+            for part, value in zip(parts[len(own) :], formula([part.to(torch.float64) for part in parts[: len(own)]]), strict=True):
+                part.copy_(value)
+        for site, tensor in zip(sites, new, strict=True):
+            found[site][name] = tensor
+    return found
 
 
 def choose_model(probabilities: Tensor, gamma: float) -> Tensor:
@@ -357,3 +367,39 @@ def adam_step(
         spread = (second[name] / (1 - beta2**step)).sqrt() + epsilon
         moved[name] = weights[name] - rate / (1 - beta1**step) * mean / spread
     return moved, {"exp_avg": first, "exp_avg_sq": second}
+
+
+def ridge_solution(statistics: Mapping[int, StateDict], classes: int, penalty: float) -> tuple[Tensor, Tensor]:
+    """Weights and biases of class-balanced ridge regression onto one-hot labels, where class k's images are those of one site.
+
+        min_{W, b} mean_k E_k ||W φ + b - e_k||² + λ Σ_f s_f² ||W_f||²
+
+    with s_f² the variance of feature f over all classes, each counted alike; so features need no common scale. Source: Hoerl and Kennard
+    1970, with every class at weight 1 / n_k.
+
+    Args:
+        statistics: class -> {"mean": E_k[φ], "products": E_k[φ φᵀ]}; a class that is missing is never predicted.
+        classes: K.
+        penalty: λ.
+
+    Returns:
+        W (K, F) and b (K,), float32. Predictions of the classes that are there add up to one; they become scores by a temperature.
+
+    Examples:
+        >>> at = lambda value: {"mean": torch.tensor([value]).double(), "products": torch.tensor([[value**2]]).double()}
+        >>> weight, bias = ridge_solution({0: at(0.0), 1: at(2.0)}, classes=2, penalty=0.0)
+        >>> weight.round(decimals=3), bias.round(decimals=3)  # 1 - φ / 2 and φ / 2
+        (tensor([[-0.5000],
+                [ 0.5000]]), tensor([1., 0.]))
+    """
+    present = sorted(statistics)
+    means = torch.stack([statistics[k]["mean"] for k in present])
+    centre = means.mean(dim=0)
+    spread = torch.stack([statistics[k]["products"] for k in present]).mean(dim=0) - torch.outer(centre, centre)
+    scale = spread.diagonal().clamp_min(0).sqrt()
+    scale = torch.where(scale > 1e-6 * scale.max().clamp_min(1e-12), scale, torch.inf)  # a constant feature tells nothing
+    system = spread / torch.outer(scale, scale) + (penalty + 1e-9) * torch.eye(len(centre), dtype=torch.float64)
+    weight, bias = torch.zeros(classes, len(centre), dtype=torch.float64), torch.full((classes,), _NEVER, dtype=torch.float64)
+    weight[present] = torch.linalg.solve(system, ((means - centre) / len(present) / scale).T).T / scale
+    bias[present] = 1 / len(present) - weight[present] @ centre
+    return weight.float(), bias.float()

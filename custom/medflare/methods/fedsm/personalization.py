@@ -1,35 +1,109 @@
-"""Ways to a personal model that FedSM's Table 6 compares with SoftPull: APFL, Per-FedAvg, pFedMe, each a loop for one round.
+"""Personal models: SoftPull's, and what FedSM's Table 6 compares with it (fine-tuning, APFL, Per-FedAvg, pFedMe).
 
-The formulas stand in `formulas.py`; SoftPull itself is a rule of the server.
+`SitePersonal` trains the site's personal model for a round, `ServerPersonal` keeps all of them; formulas stand in `formulas.py`. Per-FedAvg
+and pFedMe share a second model ("meta") from which personal ones start. Their gradient steps are the task's optimizer's: plain steps at
+the rate of a task with Adam leave a model where it is.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from medflare.core.manifest import Entry, Fact, number, table
+from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
+from medflare.methods.aggregation import Aggregation, site_models
+from medflare.methods.base import ServerContext, Step
+from medflare.methods.fedavg.site import GLOBAL, FedAvgSite
 from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer
-from medflare.methods.fedsm.hyper import FedSMSiteHyper
+from medflare.methods.fedsm.hyper import SHARED_META
 from medflare.methods.parts.proximal import proximal_gradients
+from medflare.methods.parts.selection import Best
 from medflare.methods.parts.steps import unremembered
-from medflare.methods.parts.training import epochs, train_epochs, trainable
+from medflare.methods.parts.training import epochs, finite_or_none, train_epochs, trainable
 
-Rate = float | torch.optim.Optimizer  # of a plain gradient step, or what takes a step of its own along the gradient
+PERSONAL = Entry("personal", "the site's personal model, a part of everybody's super model")
+META = Entry(
+    "meta", "the site's copy of the model that personal models start from", when=lambda plan: plan.site_hyper.personalization in SHARED_META
+)
+ADAPTED = Entry("personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
+PERSONAL_OF = Entry("personal/")  # every site's, where all are sent together
+LOSSES = Fact("losses", "mean training loss of each model", table(number(optional=True)), "train")
 
 
-def train_apfl(
-    model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float, rate: float = 0.0
-) -> tuple[StateDict, StateDict, float]:
-    """One round of APFL: v learns through the mixture; returns (v, mixture v̄, α). `model` is a workspace.
+# -- at a site ---------------------------------------------------------------------------------------------------------------
 
-    Running statistics are collected while v̄ computes, so they are v̄'s as they are and nothing is blended into them. α follows
-    α <- α - η <v - w, ∇f(v̄)> within [0, 1] (Deng et al. 2020, Eq. 11).
+
+class SitePersonal:
+    """The personal model at one site; what it remembers lies in the half's memory.
+
+    Args:
+        half: the site half that it belongs to.
+    """
+
+    def __init__(self, half: FedAvgSite[Any]):
+        self.half, self.site, self.hyper = half, half.site, half.plan.site_hyper
+
+    def train(self, round: int, incoming: Message, reply: Message) -> Message:
+        """The reply of the global model's round with the personal model measured as it came, and trained on the same images."""
+        start = self._measured(round, incoming, reply)
+        reply.facts[LOSSES] = {"global": reply.facts["loss"]}
+        return Message({**reply.states, **self._trained(round, incoming, start)}, reply.facts)
+
+    def validate(self, round: int, incoming: Message, reply: Message) -> Message:
+        """The reply with the personal model measured; with Per-FedAvg it is the one that the last shared model becomes."""
+        measured = self._measured(round, incoming, reply)
+        return Message({ADAPTED: measured} if ADAPTED.when(self.half.plan) else {}, reply.facts)
+
+    def _measured(self, round: int, incoming: Message, reply: Message) -> StateDict:
+        state = self._adapted(round, incoming) if ADAPTED.when(self.half.plan) else incoming.states[PERSONAL]
+        reply.facts["validation"]["personal"] = finite_or_none(self.half.validation(self.half.network("personal", state)))
+        return state
+
+    def _adapted(self, round: int, incoming: Message) -> StateDict:
+        """Per-FedAvg's personal model: a few steps on the site's images from the shared model as it comes from the server."""
+        model = self.half.network("personal", incoming.states[META])
+        optimizer = self.site.optimizer(trainable(model))
+        if not self.hyper.reset_optimizer:
+            self.half.optimizers.recall("meta", optimizer)  # and never kept: these steps are no training
+        adapt(model, self.site, round, optimizer, self.hyper.adapt_steps)
+        return copy_state(model.state_dict())
+
+    def _trained(self, round: int, incoming: Message, start: StateDict) -> dict[str, StateDict]:
+        """One round of the personal model (and of the shared model it starts from), by the chosen personalization."""
+        kind, half = self.hyper.personalization, self.half
+        if kind == "apfl":
+            local = half.memory.states.get("apfl_local", start)
+            trained = train_apfl(half.network("personal", start), local, incoming.states[GLOBAL], self.site, round, self.hyper.apfl_share)
+            half.memory.states["apfl_local"], mixture = trained
+            return {PERSONAL: mixture}
+        if kind in SHARED_META:
+            meta, personal = half.network("meta", incoming.states[META]), half.network("personal", incoming.states[META])
+            optimizer = self.site.optimizer(trainable(personal if kind == "pfedme" else meta))
+            with half.continued({"meta": optimizer}):
+                if kind == "perfedavg":
+                    train_per_fedavg(meta, self.site, round, optimizer)
+                else:
+                    strength, steps = self.hyper.pfedme_lambda, self.hyper.pfedme_steps
+                    train_pfedme(meta, personal, self.site, round, optimizer, strength=strength, inner_steps=steps)
+            own = start if kind == "perfedavg" else copy_state(personal.state_dict())
+            return {PERSONAL: own, META: copy_state(meta.state_dict())}
+        model = half.network("personal", incoming.states[GLOBAL] if kind == "finetune" else start)
+        half.optimized(model, "personal", lambda optimizer: train_epochs(model, optimizer, self.site, round, "personal"))
+        return {PERSONAL: copy_state(model.state_dict())}
+
+
+def train_apfl(model: nn.Module, local: StateDict, global_: StateDict, site: Site, round: int, share: float) -> tuple[StateDict, StateDict]:
+    """One round of APFL: v learns through the mixture; returns (v, mixture v̄). `model` is a workspace.
+
+    Running statistics are collected while v̄ computes, so they are v̄'s as they are and nothing is blended into them.
 
     Args:
         model: a network of the task; what it holds is overwritten.
@@ -37,73 +111,57 @@ def train_apfl(
         global_: w.
         site: gives batches, loss and optimizer.
         round: 0-based, a key of batches and dropout.
-        share: α in [0, 1] as the round begins.
-        rate: η of α; 0 leaves it.
+        share: α in [0, 1].
     """
     model.load_state_dict(local)
-    learnt = torch.tensor(share, device=site.device, requires_grad=rate > 0)
     anchor = {name: global_[name].to(site.device) for name, _ in model.named_parameters()}
 
     def mixed_loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-        part = learnt if rate else share
-        mixture = {name: part * weight + (1 - part) * anchor[name] for name, weight in network.named_parameters()}
+        mixture = {name: share * weight + (1 - share) * anchor[name] for name, weight in network.named_parameters()}
         return site.loss(functional_call(network, mixture, (images,)), targets)
 
-    @torch.no_grad()
-    def learn_share() -> None:
-        if learnt.grad is not None:
-            learnt.sub_(rate * learnt.grad).clamp_(0.0, 1.0)
-            learnt.grad = None
-
-    train_epochs(model, site.optimizer(trainable(model)), site, round, "personal", loss=mixed_loss, correct=learn_share)
+    train_epochs(model, site.optimizer(trainable(model)), site, round, "personal", loss=mixed_loss)
     local = copy_state(model.state_dict())
-    share = float(learnt.detach()) if rate else share
-    return local, apfl_mixture(local, global_, share, kept=[name for name, _ in model.named_buffers()]), share
+    return local, apfl_mixture(local, global_, share, kept=[name for name, _ in model.named_buffers()])
 
 
-def train_per_fedavg(model: nn.Module, site: Site, round: int, rate: Rate, outer_rate: Rate) -> None:
+def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer) -> None:
     """One round of first-order Per-FedAvg in place: θ' = θ - α g(θ; B1), θ <- θ - β g(θ'; B2) (Fallah et al. 2020, Alg. 1, FO).
 
-    An optimizer in place of a rate takes its own step along the same gradient; the inner one starts from the moments that there are, and
-    leaves them as they are.
-
-    Consecutive mini-batches play B1 and B2; a last batch without a partner is left out, unless it is the only one, which then
-    plays both.
+    Both steps are the optimizer's; the inner one starts from its moments, and leaves them as they are. Consecutive mini-batches play B1
+    and B2; a last batch without a partner is left out, unless it is the only one, which then plays both.
 
     Args:
         model: θ, trained in place.
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
-        rate: α of the inner step, or the optimizer that takes it, which may be the outer one.
-        outer_rate: β of the outer step, or the optimizer that takes it.
+        optimizer: of θ's trainable parameters.
     """
     weights = trainable(model)
-    inner, outer = _stepping(weights, rate), _stepping(weights, outer_rate)
     model.train()
     for epoch in epochs(site, round, "personal"):
         for first, second in _pairs(epoch):
             start = [weight.detach().clone() for weight in weights]
-            with unremembered(inner):
-                _step(inner, weights, _gradients(model, site, first))
+            with unremembered(optimizer):
+                _step(optimizer, weights, _gradients(model, site, first))
             gradients = _gradients(model, site, second)
             with torch.no_grad():
                 for weight, origin in zip(weights, start, strict=True):
                     weight.copy_(origin)
-            _step(outer, weights, gradients)
+            _step(optimizer, weights, gradients)
 
 
-def adapt(model: nn.Module, site: Site, round: int, rate: Rate, steps: int) -> None:
-    """A few gradient steps in place on the site's training images: how Per-FedAvg's shared model becomes personal.
+def adapt(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """A few steps in place on the site's training images: how Per-FedAvg's shared model becomes personal.
 
     Args:
         model: changed in place.
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
-        rate: α, or the optimizer that takes the steps.
+        optimizer: of the model's trainable parameters.
         steps: how many, each on one batch; the batches begin again where they end.
     """
     weights = trainable(model)
-    optimizer = _stepping(weights, rate)
     model.train()
     passes = (site.batches("train", round, "adapt", 0) for _ in range(steps))  # equal ones, and at least a batch in each
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
@@ -112,69 +170,34 @@ def adapt(model: nn.Module, site: Site, round: int, rate: Rate, steps: int) -> N
 
 
 def train_pfedme(
-    shared: nn.Module, personal: nn.Module, site: Site, round: int, *, rate: Rate, strength: float, inner_steps: int, outer_rate: float
+    shared: nn.Module, personal: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer, *, strength: float, inner_steps: int
 ) -> None:
     """One round of pFedMe in place: θ approximates the proximal point of w on each batch, then w moves towards θ.
+
+    w goes as far as θ, η = 1 / λ: the largest step along the gradient λ (w - θ) that does not go beyond it.
 
     Args:
         shared: w, moved in place.
         personal: θ, trained in place; it goes on from the weights that it holds.
         site: gives batches and loss.
         round: 0-based, a key of batches and dropout.
-        rate: of the gradient steps in θ, or the optimizer that takes them.
+        optimizer: of θ's trainable parameters.
         strength: λ of the proximal term.
-        inner_steps: gradient steps in θ per batch.
-        outer_rate: η of the step in w.
+        inner_steps: steps in θ per batch.
     """
     weights, thetas = trainable(shared), trainable(personal)
-    optimizer = _stepping(thetas, rate)
+    eta = 1 / strength if strength else 0.0
     personal.train()
     for batches in epochs(site, round, "personal"):
         for batch in batches:
             for _ in range(inner_steps):
                 _step(optimizer, thetas, proximal_gradients(_gradients(personal, site, batch), thetas, weights, strength))
             with torch.no_grad():
-                for weight, moved in zip(weights, pfedme_outer(weights, thetas, outer_rate, strength), strict=True):
+                for weight, moved in zip(weights, pfedme_outer(weights, thetas, eta, strength), strict=True):
                     weight.copy_(moved)
     with torch.no_grad():  # running statistics follow the model that saw the images
         for own, seen in zip(shared.buffers(), personal.buffers(), strict=True):
             own.copy_(seen)
-
-
-def train_meta(
-    meta: nn.Module, personal: nn.Module, site: Site, round: int, hyper: FedSMSiteHyper, optimizer: torch.optim.Optimizer
-) -> None:
-    """One round of Per-FedAvg or pFedMe in place: the site's copy of the shared model, and pFedMe's personal model beside it.
-
-    Per-FedAvg's personal model is an adaptation of the shared model as it comes from the server, see `adapt`; this leaves it alone.
-    Both go by the task's optimizer: a plain step at the rate of a task with Adam leaves a model where it is. pFedMe's outer step is by
-    default as far as its proximal point, η = 1 / λ, which is the largest step along the gradient λ (w - θ) that does not go beyond it.
-
-    Args:
-        meta: the site's copy of the shared model, trained in place.
-        personal: with pFedMe overwritten; becomes the personal model.
-        site: gives batches and loss.
-        round: 0-based, a key of batches and dropout.
-        hyper: which of both, and its rates.
-        optimizer: the task's, of the weights that take gradient steps: of `meta`, with pFedMe of `personal`.
-    """
-    if hyper.personalization == "perfedavg":
-        train_per_fedavg(meta, site, round, inner_rate(hyper, optimizer), optimizer if hyper.meta_lr == "auto" else hyper.meta_lr)
-        return
-    strength = hyper.pfedme_lambda
-    personal.load_state_dict(meta.state_dict())
-    eta = (1 / strength if strength else 0.0) if hyper.meta_lr == "auto" else hyper.meta_lr
-    rate = inner_rate(hyper, optimizer)
-    train_pfedme(meta, personal, site, round, rate=rate, strength=strength, inner_steps=hyper.pfedme_steps, outer_rate=eta)
-
-
-def inner_rate(hyper: FedSMSiteHyper, optimizer: torch.optim.Optimizer) -> Rate:
-    """What takes the inner steps: the task's optimizer, or plain steps at a rate of their own."""
-    return optimizer if hyper.adapt_lr == "auto" else hyper.adapt_lr
-
-
-def _stepping(weights: Sequence[nn.Parameter], rate: Rate) -> torch.optim.Optimizer:
-    return rate if isinstance(rate, torch.optim.Optimizer) else torch.optim.SGD(weights, lr=rate)
 
 
 def _step(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
@@ -198,3 +221,56 @@ def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
 def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
     images, targets, _ = batch
     return list(torch.autograd.grad(site.loss(model(images), targets), trainable(model)))
+
+
+# -- at the server -----------------------------------------------------------------------------------------------------------
+
+
+class ServerPersonal:
+    """Every site's personal model at the server, in the half's memory, and the best one of each by its site's validation metric.
+
+    Args:
+        context: names the sites.
+        memory: of the server half.
+        model: the initial global model, from which all start.
+    """
+
+    def __init__(self, context: ServerContext, memory: Message, model: StateDict):
+        self.kind, self.sites, self.memory = context.plan.site_hyper.personalization, context.sites, memory
+        memory.states |= {entry: copy_state(model) for entry in (*map(PERSONAL_OF.of, self.sites), META)}
+        self.best = {site: Best(memory, PERSONAL_OF.of(site)) for site in self.sites}
+        lam, count = context.plan.server_hyper.lam, len(self.sites)
+        if self.kind == "softpull" and lam * count < 1 < count:
+            context.events.add("warning", f"lam = {lam:g} is below 1/K = {1 / count:.3g}: SoftPull overshoots the mean")
+
+    def __getitem__(self, site: str) -> StateDict:
+        """The personal model of a site."""
+        return self.memory.states[PERSONAL_OF.of(site)]
+
+    def sent(self, site: str) -> dict[str, StateDict]:
+        """The site's personal model; for Per-FedAvg and pFedMe also the shared model that it comes from."""
+        return {PERSONAL: self[site], **({META: self.memory.states[META]} if self.kind in SHARED_META else {})}
+
+    def aggregate(self, step: Step, replies: Mapping[str, Message], aggregation: Aggregation[Any]) -> None:
+        """Offer the models that were measured for delivery; after training keep the next ones, pulled to each other by SoftPull.
+
+        The sites that did not answer keep their models.
+        """
+        answered = {site: reply.states[PERSONAL] for site, reply in replies.items() if PERSONAL in reply.states}
+        for site, reply in replies.items():  # Per-FedAvg's is made by the site, which answers with the one that it measured
+            measured = answered[site] if self.kind == "perfedavg" else self[site]
+            self.best[site].offer(reply.facts["validation"].get("personal"), step.round, measured)
+        if self.kind == "softpull" and answered:
+            answered = aggregation.own(site_models(replies, PERSONAL), step.round)
+        self.memory.states |= {PERSONAL_OF.of(site): state for site, state in answered.items()}
+        if self.kind in SHARED_META and step.phase == "train":
+            self.memory.states[META] = aggregation.shared(site_models(replies, META), step.round, self.memory.states[META])
+
+    def delivered(self, best: bool) -> tuple[dict[str, StateDict], dict[str, int | None]]:
+        """(entry -> personal model, site -> rounds of training behind it): of each site's best round, or the last ones.
+
+        Args:
+            best: whether of the best round; the rounds of the last one stay unsaid.
+        """
+        models = {PERSONAL_OF.of(site): (best and self.best[site].state) or self[site] for site in self.sites}
+        return models, {site: found.round for site, found in sorted(self.best.items())} if best else {}
