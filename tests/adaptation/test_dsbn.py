@@ -51,14 +51,6 @@ def test_weights_and_source_model_stay() -> None:
     assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
 
 
-def test_showing_the_same_images_again_changes_nothing() -> None:
-    adapted = TargetStatistics(model())
-    adapted.adapt([images(4)])
-    first = {name: tensor.clone() for name, tensor in adapted.model.state_dict().items()}
-    adapted.adapt([images(4)])
-    assert all(torch.equal(tensor, first[name]) for name, tensor in adapted.model.state_dict().items())
-
-
 def test_one_image_with_one_value_per_channel_keeps_the_trained_statistics() -> None:
     network: Any = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3)).eval()
     trained = network[1].running_mean.clone()
@@ -94,12 +86,6 @@ def test_statistics_can_be_kept_and_taken_up() -> None:
     assert torch.equal(other(images(3)), adapted(images(3)))
     with pytest.raises(StateError, match="running_"):
         other.load_statistics({"0.running_mean": torch.zeros(2)})
-
-
-def test_is_the_adaptive_model_of_deployment() -> None:
-    from medflare.inference.deployed import Adaptive
-
-    assert isinstance(TargetStatistics(model()), Adaptive)
 
 
 def test_network_without_batch_norm_or_images() -> None:

@@ -79,14 +79,9 @@ class TestEffective:
         assert found["site"] == {"dp_clip": 1.0, "dp_delta": 1e-5, "dp_noise": 0.0, "reset_optimizer": False}
 
     def test_what_came_as_text_is_what_it_stands_for_and_can_be_given_again(self) -> None:
-        method = get_method("feddag")
-        found = method.effective({"clamp": "0,1", "ema_ramp": "true", "rho": "0.2", "generator_lr": "none"})
-        assert (found["site"]["clamp"], found["site"]["ema_ramp"], found["site"]["generator_lr"], found["server"]["rho"]) == (
-            [0, 1],
-            True,
-            None,
-            0.2,
-        )
+        method = get_method("grace")
+        found = method.effective({"swap": "false", "server_rate": "0.2", "inner_rate": "none"})
+        assert (found["site"]["swap"], found["site"]["inner_rate"], found["server"]["server_rate"]) == (False, None, 0.2)
         assert method.effective(found) == found
 
 

@@ -154,9 +154,6 @@ class TargetStatistics(nn.Module):
     def load_statistics(self, state: StateDict) -> None:
         """Take up what `statistics` of such a model gave.
 
-        Args:
-            state: mean and variance by layer.
-
         Raises:
             StateError: it came from another network.
         """

@@ -56,13 +56,7 @@ def with_dsbn(message: Message) -> Message:
 
 
 def dsbn_for(site: Site, message: Message, build: Build) -> Message:
-    """`with_dsbn`, with the statistics of the site's test images, whose labels nobody looks at.
-
-    Args:
-        site: gives the images.
-        message: the delivered model that is adapted.
-        build: message -> module, of the model that is adapted.
-    """
+    """`with_dsbn`, with the statistics of the site's test images, whose labels nobody looks at."""
     message = with_dsbn(message)
     if site.n["test"]:
         module = TargetStatistics(build(Message(message.states, {**message.facts, "kind": message.facts["base"]}))).to(site.device)

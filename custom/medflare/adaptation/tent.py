@@ -18,7 +18,6 @@ def prediction_entropy(probabilities: Tensor, target: str) -> Tensor:
 
     Args:
         probabilities: of C exclusive classes (target "multiclass") or of C independent findings ("binary", "multilabel").
-        target: the task's target.
 
     Examples:
         >>> certain, even = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])
@@ -42,9 +41,6 @@ class Tent(nn.Module):
     Args:
         model: images (N, C, H, W) to probabilities; it is copied and not changed.
         target: the task's target, see `prediction_entropy`.
-        rate: of Adam.
-        steps: gradient steps per batch.
-        episodic: forget after every batch.
         batch_size: images that come together are cut into even batches of at most this many; None: taken together.
 
     Raises:
@@ -72,11 +68,7 @@ class Tent(nn.Module):
         self.optimizer = torch.optim.Adam([parameter.requires_grad_() for parameter in self._affine], lr=self.rate)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to probabilities; works inside `torch.no_grad` and `torch.inference_mode` too.
-
-        Args:
-            images: at least one.
-        """
+        """Images (N, C, H, W) to probabilities; works inside `torch.no_grad` and `torch.inference_mode` too."""
         batches = images.tensor_split(math.ceil(len(images) / self.batch_size)) if self.batch_size else [images]
         with torch.inference_mode(False), torch.enable_grad():
             return torch.cat([self._adapted(batch.clone() if batch.is_inference() else batch) for batch in batches])

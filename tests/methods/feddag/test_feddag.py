@@ -3,7 +3,6 @@
 import io
 import math
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.federation.local.loop import run_local
@@ -33,25 +30,15 @@ def weights(module: nn.Module) -> StateDict:
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"alpha": 0.1},
-    {"alpha": 1.0, "clamp": (-0.5, 1.0)},
     {"m": 0.001},
-    {"classifier": "teacher"},
-    {"classifier": "both"},
-    {"train_on": "generated"},
     {"train_on": "perturbation"},
     {"discrepancy_weight": 5.0},
     {"similarity_weight": 0.0},
     {"ema": 0.99},
-    {"ema_ramp": True},
     {"chain": "teacher_from_global"},
     {"sam_rho": 0.1},
     {"generator_width": 8},
-    {"generator_blocks": 1},
     {"generator_scale": 4},
-    {"alpha_unit": "input"},
-    {"normalisation": "running"},
-    {"statistics": "both"},
-    {"generator_lr": 0.001},
     {"ndag": False},
 ]
 
@@ -71,8 +58,6 @@ class TestSite:
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
     def test_every_setting_changes_the_model(self, kind: str) -> None:
         task = squares.task(kind)
-        if kind == "classification":  # with running statistics, which some of the settings are about
-            task = squares.task(kind, network={**task.network, "batch_norm": True})
         results = [squares.trained(FedDAGSite, task, **{"ema": 0.9, **variant}) for variant in VARIANTS]  # a teacher that lags behind
         for model, facts in results:
             assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
@@ -111,22 +96,10 @@ class TestSite:
         begun = half._begin(Message({"model": networks["global"], "student": networks["student"]}))
         assert squares.equal(weights(begun.student), networks[student]) and squares.equal(weights(begun.teacher), networks[teacher])
 
-    def test_nothing_kept_in_types_1_and_2(self) -> None:
-        for distribution in ("type1", "type2"):
-            half = squares.half(FedDAGSite, distribution=distribution, reset_optimizer=True)
-            half.perform("train", 0, Message({"model": squares.start()}))
-            assert half.kept is None and not half.memory.states
-
     def test_perturbed_model_lies_rho_away(self) -> None:
-        for loss in ("task", "full"):
-            half = squares.half(FedDAGSite, rho=0.2, perturbation_loss=loss)
-            states = half.perform("train", 0, Message({"model": squares.start()})).states
-            far = sum(
-                (states["perturbed"][name] - tensor).square().sum()
-                for name, tensor in states["model"].items()
-                if tensor.is_floating_point()
-            )
-            assert math.sqrt(far) == pytest.approx(0.2, rel=1e-4)
+        states = squares.half(FedDAGSite, rho=0.2).perform("train", 0, Message({"model": squares.start()})).states
+        moves = [states["perturbed"][name] - tensor for name, tensor in states["model"].items() if tensor.is_floating_point()]
+        assert math.sqrt(sum(move.square().sum() for move in moves)) == pytest.approx(0.2, rel=1e-4)
 
     def test_pictures_are_made_of_own_images_and_stay(self) -> None:
         half = squares.half(FedDAGSite, pictures=3)
@@ -139,15 +112,6 @@ class TestSite:
     def test_site_with_one_image(self) -> None:
         model, facts = squares.trained(FedDAGSite, counts=(1, 1, 1))
         assert all(torch.isfinite(tensor).all() for tensor in model.values()) and math.isfinite(facts["loss"])
-
-    def test_network_without_batch_norm(self) -> None:
-        task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
-        squares.play(squares.server(FedDAGServer, task), squares.halves(FedDAGSite, task))
-
-    @pytest.mark.parametrize("clamp", [(1.0, 0.0), (0.0, 1.0, 2.0)])
-    def test_range_to_clamp_to_must_be_one(self, clamp: tuple[float, ...]) -> None:
-        with pytest.raises(ConfigError, match="clamp"):
-            build_hyper(FedDAGSite.Hyper, {"clamp": clamp})
 
 
 class TestFederation:
@@ -190,33 +154,15 @@ class TestFederation:
         both = squares.play(squares.server(FedDAGServer, **settings), squares.halves(FedDAGSite, **settings)).model
         assert squares.equal(both, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
 
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {},
-            {"chain": "teacher_from_global", "ema_ramp": True, "reset_optimizer": True},
-            {"distribution": "type1"},
-            {"distribution": "type2", "warmup": 1},
-            {"sha": False},
-            {"evaluators": 1, "window": "passing"},
-        ],
-    )
-    def test_state_survives_new_processes(self, settings: dict[str, Any], tmp_path: Path) -> None:
-        once, again = (
-            squares.play(squares.server(FedDAGServer, rounds=4, **settings), squares.halves(FedDAGSite, **settings), store=store)
-            for store in (None, tmp_path)
-        )
-        assert squares.equal(once.model, again.model)
-        assert all(squares.equal(state, again.server.companions[name]) for name, state in once.server.companions.items())
-
     def test_generators_are_averaged_with_the_models_weights(self) -> None:
-        settings: dict[str, Any] = {"beta": 4.0, "score_metric": "exp_loss"}
+        settings: dict[str, Any] = {"beta": 4.0}
         server, halves = squares.server(FedDAGServer, rounds=1, **settings), squares.halves(FedDAGSite, **settings)
         step = server.steps()[0]
         replies = {name: half.perform(step.phase, 0, server.configure(step, name)) for name, half in halves.items()}
         server.aggregate(step, replies)
         score = server.steps()[1]
-        server.aggregate(score, {name: half.perform("score", 0, server.configure(score, name)) for name, half in halves.items()})
+        scores = {"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6, "C": 0.6}, "C": {"A": 0.8, "B": 0.4}}
+        server.aggregate(score, {name: Message({}, {"scores": found}) for name, found in scores.items()})
         shares = server.aggregation.weights
         assert sum(shares.values()) == pytest.approx(1) and len(set(shares.values())) > 1
         for name, tensor in server.companions["generator"].items():
@@ -242,6 +188,6 @@ class TestFederation:
 
     def test_site_that_misses_rounds_goes_on_from_its_own_teacher(self) -> None:
         task = tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}, batch_size=load_task("phantom").batch_size)
-        results = run_local("feddag", task, 3, rounds=3, seed=1, absent={1: ["site-2"]}, generator_width=4, generator_blocks=1)
+        results = run_local("feddag", task, 3, rounds=3, seed=1, absent={1: ["site-2"]}, generator_width=4)
         assert results["status"] == "COMPLETED"
         assert [event["site"] for event in results["events"] if event["kind"] == "missing"] == ["site-2", "site-2"]  # train and score

@@ -11,7 +11,7 @@ from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.splits import Batch
-from medflare.methods.feddag.formulas import discrepancy, instance_discrepancy
+from medflare.methods.feddag.formulas import discrepancy
 from medflare.methods.feddag.generation import AdversarialGeneration, channel_deviations, initial_generator, sharpness_aware_step
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.site import FedDAGSite
@@ -61,21 +61,6 @@ class TestStages:
         assert squares.equal(weights(dag.student), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
         assert all(parameter.grad is None for network in (dag.student, dag.teacher) for parameter in network.parameters())
 
-    def test_capped_images_stop_pulling_one_by_one_or_all_at_once(self, generation: Callable[..., AdversarialGeneration]) -> None:
-        """With the cap between the images' discrepancies the two readings of Eq. 1 train the generator differently."""
-        batch = first_batch(generation(alpha=1.0))
-        probe = generation(alpha=1.0)
-        with torch.no_grad(), batch_statistics(probe.student.eval()):
-            features = pooled(probe.student.features_and_output(probe.student_images(batch.images))[0])
-        m = instance_discrepancy(probe.reference(batch.images), features).median().item()
-        moved = {}
-        for cap in ("instance", "batch"):
-            dag = generation(alpha=1.0, cap=cap, m=m)
-            losses = dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
-            assert losses["discrepancy"].item() <= m + 1e-9
-            moved[cap] = weights(dag.generator)
-        assert not squares.equal(moved["instance"], moved["batch"])
-
     def test_student_comes_closer_on_fixed_generated_images(self, generation: Callable[..., AdversarialGeneration]) -> None:
         """Stage 2 lowers L_S, and moves nothing but the student."""
         dag = generation(alpha=1.0)
@@ -96,49 +81,42 @@ class TestStages:
         counts = [int(tensor) for name, tensor in dag.student.state_dict().items() if name.endswith("num_batches_tracked")]
         assert set(counts) == {1}  # original images
 
-    @pytest.mark.parametrize("train_on", ["both", "generated", "perturbation"])
+    @pytest.mark.parametrize("train_on", ["both", "perturbation"])
     @pytest.mark.parametrize("sam_rho", [0.0, 0.1])
     def test_running_statistics_hold_no_generated_image(
         self, generation: Callable[..., AdversarialGeneration], train_on: str, sam_rho: float
     ) -> None:
-        """They are what a pass of the originals leaves, bit for bit; before, a pass of the generated ones was among them."""
+        """They are what a pass of the originals leaves, bit for bit."""
 
         def statistics(network: nn.Module) -> StateDict:
             return {name: tensor for name, tensor in weights(network).items() if "running" in name}
 
-        found = {}
-        for kind in ("originals", "both"):
-            dag = generation(alpha=1.0, train_on=train_on, sam_rho=sam_rho, statistics=kind)
-            clean, batch = dag.site.network().train(), first_batch(dag)
-            clean(batch.images)
-            dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
-            dag._student_step(batch.images, batch.targets, dag.reference(batch.images))
-            found[kind] = squares.equal(statistics(dag.student), statistics(clean))
-        assert found == {"originals": True, "both": False}
+        dag = generation(alpha=1.0, train_on=train_on, sam_rho=sam_rho)
+        clean, batch = dag.site.network().train(), first_batch(dag)
+        clean(batch.images)
+        dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
+        dag._student_step(batch.images, batch.targets, dag.reference(batch.images))
+        assert squares.equal(statistics(dag.student), statistics(clean))
 
     @pytest.mark.parametrize("kind", ["segmentation", "classification"])
     def test_the_attack_is_the_same_in_both_stages(self, generation: Callable[..., AdversarialGeneration], kind: str) -> None:
-        """1 - cos of a generated image is for the generator what it is for the student that trains; in evaluation mode it was not."""
+        """1 - cos of a generated image is for the generator what it is for the student that trains."""
         task = squares.task(kind)
         if kind == "classification":
             task = squares.task(kind, network={**task.network, "batch_norm": True})
-        gaps = {}
-        for normalisation in ("batch", "running"):
-            dag = generation(task, alpha=1.0, m=2.0, generator_lr=0.0, normalisation=normalisation)
-            for batch in dag.site.batches("train", 0, "model", 0):  # a student with statistics of its own
-                dag.step(batch, 0.5)
-            images, targets, _ = first_batch(dag)
-            reference = dag.reference(images)
-            attacked = dag._generator_step(images, targets, reference)["discrepancy"]  # with a rate of 0 the generator stays
-            gaps[normalisation] = abs((attacked - dag._student_step(images, targets, reference)["similarity"]).item())
-        assert gaps["batch"] == pytest.approx(0, abs=1e-6) and gaps["running"] > 1e-4
+        dag = generation(task, alpha=1.0, m=2.0)
+        for batch in dag.site.batches("train", 0, "model", 0):  # a student with statistics of its own
+            dag.step(batch, 0.5)
+        dag.optimizers["generator"].param_groups[0]["lr"] = 0.0  # the generator stays
+        images, targets, _ = first_batch(dag)
+        reference = dag.reference(images)
+        attacked = dag._generator_step(images, targets, reference)["discrepancy"]
+        assert (attacked - dag._student_step(images, targets, reference)["similarity"]).item() == pytest.approx(0, abs=1e-6)
 
     def test_equal_networks_give_equal_images_equal_features(self, generation: Callable[..., AdversarialGeneration]) -> None:
-        for normalisation, equal in (("batch", True), ("running", False)):
-            dag = generation(alpha=0.0, normalisation=normalisation)
-            images, targets, _ = first_batch(dag)
-            similarity = dag._student_step(images, targets, dag.reference(images))["similarity"].item()
-            assert (similarity < 1e-6) is equal
+        dag = generation(alpha=0.0)
+        images, targets, _ = first_batch(dag)
+        assert dag._student_step(images, targets, dag.reference(images))["similarity"].item() < 1e-6
 
     def test_teacher_follows_the_student(self, generation: Callable[..., AdversarialGeneration]) -> None:
         dag = generation()
@@ -156,16 +134,6 @@ class TestStages:
         assert "discrepancy" not in dag.step(first_batch(dag), 0.9)
         assert squares.equal(weights(dag.generator), before)
 
-    def test_bare_perturbations_replace_the_images(self, generation: Callable[..., AdversarialGeneration]) -> None:
-        dag = generation(train_on="perturbation", alpha=0.5)
-        images = first_batch(dag).images
-        torch.testing.assert_close(dag.student_images(images), 0.5 * dag.generator(images).detach())
-
-    def test_clamped_images_stay_in_range(self, generation: Callable[..., AdversarialGeneration]) -> None:
-        images = generation(alpha=1.0, clamp=(0.0, 0.4))
-        found = images.student_images(first_batch(images).images)
-        assert found.min() >= 0 and found.max() <= 0.4
-
 
 class TestStrength:
     def test_deviations_by_hand(self) -> None:
@@ -181,7 +149,6 @@ class TestStrength:
         deviation, images = half.unit, stacked(half.site.data.train).images
         assert deviation.shape == (1, 1, 1) and deviation.item() == pytest.approx(images.std(correction=0).item())
         assert half.memory.facts["deviations"] == pytest.approx([deviation.item()])
-        assert squares.half(FedDAGSite, alpha_unit="input").unit == 1.0
         reply = half.perform("train", 0, Message({"model": squares.start()}))
         assert "deviations" not in reply.facts
 

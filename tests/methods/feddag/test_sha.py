@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from medflare.core.errors import ConfigError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict
-from medflare.core.store import StateStore
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
 from medflare.methods.baselines.moon import MoonSite
@@ -20,10 +18,9 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import soft_balancing_weights
 from medflare.methods.feddag.hyper import SHAHyper
-from medflare.methods.feddag.scoring import CANDIDATE, ScoredSite, perturbed
+from medflare.methods.feddag.scoring import CANDIDATE, ScoredSite
 from medflare.methods.feddag.sha import HierarchicalAggregation, SHAServer
 from methods import squares
-from small import stacked
 
 SHASite = get_method("sha").site_class
 SHAMoonSite = get_method("moon", server="sha").site_class
@@ -87,13 +84,6 @@ class TestPerturbation:
         for hyper in ({"rho": 0.0}, {"sha": False}):
             assert squares.half(SHASite, **hyper).perform("train", 0, Message({"model": squares.start()})).states.keys() == {"model"}
 
-    def test_weights_without_a_gradient_stay(self) -> None:
-        weights = {"used": torch.ones(2), "frozen": torch.ones(1), "count": torch.tensor(3)}
-        moved = perturbed(weights, {"used": torch.tensor([3.0, 4.0])}, 0.5)
-        torch.testing.assert_close(moved["used"], torch.tensor([1.3, 1.4]))
-        assert moved["frozen"] is weights["frozen"] and moved["count"] == 3
-        assert torch.equal(perturbed(weights, {"used": torch.zeros(2)}, 0.5)["used"], weights["used"])
-
 
 class TestScoring:
     def test_scores_are_the_validation_metric_of_each_model(self) -> None:
@@ -113,20 +103,14 @@ class TestScoring:
             found, named = (squares.half(SHASite, task=task, score_metric=metric).perform("score", 0, start) for metric in ("auto", name))
             assert found.facts["scores"]["B"] is not None and found.facts == named.facts
 
-    def test_score_may_be_another_metric_or_the_loss(self) -> None:
+    def test_score_may_be_another_metric(self) -> None:
         start = Message({"candidate/B": squares.start()})
-        dice, iou, likelihood = (
-            squares.half(SHASite, score_metric=name).perform("score", 0, start).facts["scores"]["B"] for name in ("dice", "iou", "exp_loss")
-        )
-        site = squares.site()
-        network = site.network().eval()
-        expected = math.exp(-site.loss(network(stacked(site.data.validation).images), site.data.validation.targets).item())
-        assert dice > iou and likelihood == pytest.approx(expected, rel=1e-5)
+        dice, iou = (squares.half(SHASite, score_metric=name).perform("score", 0, start).facts["scores"]["B"] for name in ("dice", "iou"))
+        assert dice > iou
 
     def test_site_without_validation_images_gives_no_score(self) -> None:
-        for name in ("task", "exp_loss"):
-            half = squares.half(SHASite, counts=(12, 0, 1), score_metric=name)
-            assert half.perform("score", 0, Message({"candidate/B": squares.start()})).facts["scores"] == {"B": None}
+        half = squares.half(SHASite, counts=(12, 0, 1))
+        assert half.perform("score", 0, Message({"candidate/B": squares.start()})).facts["scores"] == {"B": None}
 
     def test_metric_of_another_kind_of_task_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="auc_macro"):
@@ -157,13 +141,9 @@ class TestAggregation:
         means = [averaged(average, {"A": state(value)}, {"A": value / 16})["weight"].item() for value in (16, 8, 4)]
         assert means == pytest.approx([16, 8, 28 / 3])
 
-    def test_softmax_and_missing_scores(self) -> None:
-        models = {"A": state(0), "B": state(1), "C": state(2)}
-        average = aggregation(kappa=0, balancing="softmax", temperature=0.1)
-        averaged(average, models, {"A": 0.0, "B": math.log(3) / 10, "C": math.log(4) / 10})
-        assert average.weights == pytest.approx({"A": 1 / 8, "B": 3 / 8, "C": 4 / 8})
+    def test_a_model_without_a_score_counts_as_an_average_one(self) -> None:
         unknown = aggregation()
-        averaged(unknown, models, {"A": 0.4, "B": math.nan, "C": 0.8})
+        averaged(unknown, {"A": state(0), "B": state(1), "C": state(2)}, {"A": 0.4, "B": math.nan, "C": 0.8})
         assert unknown.weights == pytest.approx({"A": 0.4 / 1.8, "B": 0.6 / 1.8, "C": 0.8 / 1.8})
 
     def test_one_site_keeps_its_model(self) -> None:
@@ -218,14 +198,6 @@ class TestServer:
         expected = soft_balancing_weights([0.7, 0.3, 0.5])
         assert server.model["weight"].item() == pytest.approx(float((expected * torch.tensor([1.0, 2.0, 3.0])).sum()))
 
-    def test_evaluators_count_by_their_validation_images_if_wanted(self) -> None:
-        server = squares.server(SHAServer, kappa=0, score_weighting="samples", centred=False)
-        server.context.site_counts.update({site: {"n": {"validation": n}} for site, n in {"A": 1, "B": 3, "C": 1}.items()})
-        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
-        table = {"A": {"B": 0.5, "C": 0.9}, "B": {"A": 0.4, "C": 0.1}, "C": {"A": 0.8, "B": 0.5}}
-        server.aggregate(Step("score", 0), replies_to_score(table))
-        assert server.aggregation.scores == pytest.approx({"A": 0.5, "B": 0.5, "C": 0.3})
-
     @pytest.mark.parametrize("bad", [1.5, -0.1, math.nan, "high", None])
     def test_impossible_scores_are_left_out_by_name(self, bad: Any) -> None:
         server = squares.server(SHAServer, kappa=0)
@@ -252,21 +224,6 @@ class TestServer:
         assert server.model["weight"].item() == pytest.approx(3)  # A's own model has no score and counts as an average one
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
 
-    def test_half_a_round_survives_a_restart(self, tmp_path: Path) -> None:
-        server, restored = (squares.server(SHAServer, centred=False, kappa=1) for _ in range(2))
-        server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
-        server.aggregate(Step("score", 0), replies_to_score({"A": {"B": 0.2, "C": 0.4}, "B": {"A": 0.6}, "C": {"B": 0.4}}))
-        server.aggregate(Step("train", 1), replies_to_train((5, 4, 9), perturbed={"A": 10, "B": 20, "C": 30}))
-        StateStore(tmp_path).save("server", server.state())
-        restored.restore(StateStore(tmp_path).load("server"))
-        score = Step("score", 1)
-        assert restored.configure(score, "A").states["candidate/B"]["weight"].item() == 20
-        for half in (server, restored):
-            half.aggregate(score, replies_to_score({"A": {"B": 0.1, "C": 0.1}, "B": {"A": 0.1}, "C": {"B": 0.1}}))
-        assert squares.equal(server.model, restored.model)
-        assert server.aggregation.scores == restored.aggregation.scores
-        assert server.aggregation.scores == pytest.approx({"A": 0.35, "B": 0.2, "C": 0.25})  # all of round 0 scored higher
-
 
 class TestFederation:
     def test_without_sha_it_is_fedavg(self) -> None:
@@ -281,11 +238,6 @@ class TestFederation:
         for name, tensor in uniform.items():
             torch.testing.assert_close(cea[name], tensor)
 
-    def test_state_survives_new_processes(self, tmp_path: Path) -> None:
-        once = squares.play(squares.server(SHAServer), squares.halves(SHASite))
-        again = squares.play(squares.server(SHAServer), squares.halves(SHASite), store=tmp_path)
-        assert squares.equal(once.model, again.model)
-
     def test_pairings(self) -> None:
         sha, moon = get_method("sha"), get_method("moon", server="sha")
         assert issubclass(moon.site_class, MoonSite) and issubclass(moon.site_class, ScoredSite)
@@ -295,11 +247,3 @@ class TestFederation:
             method.check({"rho": 0.1, "kappa": 2, "reset_optimizer": True})
         with pytest.raises(ConfigError, match="rho"):
             sha.check({"rhoo": 0.1})
-
-    def test_best_round_is_chosen_by_validation_not_by_scores(self) -> None:
-        server = squares.server(SHAServer)
-        halves = squares.halves(SHASite)
-        final = squares.play(server, halves).model
-        assert server.best.round in (1, 2, 3) and server.best.value is not None
-        if server.best.round == 3:
-            assert squares.equal(server.best.state, final)

@@ -1,7 +1,6 @@
 """GRACE's halves on small generated images: every variant, what they share with FedAvg, memory."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,25 +167,6 @@ class TestFederation:
     def test_nothing_of_grace_is_fedavg(self) -> None:
         ours = squares.play(squares.server(GraceServer, consistency=False), squares.halves(GraceSite, client="erm"))
         assert squares.equal(ours.model, squares.play(squares.server(FedAvgServer), squares.halves(FedAvgSite)).model)
-
-    @pytest.mark.parametrize("hyper", [{"client": "coral"}, {"client": "adv"}], ids=str)
-    def test_new_process_for_every_task(self, hyper: Any, tmp_path: Path) -> None:
-        kept, renewed = (squares.halves(GraceSite, **hyper) for _ in range(2))
-        expected = squares.play(squares.server(GraceServer), kept).model
-        assert squares.equal(squares.play(squares.server(GraceServer), renewed, store=tmp_path).model, expected)
-        for name in squares.SITES:
-            assert squares.equal(kept[name].personal.state, renewed[name].personal.state)
-
-    def test_server_goes_on_after_a_restart(self) -> None:
-        expected = squares.play(squares.server(GraceServer), squares.halves(GraceSite)).model
-        server, halves = squares.server(GraceServer), squares.halves(GraceSite)
-        for step in server.steps():
-            fresh = squares.server(GraceServer)
-            fresh.restore(server.state())
-            replies = {name: half.perform(step.phase, step.round, fresh.configure(step, name)) for name, half in halves.items()}
-            fresh.aggregate(step, replies)
-            server = fresh
-        assert squares.equal(server.model, expected)
 
     def test_it_learns(self) -> None:
         server, halves = squares.server(GraceServer, rounds=12), squares.halves(GraceSite)

@@ -7,7 +7,6 @@ import pytest
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.core.store import MemoryStore
 from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.grace.local_model import LocalModelSite
 from methods import squares
@@ -72,15 +71,3 @@ def test_facts_and_probe() -> None:
     assert 0 <= facts["validation"]["personal"] <= 1 and -2 <= facts["a_distance"] <= 2
     assert "a_distance" not in squares.trained(LocalModelSite)[1]
     assert squares.trained(LocalModelSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split
-
-
-def test_memory_survives_a_new_process() -> None:
-    half, start = squares.half(LocalModelSite), squares.start()
-    half.perform("train", 0, incoming(start))
-    renewed = squares.half(LocalModelSite)
-    store = MemoryStore()
-    store.save("half", half.memory)
-    renewed.restore(store.load("half"))
-    assert squares.equal(renewed.personal.state, half.personal.state) and renewed.personal.value == half.personal.value
-    first, second = (each.perform("train", 1, incoming(start)).states["model"] for each in (half, renewed))
-    assert squares.equal(first, second)

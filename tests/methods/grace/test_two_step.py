@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from medflare.core.states import copy_state
 from medflare.methods.grace.formulas import coral, meta_trained
 from medflare.methods.grace.site import GraceSite
-from medflare.methods.grace.two_step import MetaLoss, StepLengths, halves, roles, stepped, train_two_steps, unremembered
+from medflare.methods.grace.two_step import MetaLoss, StepLengths, stepped, unremembered
 from medflare.methods.parts.training import trainable
 from methods import squares
 
@@ -67,16 +67,6 @@ def test_meta_train_takes_a_step_of_the_optimizer_and_leaves_it_as_it_was() -> N
         assert all(torch.equal(value, moments[place_of][slot]) for slot, value in slots.items())
 
 
-def test_a_first_step_leaves_an_optimizer_without_moments() -> None:
-    place = squares.site("A", squares.CLASSIFICATION)
-    network = place.network()
-    optimizer = place.optimizer(trainable(network))
-    images, targets, _ = next(iter(place.batches("train", 0)))
-    with unremembered(optimizer):
-        stepped(dict(network.named_parameters()), lambda _: place.loss(network(images), targets), optimizer)
-    assert not optimizer.state
-
-
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
 def test_meta_train_goes_as_far_as_the_optimizer(kind: str, name: str) -> None:
@@ -105,11 +95,6 @@ def test_lengths_of_steps_by_hand() -> None:
     assert lengths.means() == pytest.approx({"inner": 8**0.5, "outer": 3.0})
 
 
-def test_only_training_in_two_steps_tells_their_lengths() -> None:
-    assert squares.trained(GraceSite, client="meta")[1]["steps"].keys() == {"inner", "outer"}
-    assert "steps" not in squares.trained(GraceSite, client="erm")[1]
-
-
 @pytest.mark.parametrize("norm", ["instance", "batch"])
 def test_with_swapped_halves_every_image_is_in_the_update(norm: str) -> None:
     """Without a meta-train step the swapped update is that of the two halves' mean loss; on the first half alone it is not."""
@@ -125,27 +110,6 @@ def test_with_swapped_halves_every_image_is_in_the_update(norm: str) -> None:
         torch.testing.assert_close(swapped[name], parameter, rtol=1e-4, atol=1e-6)
         far += (half[name] - parameter).square().sum().item()
     assert far > 1e-6
-
-
-def test_swapped_losses_are_the_mean_of_both_ways_round() -> None:
-    place = squares.site("A", squares.CLASSIFICATION)
-    network = place.network()
-    images, targets, _ = next(iter(place.batches("train", 0, batch_size=12)))
-
-    def loss(order: Tensor, swap: bool) -> Tensor:
-        meta_loss = MetaLoss(network, place, None, lambda theta, first: meta_trained(theta, first, 0.1), swap)
-        return meta_loss(network, images[order], targets[order])
-
-    there, back = torch.arange(12), torch.arange(12).roll(6)
-    torch.testing.assert_close(loss(there, True), (loss(there, False) + loss(back, False)) / 2)
-
-
-def test_training_in_two_steps_leaves_its_mark_on_the_optimizer_once_a_batch() -> None:
-    place = squares.site("A", squares.CLASSIFICATION)
-    network = place.network()
-    optimizer = place.optimizer(trainable(network))
-    train_two_steps(network, optimizer, place, 0)
-    assert {int(slots["step"]) for slots in optimizer.state.values()} == {2}  # twelve images, six a batch
 
 
 @pytest.mark.parametrize("second_order", [True, False])
@@ -181,9 +145,3 @@ def test_batch_norm_follows_both_halves_and_parameters_end_where_the_optimizer_p
     assert moved == {name for name in before if name.endswith(("running_mean", "running_var", "num_batches_tracked"))}
     assert all(after[name] == before[name] + 2 for name in moved if name.endswith("num_batches_tracked"))
     assert all(parameter.grad is not None for parameter in network.parameters())
-
-
-def test_roles() -> None:
-    first, second = halves(8)
-    assert roles(8, swap=False) == [(first, second)] and roles(8, swap=True) == [(first, second), (second, first)]
-    assert roles(3, swap=True) == roles(3, swap=False)  # both parts are the whole batch

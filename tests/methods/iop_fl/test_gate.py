@@ -100,11 +100,7 @@ def test_every_limit_refuses() -> None:
     assert gate.refusal(Look(0.1, 0.5, 1.0, (0.02,)), Look(1.0, 0.5, 1.0, (0.03,))) == "", "the start's own share widens the range"
 
 
-def test_a_start_that_tells_nothing_asks_nothing() -> None:
-    assert Gate(0.8, 0.0, 0.0).refusal(Look(0.1, 0.0, 1.0, ()), Look(1.0, 0.0, 1.0, ())) == ""
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_one_image_that_is_classified_tells_nothing(seed: int) -> None:
     """Its share is its prediction: what is left of two entropies is rounding, of which nothing may be asked."""
     logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))

@@ -1,14 +1,12 @@
 """IOP-FL's halves: the personal model inside, routing outside, on small generated images."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.manifest import violation
-from medflare.core.states import StateDict, blend, copy_state
+from medflare.core.states import blend, copy_state
 from medflare.methods import iop_fl
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
@@ -17,7 +15,7 @@ from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from methods import squares
-from methods.squares import SITES, equal, play
+from methods.squares import equal, play
 
 
 def test_contract_names() -> None:
@@ -42,10 +40,6 @@ def test_local_models_are_accumulated(tau: float) -> None:
     assert equal(halves["B"].adapted, expected)
 
 
-def expected_floats(state: StateDict) -> StateDict:
-    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
-
-
 def test_delivered_personal_model_is_the_best_by_the_sites_own_validation() -> None:
     server, halves = squares.server(IOPServer, rounds=4), squares.halves(IOPSite)
     log = play(server, halves).log
@@ -55,24 +49,6 @@ def test_delivered_personal_model_is_the_best_by_the_sites_own_validation() -> N
         models = half.deliver(server.configure_delivery(name))
         assert equal(models["personal"].states["model"], half.best.state) and models["deployed"] is models["personal"]
         assert equal(models["global"].states["model"], server.selected[0])
-
-
-def test_selection_last_delivers_the_last_personal_model() -> None:
-    server, halves = squares.server(IOPServer, rounds=2), squares.halves(IOPSite, selection="last")
-    play(server, halves)
-    assert equal(halves["A"].deliver(server.configure_delivery("A"))["personal"].states["model"], halves["A"].adapted)
-
-
-def test_a_new_process_for_every_task_changes_nothing(tmp_path: Path) -> None:
-    def absent(step: Step, name: str) -> bool:
-        return name == "B" and step.round == 1
-
-    task = squares.task(optimizer={"name": "adam", "lr": 0.01, "amsgrad": True})  # remembers more than any other
-    plain, anew = (squares.halves(IOPSite, task, reset_optimizer=False) for _ in range(2))
-    first, second = (play(squares.server(IOPServer, task), halves, absent, store) for halves, store in ((plain, None), (anew, tmp_path)))
-    assert equal(first.model, second.model)
-    for name in SITES:
-        assert equal(plain[name].adapted, anew[name].adapted) and equal(first.server.experts[name], second.server.experts[name])
 
 
 def test_personal_models_leave_a_site_only_for_outside_sites_and_as_declared() -> None:
@@ -107,24 +83,6 @@ def test_a_site_without_a_round_has_nothing_to_submit() -> None:
     half = squares.halves(IOPSite)["A"]
     with pytest.raises(StateError, match="site A"):
         half.perform("submit", 3, squares.server(IOPServer).configure(Step("submit", 3), "A"))
-
-
-def test_server_state_survives() -> None:
-    server = squares.server(IOPServer, rounds=2)
-    play(server, squares.halves(IOPSite))
-    again = squares.server(IOPServer, rounds=2)
-    again.restore(server.state())
-    first, second = server.configure_delivery("O"), again.configure_delivery("O")
-    assert first.states.keys() == second.states.keys() and all(equal(first.states[entry], second.states[entry]) for entry in first.states)
-
-
-def test_uniform_weighting_is_the_plain_mean() -> None:
-    server = squares.server(IOPServer, rounds=1, weighting="uniform")
-    log = play(server, squares.halves(IOPSite)).log
-    states = [reply.states["model"] for reply in log[0][2].values()]
-    squares.assert_close(
-        expected_floats(server.model), {name: torch.stack([s[name] for s in states]).mean(dim=0) for name in expected_floats(server.model)}
-    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("tau", 1.5), ("tau", "much"), ("radius", -1), ("routing", "none")])

@@ -21,7 +21,7 @@ from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg import FedAvgServer
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.hyper import IOPHyper
-from medflare.methods.iop_fl.outside import RoutedModel, test_time_loss
+from medflare.methods.iop_fl.outside import test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPSite
 from medflare.tasks.config import TaskConfig, load_task
@@ -182,15 +182,6 @@ def test_without_personal_models_the_outside_site_gets_the_global_one() -> None:
     play(server, squares.halves(IOPSite))
     models = IOPSite(site("O"), plan_of(IOPSite, IOPServer)).deliver(server.configure_delivery("O"))
     assert models["deployed"] is models["global"]
-
-
-def test_a_routed_model_can_be_fitted_again_to_other_images() -> None:
-    _, models = delivered()
-    model: Any = build_deployed(SEGMENTATION, models["deployed"])
-    assert isinstance(model, RoutedModel)
-    before = copy_state(model.network.adapted_state())
-    model.adapt([torch.rand(2, 1, 16, 16) * 3])
-    assert not equal(before, model.network.adapted_state())
 
 
 def test_fitting_again_forgets_the_fit_before() -> None:

@@ -220,21 +220,6 @@ def test_a_kernel_of_depth_one_is_the_plane_that_it_is(layout: str, classifier: 
     assert whole.shape == (3, 5, 4, 3, 2, 3) and not torch.allclose(whole[0], whole[1])
 
 
-@pytest.mark.parametrize("layout", ["in_major", "out_major"])
-@pytest.mark.parametrize("classifier", [False, True])
-def test_a_kernel_of_one_dimension_is_a_plane_of_one_column(layout: str, classifier: bool) -> None:
-    lines = normal(3, 5, 4, 3)
-    found = fourier_aggregate(lines, 0.4, layout=layout, classifier=classifier)
-    assert torch.equal(found, fourier_aggregate(lines[..., None], 0.4, layout=layout, classifier=classifier)[..., 0])
-
-
-def test_layers_of_signals_have_their_rule() -> None:
-    network = nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.ConvTranspose1d(2, 2, 2), nn.Conv1d(2, 1, 1))
-    found = treatments(network)
-    assert [found[f"{place}.weight"].kind for place in range(4)] == ["kernel", "local", "kernel", "classifier"]
-    assert found["2.weight"].inputs_first and without_rule(network) is None
-
-
 def test_layers_of_volumes_have_their_rule_and_layers_without_one_are_named() -> None:
     network = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.ConvTranspose3d(2, 2, 2), nn.Conv3d(2, 1, 1))
     found = treatments(network)
@@ -277,9 +262,3 @@ def test_without_fourier_everybody_gets_the_mean() -> None:
         mean = torch.stack([state[name] for state in states.values()]).mean(0)
         for site in states:
             torch.testing.assert_close(aggregated[site][name], mean)
-
-
-def test_equal_models_are_a_fixed_point() -> None:
-    state = models(1)["site-0"]
-    for found in aggregate_models({"a": state, "b": state, "c": state}, treatments(Mixed()), 0.4).values():
-        torch.testing.assert_close(found, state)

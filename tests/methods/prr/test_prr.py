@@ -14,9 +14,8 @@ from medflare.core.rng import torch_generator
 from medflare.core.states import batch_norm_entries, split_state, weighted_mean
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import load_model
-from medflare.methods import prr
 from medflare.methods.base import Step
-from medflare.methods.catalogue import build_deployed, get_method
+from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
 from medflare.methods.prr.server import PRRServer
@@ -257,23 +256,3 @@ def test_a_member_that_never_trained_is_treated_as_an_outsider() -> None:
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------------
-
-
-def test_new_processes_change_nothing(tmp_path: Path) -> None:
-    _, server, halves = federation(rounds=3, outside=("O",))
-    _, again, rebuilt = federation(rounds=3, outside=("O",), store=tmp_path)
-    for name in SITES:
-        assert equal(again.aggregated[name], server.aggregated[name])
-        assert equal(rebuilt[name].personal, halves[name].personal)
-        first, second = (half.deliver(server.configure_delivery(name)) for half in (halves[name], rebuilt[name]))
-        for role in first:
-            assert equal(first[role].states["model"], second[role].states["model"])
-    assert equal(again.configure_delivery("O").states["model"], server.configure_delivery("O").states["model"])
-    assert again.memory.facts["complete"] and server.memory.facts["complete"]
-
-
-def test_it_is_registered_with_its_contract_names() -> None:
-    method = get_method("prr")
-    assert (method.site_class, method.server_class) == (PRRSite, PRRServer)
-    names = ("fourier_aggregate", "frequency_ratio", "next_stage", "conjoint_mask", "prototype_gamma", "cpa_loss")
-    assert all(callable(getattr(prr, name)) for name in names)

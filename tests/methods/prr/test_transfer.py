@@ -85,21 +85,6 @@ def test_the_personal_model_is_never_overwritten() -> None:
         server.aggregate(step, {name: half.perform("train", step.round, server.configure(step, name)) for name, half in halves.items()})
 
 
-def test_the_learning_rate_halves() -> None:
-    rates = []
-    for round in range(4):
-        half = squares.halves(PRRSite, halve_every=2)["A"]
-        optimizer = half.site.optimizer
-
-        def spy(parameters: Any, optimizer: Any = optimizer, **override: Any) -> torch.optim.Optimizer:
-            rates.append(override["lr"])
-            return optimizer(parameters, **override)
-
-        half.site.optimizer = spy
-        half.perform("train", round, server_of({"A": half}).configure(Step("train", round), "A"))
-    assert rates == [0.01] * 4 + [0.005] * 4, "of the personal model and the deputy, in four rounds"
-
-
 def rates(task: TaskConfig, rounds: int, **hyper: Any) -> list[list[float]]:
     """The learning rate of every step, by round."""
     found: list[list[float]] = []

@@ -20,13 +20,6 @@ from medflare.methods.parts.tensors import refuse_shapes, widened
 def instance_discrepancy(f: Tensor, f_hat: Tensor) -> Tensor:
     """1/2 ||f/||f|| - f^/||f^||||^2 = 1 - cos(f, f^) of every pair of rows: (N, D), (N, D) -> (N,), between 0 and 2.
 
-    Args:
-        f: features of the original images (N, D).
-        f_hat: features of the generated images (N, D).
-
-    Raises:
-        ValueError: features of two shapes.
-
     Examples:
         >>> instance_discrepancy(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]))
         tensor([0.])
@@ -46,16 +39,11 @@ def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> 
     simply twice as large.
 
     Args:
-        f: features of the original images (N, D).
-        f_hat: features of the generated images (N, D).
         m: cap; 0 switches the loss off, 2 or more leaves it uncapped.
         level: "instance" caps each image, "batch" caps the mean over the batch.
 
     Returns:
         A scalar between 0 and min(m, 2).
-
-    Raises:
-        ValueError: an unknown level, or features of two shapes.
 
     Examples:
         >>> f, f_hat = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
@@ -72,10 +60,6 @@ def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> 
 
 def similarity_loss(f: Tensor, f_hat: Tensor) -> Tensor:
     """L_sim (Eq. 4): the discrepancy without a cap, which the student minimises; (N, D), (N, D) -> scalar.
-
-    Args:
-        f: features of the original images (N, D).
-        f_hat: features of the generated images (N, D).
 
     Examples:
         >>> similarity_loss(torch.eye(2), torch.eye(2)), similarity_loss(torch.eye(2), torch.eye(2).flip(0))
@@ -128,12 +112,6 @@ def round_decay(batches: int) -> float:
 
     Of the teacher that a round begins with, exp(-5) = 0.7 % is left in the teacher that a site sends, however short the round is; a fixed
     0.9 leaves 35 % after ten batches. From B = 498 on the decay is 0.99.
-
-    Args:
-        batches: B, of a round at the site, 1 or more.
-
-    Raises:
-        ValueError: fewer.
 
     Examples:
         >>> [round(round_decay(batches), 4) for batches in (1, 10, 50, 1000)]
@@ -207,10 +185,6 @@ def centred_scores(metrics: Tensor, n_validation: Tensor | None = None) -> Tenso
     who was left out. Here the models that one evaluator scored are compared with each other alone. Of models that no chain of common
     evaluators joins (two sites score one model each) nothing can be told apart: their groups get equal means.
 
-    Args:
-        metrics: as for `generalization_scores`.
-        n_validation: as for `generalization_scores`.
-
     Returns:
         (K,) float64 in [0, 1], with the mean of all metrics as their mean, unless the range cuts them; NaN for a model that nobody could
         score.
@@ -262,15 +236,8 @@ def soft_balancing_weights(scores: Tensor | Sequence[float] | np.ndarray, beta: 
 def softmax_weights(scores: Tensor | Sequence[float] | np.ndarray, temperature: float) -> Tensor:
     """w_i = exp(s_i / T) / sum_j exp(s_j / T): another reading of Eq. 6.
 
-    Args:
-        scores: as for `soft_balancing_weights`.
-        temperature: T > 0; large ones give equal weights.
-
     Returns:
         (K,) weights that sum to 1, in the dtype of `scores`.
-
-    Raises:
-        ValueError: a temperature that is not positive, or as `soft_balancing_weights`.
 
     Examples:
         >>> softmax_weights([0.5, 0.5], temperature=0.1)
@@ -341,7 +308,6 @@ def choose_evaluators(sites: Sequence[str], number: int, generator: np.random.Ge
     Args:
         sites: those whose models are scored; all of them can evaluate.
         number: evaluators of each model; 0, or as many as there are others, for all.
-        generator: source of the draw.
 
     Returns:
         site -> the sites that score its model, sorted, never itself.

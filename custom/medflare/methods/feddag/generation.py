@@ -1,7 +1,6 @@
 """NDAG: what a site does on every batch (FedDAG, Sec. III-B, Alg. 1): the generator's step, the student's, the teacher's update."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +19,11 @@ from medflare.tasks.config import TaskConfig
 
 def build_generator(task: TaskConfig, hyper: FedDAGSiteHyper) -> DomainGenerator:
     """The generator of these settings with random weights."""
-    return DomainGenerator(task.image_channels, hyper.generator_width, hyper.generator_blocks, hyper.generator_scale, task.spatial_dims)
+    return DomainGenerator(task.image_channels, hyper.generator_width, scale=hyper.generator_scale, dims=task.spatial_dims)
 
 
 def initial_generator(task: TaskConfig, seed: int, hyper: FedDAGSiteHyper) -> DomainGenerator:
-    """The generator that every participant starts from.
-
-    Args:
-        task: gives the channels.
-        seed: of the run.
-        hyper: gives width, blocks and scale.
-    """
+    """The generator that every participant starts from."""
     with seeded(seed, "initial", "generator"):
         return build_generator(task, hyper)
 
@@ -39,10 +32,6 @@ class AdversarialGeneration:
     """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch; the teacher follows.
 
     Args:
-        site: gives loss, optimizers and device.
-        hyper: the site half's hyper-parameters.
-        student: the network that learns from generated images.
-        teacher: follows the student by EMA; kept in evaluation mode.
         generator: images (N, C, H, W) -> perturbations of the same shape.
         unit: what α counts, in values of the network's input: one number, or one for each channel (C, 1, 1).
     """
@@ -60,8 +49,7 @@ class AdversarialGeneration:
         self.student, self.teacher, self.generator = student, teacher, generator
         self.teacher.eval()
         self.followed = teacher.state_dict(), student.state_dict()  # share memory with the networks
-        rate = {} if hyper.generator_lr is None else {"lr": hyper.generator_lr}
-        self.optimizers = {"model": site.optimizer(trainable(student)), "generator": site.optimizer(trainable(generator), **rate)}
+        self.optimizers = {"model": site.optimizer(trainable(student)), "generator": site.optimizer(trainable(generator))}
 
     def step(self, batch: Batch, decay: float) -> dict[str, Tensor]:
         """Both stages on one batch and the teacher's update; returns the losses by name, detached."""
@@ -78,28 +66,14 @@ class AdversarialGeneration:
     def reference(self, images: Tensor) -> Tensor:
         """f = T(x): features (N, D) of the originals, the same for both stages.
 
-        Normalised as the student's are, so that equal networks give equal images equal features.
-
-        Args:
-            images: (N, C, H, W).
+        Normalised by the batch, as the student's are, so that equal networks give equal images equal features.
         """
-        with self.as_in_training(self.teacher):
+        with batch_statistics(self.teacher):
             return pooled(self.teacher.features_and_output(images)[0])
-
-    def as_in_training(self, *networks: nn.Module) -> AbstractContextManager[None]:
-        """Inside, networks that only look normalise as the student trains, their running statistics untouched; see `normalisation`.
-
-        Args:
-            networks: in evaluation mode.
-        """
-        return batch_statistics(*networks) if self.hyper.normalisation == "batch" else nullcontext()
 
     @torch.no_grad()
     def student_images(self, images: Tensor) -> Tensor:
         """x^ of the student's stage: fixed images of the generator as it is now.
-
-        Args:
-            images: (N, C, H, W).
 
         Returns:
             (N, C, H, W) without a graph; α G(x) alone where `train_on` is "perturbation".
@@ -107,7 +81,7 @@ class AdversarialGeneration:
         perturbation = self.generator(images)
         if self.hyper.train_on == "perturbation":
             return self.hyper.alpha * self.unit * perturbation
-        return generated(images, perturbation, self.hyper.alpha, self.hyper.clamp, self.unit)
+        return generated(images, perturbation, self.hyper.alpha, unit=self.unit)
 
     def _generator_step(self, images: Tensor, targets: Tensor, reference: Tensor) -> dict[str, Tensor]:
         """Stage 1: G away from the teacher's features (Eq. 1), within what is still classified well (Eq. 3); S and T frozen.
@@ -116,14 +90,11 @@ class AdversarialGeneration:
         by the batch takes away again: nothing would be left of the attack in stage 2.
         """
         self.student.eval()  # a frozen model also keeps its running statistics
-        x_hat = generated(images, self.generator(images), self.hyper.alpha, self.hyper.clamp, self.unit)
-        with self.as_in_training(self.student, self.teacher):
+        x_hat = generated(images, self.generator(images), self.hyper.alpha, unit=self.unit)
+        with batch_statistics(self.student):
             features, logits = self.student.features_and_output(x_hat)
-            judged = [logits] if self.hyper.classifier != "teacher" else []
-            if self.hyper.classifier != "student":
-                judged.append(self.teacher(x_hat))
-        away = discrepancy(reference, pooled(features), self.hyper.m, self.hyper.cap)
-        task = torch.stack([self.site.loss(output, targets) for output in judged]).mean()
+        away = discrepancy(reference, pooled(features), self.hyper.m)
+        task = self.site.loss(logits, targets)
         self.optimizers["generator"].zero_grad(set_to_none=True)
         (task - self.hyper.discrepancy_weight * away).backward(inputs=trainable(self.generator))
         self.optimizers["generator"].step()
@@ -136,22 +107,19 @@ class AdversarialGeneration:
         losses: dict[str, Tensor] = {}
 
         def loss() -> Tensor:
-            losses.update(self.student_losses(self.student, images, x_hat, targets, reference))
+            losses.update(self.student_losses(images, x_hat, targets, reference))
             return losses["student"]
 
         sharpness_aware_step(self.student, self.optimizers["model"], loss, self.hyper.sam_rho)
         return losses
 
-    def student_losses(
-        self, model: FeatureNetwork, images: Tensor, x_hat: Tensor | None, targets: Tensor, reference: Tensor | None
-    ) -> dict[str, Tensor]:
+    def student_losses(self, images: Tensor, x_hat: Tensor | None, targets: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
         """L_S = L_sim + L_task and its parts; L_task alone, on the originals, without generated images.
 
-        The running statistics of a student that trains are the originals' (`statistics`): they serve images of hospitals, and generated
-        ones among them would shift every prediction.
+        The student's running statistics are the originals': they serve images of hospitals, and generated ones among them would shift
+        every prediction.
 
         Args:
-            model: the student, or a model in its place.
             images: the originals (N, C, H, W).
             x_hat: the generated images (N, C, H, W); None without.
             targets: as in `data.splits.Split`.
@@ -160,19 +128,19 @@ class AdversarialGeneration:
         Returns:
             The scalars "task", "student" (what is minimised) and, with generated images, "similarity".
         """
+        student = self.student
         if x_hat is None or reference is None:
-            task = self.site.loss(model(images), targets)
+            task = self.site.loss(student(images), targets)
             return {"task": task, "student": task}
-        originals = self.hyper.statistics == "originals"
-        with still_statistics(model) if originals else nullcontext():
-            features, logits = model.features_and_output(x_hat)
+        with still_statistics(student):
+            features, logits = student.features_and_output(x_hat)
         similarity = similarity_loss(reference, pooled(features))
         task = self.site.loss(logits, targets)
         if self.hyper.train_on == "both":
-            task = (task + self.site.loss(model(images), targets)) / 2
-        elif originals and model.training:
+            task = (task + self.site.loss(student(images), targets)) / 2
+        else:
             with torch.no_grad():
-                model(images)  # for the running statistics alone
+                student(images)  # for the running statistics alone
         return {"task": task, "similarity": similarity, "student": task + self.hyper.similarity_weight * similarity}
 
 
@@ -180,8 +148,6 @@ def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, los
     """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε as in SHA.
 
     Args:
-        model: changed in place.
-        optimizer: of its trainable parameters.
         loss: computes the batch's loss anew at the weights of the moment.
         rho: length of ε; 0 for a plain step.
     """
@@ -204,9 +170,6 @@ def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, los
 
 def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
     """The standard deviation of every channel over all pixels of all images (population form, float64); 0 for a constant channel.
-
-    Args:
-        batches: images (N, C, ...), at least one.
 
     Examples:
         >>> channel_deviations([torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 3.0], [2.0, 2.0]]])])

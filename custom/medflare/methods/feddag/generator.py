@@ -37,9 +37,7 @@ class DomainGenerator(nn.Module):
     whole image), and a 1x1 convolution with tanh. It has no buffers: a federation can average it like any weights.
 
     Args:
-        channels: of the image.
         width: feature channels; the paper's FCN16 and FCN32.
-        blocks: residual blocks.
         scale: works on the image shrunk by this factor and enlarges the perturbation again (bilinear, so still within [-1, 1]): a
             style changes slowly over an image. At full size (1), the paper's, every weight works at every pixel, more than a slim task
             network computes altogether.
@@ -59,11 +57,7 @@ class DomainGenerator(nn.Module):
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, C, ...) -> perturbations of the same shape in [-1, 1]; every side at least 2 after shrinking.
-
-        Args:
-            x: images, normalised as for the network.
-        """
+        """Images (N, C, ...) -> perturbations of the same shape in [-1, 1]; every side at least 2 after shrinking."""
         size = x.shape[2:]
         if self.scale > 1:
             x = F.interpolate(x, size=[max(2, side // self.scale) for side in size], mode="area")
@@ -85,7 +79,6 @@ def generated(
         images: x, normalised as for the network, (N, C, H, W).
         perturbation: G(x), of the same shape, in [-1, 1].
         alpha: strength of the perturbation, in [0, 1].
-        limits: range to clamp the result to; None leaves it as it is.
         unit: what alpha counts, in values of x: one number, or one for each channel (C, 1, 1).
 
     Examples:
@@ -108,8 +101,6 @@ def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int
         images: the originals (N, C, H, W), or volumes, whose middle slices are shown; three channels are colours, else the first is
             shown. They share one intensity range with the generated images.
         perturbations: G(x) of the same shape, shown with all of [-1, 1].
-        x_hat: the generated images, of the same shape.
-        side: width of a column in pixels.
     """
     from PIL import Image
 

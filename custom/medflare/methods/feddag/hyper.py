@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
 from medflare.methods.fedavg.server import FedAvgServerHyper
@@ -24,17 +23,11 @@ class SHAHyper(FedAvgServerHyper):
         source="Sec. III-C3",
         low=0,
     )
-    window: Literal["rounds", "passing"] = param(
-        "rounds", "κ counts rounds, or models that scored higher (keeps all models)", source="Sec. III-C3"
-    )
-    balancing: Literal["power", "softmax"] = param("power", "weights from scores: s^β, or softmax of s/T", source="Eq. 6")
     beta: float = param(1.0, "exponent of the scores; negative: the inverse", symbol="β", source="Eq. 6")
-    temperature: float = param(0.1, "T of balancing=softmax", symbol="T", low=1e-6)
     score_metric: str = param(
-        "auto", "what a score is: auto, AUC where the task has it; task, its own metric; another one; exp_loss, exp(-loss)", source="Eq. 5"
+        "auto", "what a score is: a metric of the task; auto: AUC where the task has it, else its own metric", source="Eq. 5"
     )
     centred: bool = param(True, "take out of scores what is their evaluator's own; false: plain means over the other sites", source="Eq. 5")
-    score_weighting: Literal["uniform", "samples"] = param("uniform", "evaluators count equally or by validation images", source="Eq. 5")
     sha: bool = param(True, "false: one phase a round, weights as FedAvg, no history (w/o SHA)", source="Table V")
     evaluators: int = param(
         0, "sites that score each model, drawn anew every round; 0: all others", symbol="|E_i|", source="Fig. 10", low=0
@@ -58,35 +51,18 @@ class FedDAGSiteHyper(FedAvgSiteHyper):
     """Domain-adversarial generation; the server reads from it what the sites send."""
 
     ndag: bool = param(True, "false: students learn from the original images alone (w/o NDAG)", source="Table V")
-    alpha: float = param(0.3, "strength of the perturbation", symbol="α", source="Eq. 2", low=0, high=1)
-    alpha_unit: Literal["deviation", "input"] = param(
-        "deviation",
-        "what α counts: standard deviations of the site's training images, channel by channel, or the network's input as it is",
-        source="Eq. 2",
+    alpha: float = param(
+        0.3, "strength of the perturbation, in deviations of the site's training images", symbol="α", source="Eq. 2", low=0, high=1
     )
-    clamp: tuple[float, float] | None = param(None, "low, high: range that generated images are clamped to", source="Eq. 2")
     m: float = param(0.1, "cap of the feature discrepancy 1 - cos; 2: none", symbol="m", source="Eq. 1", low=0)
-    cap: Literal["instance", "batch"] = param("instance", "what the cap works on: each image, or the mean of the batch", source="Eq. 1")
-    normalisation: Literal["batch", "running"] = param(
-        "batch",
-        "while G learns, and for the teacher's features: by the batch, as the student trains, or by running statistics",
-        source="Eq. 1",
-    )
-    statistics: Literal["originals", "both"] = param(
-        "originals", "whose batches move the student's running statistics: the originals', or the generated images' too", source="Eq. 4"
-    )
-    classifier: Literal["student", "teacher", "both"] = param("student", "who classifies generated images", source="Eq. 3")
-    train_on: Literal["both", "generated", "perturbation"] = param(
-        "both",
-        "the student's images: generated and original, generated, or the bare perturbations α G(x)",
-        source="Eq. 4, Fig. 11",
+    train_on: Literal["both", "perturbation"] = param(
+        "both", "the student's images: generated and original, or the bare perturbations α G(x)", source="Eq. 4, Fig. 11"
     )
     discrepancy_weight: float = param(1.0, "weight of L_dis (2, with m/2: Eq. 1 without the 1/2)", source="Sec. IV-A2", low=0)
     similarity_weight: float = param(1.0, "weight of L_sim", source="Sec. IV-A2", low=0)
     ema: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = param(
         "auto", "decay of the teacher's average; auto: by the round's length, see round_decay", source="Sec. III-B3"
     )
-    ema_ramp: bool = param(False, "let the decay grow as 1 - 1/(steps + 1) until it reaches ema")
     distribution: Literal["type1", "type2", "type3"] = param(
         "type3",
         "1: θ_g to both models, 2: a global student beside θ_g, 3: θ_g to one, the other stays at the site",
@@ -97,16 +73,7 @@ class FedDAGSiteHyper(FedAvgSiteHyper):
         "types 1, 3: θ_g to the student and the teacher is sent back, or the reverse",
         source="Sec. III-D",
     )
-    perturbation_loss: Literal["task", "full"] = param(
-        "task", "loss whose gradient perturbs: the task's, or all of L_S", source="Sec. III-C1"
-    )
     sam_rho: float = param(0.0, "FedSAM: length of the student's ascent step on every batch; 0: none", symbol="ρ", source="Fig. 9", low=0)
     generator_width: int = param(16, "the generator's feature channels (FCN16, FCN32)", source="Table VII", low=1)
-    generator_blocks: int = param(3, "the generator's residual blocks", low=0)
     generator_scale: int = param(1, "the generator sees images shrunk by this factor; 4 is cheaper, for smooth perturbations alone", low=1)
-    generator_lr: float | None = param(None, "the generator's learning rate; none: the model's", low=0)
     pictures: int = param(4, "generated images that each site shows in its own report; they stay there", source="Fig. 4", low=0)
-
-    def __post_init__(self) -> None:
-        if self.clamp is not None and not (len(self.clamp) == 2 and self.clamp[0] < self.clamp[1]):
-            raise ConfigError(f"hyper-parameter clamp = {self.clamp!r}: give a low and a higher value, or none")

@@ -1,6 +1,5 @@
 """What SHA asks of a site beside training: a perturbed model, and scores of the perturbed models of other sites (Sec. III-C1)."""
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -61,7 +60,7 @@ class ScoredSite(SiteHalf[Any]):
             return
         if is_private(hyper) and server_hyper.perturbs:
             raise ConfigError("dp_noise: the perturbed model shows the direction of a gradient without noise; set rho=0 (CEA)")
-        known = ("auto", "task", "exp_loss", *selection_metrics(task.kind))
+        known = ("auto", *selection_metrics(task.kind))
         if server_hyper.score_metric not in known:
             raise ConfigError(no_such("score_metric", server_hyper.score_metric, known, f"a {task.kind} task"))
 
@@ -81,15 +80,11 @@ class ScoredSite(SiteHalf[Any]):
         """The batch that the round's training ended with."""
         return deque(self.site.batches("train", round, "model", self.site.task.local_epochs - 1), maxlen=1)[0]
 
-    def perturbation_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss whose gradient perturbs the model: the task's."""
-        return self.site.loss(model(batch.images), batch.targets)
-
     def gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Gradients in evaluation mode: of the model as others will measure it, its running statistics untouched."""
         model.eval()
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        found = torch.autograd.grad(self.perturbation_loss(model, batch), trainable(model), allow_unused=True)
+        found = torch.autograd.grad(self.site.loss(model(batch.images), batch.targets), trainable(model), allow_unused=True)
         return {name: gradient.cpu() for name, gradient in zip(names, found, strict=True) if gradient is not None}
 
     def score(self, round: int, incoming: Message) -> Message:
@@ -99,33 +94,18 @@ class ScoredSite(SiteHalf[Any]):
 
     def _score(self, state: StateDict) -> float | None:
         model = self.network("model", state).eval()
-        if self.asked.score_metric == "exp_loss":
-            return self._exp_loss(model)
         metric = score_metric(self.site.task, self.asked)
         return self.site.score(self.site.predictor(model), "validation", [metric]).values[metric]
 
-    @torch.no_grad()
-    def _exp_loss(self, model: nn.Module) -> float | None:
-        total, seen = 0.0, 0
-        for images, targets, _ in self.site.ordered("validation"):
-            total += self.site.loss(model(images), targets).item() * len(images)
-            seen += len(images)
-        return math.exp(-total / seen) if seen else None
-
 
 def score_metric(task: TaskConfig, hyper: SHAHyper) -> str:
-    """The metric that scores are, where they are no loss.
+    """The metric that scores are; "auto" is AUC for classification.
 
-    "auto" is AUC for classification. A model's F1 of a site's images is often that of one constant answer, the same for every model;
-    AUC still tells how well it ranks them.
-
-    Args:
-        task: gives the kind and its own metric.
-        hyper: gives `score_metric`.
+    A model's F1 of a site's images is often that of one constant answer, the same for every model; AUC still tells how well it ranks them.
     """
-    if hyper.score_metric == "auto":
-        return _RANKING if _RANKING in selection_metrics(task.kind) else task.metric
-    return task.metric if hyper.score_metric == "task" else hyper.score_metric
+    if hyper.score_metric != "auto":
+        return hyper.score_metric
+    return _RANKING if _RANKING in selection_metrics(task.kind) else task.metric
 
 
 def _perturbs(server_hyper: Any) -> bool:
@@ -134,11 +114,6 @@ def _perturbs(server_hyper: Any) -> bool:
 
 def perturbed(state: StateDict, gradients: Mapping[str, Tensor], rho: float) -> StateDict:
     """θ^ = θ + ρ g / ||g||_2 (Sec. III-C1); what has no gradient (buffers, frozen weights) stays as it is.
-
-    Args:
-        state: θ with buffers.
-        gradients: g by parameter name.
-        rho: ρ, length of the perturbation.
 
     Returns:
         A state with all entries of `state`.

@@ -26,7 +26,6 @@ from medflare.methods.feddag.formulas import (
     choose_evaluators,
     generalization_scores,
     soft_balancing_weights,
-    softmax_weights,
     within_client_average,
 )
 from medflare.methods.feddag.hyper import SHAHyper
@@ -65,10 +64,10 @@ class HierarchicalAggregation(WeightedMean):
             past = [*earlier, (models[site].state, math.nan if score is None else float(score))]
             states, values = zip(*past, strict=True)
             kappa = self.hyper.kappa if len(earlier) >= self.hyper.kappa else 0
-            averaged[site], self.scores[site] = within_client_average(states, values, kappa, self.hyper.window)
-            kept = past if self.hyper.window == "passing" else past[-self.hyper.kappa :]
-            self.history[site] = kept if self.hyper.kappa else []
-        self.weights = dict(zip(self.scores, self._balanced(list(self.scores.values())), strict=True))
+            averaged[site], self.scores[site] = within_client_average(states, values, kappa)
+            self.history[site] = past[-self.hyper.kappa :] if self.hyper.kappa else []
+        scores = torch.tensor(list(self.scores.values()), dtype=torch.float64)
+        self.weights = dict(zip(self.scores, soft_balancing_weights(scores, self.hyper.beta).tolist(), strict=True))
         return self.combined(averaged, self.weights, previous)
 
     def companion(self, states: Mapping[str, StateDict], weights: Mapping[str, float], origin: StateDict) -> StateDict:
@@ -85,18 +84,8 @@ class HierarchicalAggregation(WeightedMean):
         return state
 
     def mean(self, models: Mapping[str, SiteModel]) -> StateDict:
-        """FedAvg's mean, for rounds without scores.
-
-        Args:
-            models: site -> its part in the aggregation.
-        """
+        """FedAvg's mean, for rounds without scores."""
         return super().shared(models, 0)
-
-    def _balanced(self, scores: list[float]) -> list[float]:
-        values = torch.tensor(scores, dtype=torch.float64)
-        if self.hyper.balancing == "softmax":
-            return softmax_weights(values, self.hyper.temperature).tolist()
-        return soft_balancing_weights(values, self.hyper.beta).tolist()
 
     def pack(self, message: Message) -> None:
         """Add the history to a message that stores a half."""
@@ -202,16 +191,14 @@ class SHAServer(FedAvgServer[K]):
     def _scores(self, round: int, sites: list[str], replies: Mapping[str, Message]) -> dict[str, float]:
         """s_i of every candidate; a candidate that nobody could score is noted and gets NaN."""
         metrics = torch.full((len(sites), len(sites)), math.nan, dtype=torch.float64)
-        counts = torch.zeros(len(sites), dtype=torch.float64)
         evaluators = self._evaluators(round)
         for column, site in enumerate(sites):
             given = replies[site].facts.get(SCORES, {}) if site in replies else {}
-            counts[column] = self.context.site_counts.get(site, {}).get("n", {}).get("validation", 0)
             for row, other in enumerate(sites):
                 if site in evaluators[other]:
                     metrics[row, column] = self._checked(given.get(other), other, site, round)
         formula = centred_scores if self.hyper.centred else generalization_scores
-        scores = formula(metrics, counts if self.hyper.score_weighting == "samples" else None)
+        scores = formula(metrics)
         for site, value in zip(sites, scores.tolist(), strict=True):
             if math.isnan(value) and len(sites) > 1:
                 text = "no other site could score this model; it counts as an average one"

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from medflare.core.errors import ConfigError
 from medflare.core.manifest import Entry, Fact, Phase, merged_phases, number, table
@@ -17,13 +17,12 @@ from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite
-from medflare.methods.feddag.formulas import ema_decay, round_decay
+from medflare.methods.feddag.formulas import round_decay
 from medflare.methods.feddag.generation import AdversarialGeneration, build_generator, channel_deviations, initial_generator
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
 from medflare.methods.feddag.hyper import FedDAGSiteHyper
 from medflare.methods.feddag.scoring import ScoredSite
 from medflare.methods.parts.training import run_epochs, samples_of_pass
-from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 
 
@@ -86,7 +85,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     def __init__(self, site: Site, plan: Plan[FedDAGSiteHyper, Any]):
         super().__init__(site, plan)
-        self._generation: AdversarialGeneration | None = None
         self._last_batch: Batch | None = None
 
     @cached_property
@@ -95,10 +93,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return initial_generator(self.site.task, self.site.seed, self.hyper).to(self.site.device)
 
     @property
-    def unit(self) -> Tensor | float:
-        """What α counts: deviations of the training images as the network sees them, by channel (C, 1, 1), which stay here; or 1."""
-        if self.hyper.alpha_unit == "input":
-            return 1.0
+    def unit(self) -> Tensor:
+        """What α counts: deviations of the training images as the network sees them, by channel (C, 1, 1), which stay here."""
         if "deviations" not in self.memory.facts:
             self.memory.facts["deviations"] = channel_deviations(batch.images for batch in self.site.ordered("train"))
         deviations = torch.tensor(self.memory.facts["deviations"], dtype=torch.float32, device=self.site.device)
@@ -139,8 +135,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         if GENERATOR in incoming.states:
             self.generator.load_state_dict(incoming.states[GENERATOR])
         networks = self.network("model", student), self.network("teacher", teacher)
-        self._generation = AdversarialGeneration(self.site, self.hyper, *networks, self.generator, self.unit if self.hyper.ndag else 1.0)
-        return self._generation
+        return AdversarialGeneration(self.site, self.hyper, *networks, self.generator, self.unit if self.hyper.ndag else 1.0)
 
     def _epochs(self, generation: AdversarialGeneration, round: int) -> dict[str, float]:
         """The task's local epochs; mean losses by name."""
@@ -148,11 +143,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         decay = round_decay(max(1, batches)) if self.hyper.ema == "auto" else self.hyper.ema
 
         def step(batch: Batch) -> dict[str, Tensor]:
-            done = self.memory.facts.get("ema_steps", 0)
-            losses = generation.step(batch, ema_decay(done, decay, self.hyper.ema_ramp))
-            self.memory.facts["ema_steps"] = done + 1
             self._last_batch = batch
-            return losses
+            return generation.step(batch, decay)
 
         with self.continued(generation.optimizers):
             return run_epochs(self.site, round, "model", step)
@@ -160,15 +152,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     def last_batch(self, round: int) -> Batch:
         """The batch that the round's training ended with."""
         return cast(Batch, self._last_batch)  # `train` has just set it
-
-    def perturbation_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The task's loss, or all of the student's (L_S) where the settings say so."""
-        if self.hyper.perturbation_loss == "task" or not self.hyper.ndag:
-            return super().perturbation_loss(model, batch)
-        generation = cast(AdversarialGeneration, self._generation)  # `train` has just made it
-        x_hat, reference = generation.student_images(batch.images), generation.reference(batch.images)
-        with generation.as_in_training(model):
-            return generation.student_losses(cast(FeatureNetwork, model), batch.images, x_hat, batch.targets, reference)["student"]
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
         """Some of the site's training images, what the final generator adds to them, and the sums; none without Pillow to store them."""
@@ -178,5 +161,5 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         self.generator.load_state_dict(incoming.states[GENERATOR])
         with torch.no_grad():
             perturbations = self.generator(images.to(self.site.device)).cpu()
-        x_hat = generated(images, perturbations, self.hyper.alpha, self.hyper.clamp, torch.as_tensor(self.unit).cpu())
+        x_hat = generated(images, perturbations, self.hyper.alpha, unit=self.unit.cpu())
         return {"generated": picture_grid(images, perturbations, x_hat)}

@@ -46,8 +46,6 @@ def consistency_weights(
         deltas: flattened updates theta_m - theta_g, one row per site (M, D).
         p: FedAvg's weights n_m / n (M,); only the ratios matter.
         include_self: average sigma_mm = 1 in, as the paper does; the published code leaves it out.
-        negative: what becomes of non-positive consistencies, see `reweighted`.
-        granularity: over which parts of the model cosines are taken, see `similarity`.
         sizes: lengths of the model's tensors along D, in the model's order; default: one part.
 
     Returns:
@@ -81,9 +79,6 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
         grams: Gram matrices of the M sites' updates of the model's L tensors, shallow to deep.
         granularity: "total" takes the model as one vector (the paper), "split" averages the cosines of the single tensors, "reweight" does
             so with weights that fall linearly from the first tensor to 0 at the last and average to 1 (the published code's `gm_type`).
-
-    Raises:
-        ValueError: an unknown granularity.
 
     Examples:
         >>> similarity(torch.tensor([[[1.0, 2.0], [2.0, 4.0]]])).tolist(), similarity(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])).tolist()
@@ -168,7 +163,6 @@ def consistent_aggregate(
         states: site -> its locally trained model.
         p: site -> FedAvg's weight.
         parameters: names of the trainable entries, shallow to deep: the cosines are theirs alone.
-        server_rate: eta_g.
 
     Returns:
         (the next global model, with the dtypes of `model`; site -> p'_m).
@@ -210,9 +204,6 @@ def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
         form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2), whose size does not depend on D;
             "deep_coral": ||C_x - C_y||_F^2 / (4 D^2), without the means.
 
-    Raises:
-        ValueError: an unknown form, or rows of two lengths.
-
     Examples:
         >>> x = torch.tensor([[0.0], [2.0]])
         >>> coral(x, x), coral(x, x + 3), coral(x, x + 3, form="deep_coral")
@@ -243,9 +234,6 @@ def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
         y: features (M, D).
         kernel: "mixture": sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018);
             "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
-
-    Raises:
-        ValueError: an unknown kernel, or rows of two lengths.
 
     Examples:
         >>> x = torch.tensor([[0.0]])
@@ -303,7 +291,6 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1
         discriminator: (N, D) -> logits (N, 1).
         x: features of the frozen global model.
         y: features of the local model.
-        alpha: strength of the reversed gradient.
     """
     logits = discriminator(torch.cat([x, reverse_gradient(y, alpha)])).squeeze(-1)
     labels = torch.cat([torch.ones_like(logits[: len(x)]), torch.zeros_like(logits[len(x) :])])
@@ -316,13 +303,7 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1
 def gradients_of(
     parameters: Mapping[str, Tensor], loss: Callable[[Mapping[str, Tensor]], Tensor], create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of a loss of named parameters; zero for a parameter that it does not use.
-
-    Args:
-        parameters: by name; leaves that require gradients.
-        loss: parameters -> scalar.
-        create_graph: whether the gradients can be differentiated.
-    """
+    """Gradients of a loss of named parameters; zero for a parameter that it does not use."""
     values = list(parameters.values())
     found = torch.autograd.grad(loss(parameters), values, create_graph=create_graph, allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
@@ -343,7 +324,6 @@ def meta_trained(
         parameters: theta by name; leaves that require gradients.
         task_loss: parameters -> loss on the meta-train half of the batch.
         rate: eta.
-        second_order: differentiate through the inner step.
 
     Examples:
         >>> theta = {"w": torch.tensor(3.0, requires_grad=True)}
@@ -367,8 +347,6 @@ def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int 
     Args:
         global_features: (N, D) under the global model.
         local_features: (N, D) under the local model, row i of the same image.
-        repeats: number of random splits.
-        seed: of the splits.
 
     Returns:
         About 0 for features that cannot be told apart, 2 for those that always can; NaN for fewer than two images.

@@ -75,10 +75,6 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
         Both models normalise by the same batch, or their distance would be that of two modes of batch normalisation: on the running
         statistics of a model, CORAL between the model and itself is most of what it is between the models that are to be aligned.
 
-        Args:
-            shared: the frozen global model.
-            distance: (global features (n, D), local features (n, D)) -> scalar.
-
         Returns:
             (images, local features) -> weighted alignment loss.
         """

@@ -33,10 +33,6 @@ def train_two_steps(
     """One round of local training in place.
 
     Args:
-        model: trained in place.
-        optimizer: takes the meta-update's gradient.
-        site: gives batches and the task's loss.
-        round: 0-based, a key of batches and dropout.
         penalty: weighted alignment loss of the meta-test half's features; None for none.
         inner: the meta-train step: "optimizer", one of the optimizer from its moments as they are, which it leaves as they are; "sgd", a
             plain gradient step.
@@ -70,11 +66,7 @@ def train_two_steps(
 
 
 class StepLengths:
-    """How far meta-train and the optimizer move the weights, in the weights' own units.
-
-    Args:
-        model: whose trainable weights are watched.
-    """
+    """How far meta-train and the optimizer move the weights, in the weights' own units."""
 
     def __init__(self, model: nn.Module):
         self._weights = trainable(model)
@@ -105,11 +97,7 @@ class MetaLoss:
     """L_meta (Eq. 2) as a function of theta, whose gradient is the meta-update's: any training loop can follow it.
 
     Args:
-        network: holds theta.
-        site: gives the task loss.
-        penalty: see `train_two_steps`.
         adapt: (theta, loss on the meta-train half) -> theta', differentiable by theta.
-        swap: see `roles`.
     """
 
     def __init__(self, network: FeatureNetwork, site: Site, penalty: Penalty | None, adapt: Callable[..., Parameters], swap: bool = False):
@@ -176,8 +164,6 @@ def stepped(parameters: Parameters, task_loss: Callable[[Parameters], Tensor], o
 
     Args:
         parameters: theta by name; leaves that the optimizer steps, left as they were.
-        task_loss: parameters -> loss on the meta-train half of the batch.
-        optimizer: of these parameters.
 
     Returns:
         theta' by name.

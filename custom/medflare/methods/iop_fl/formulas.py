@@ -66,11 +66,6 @@ def site_step(local: Mapping[str, Tensor], global_: Mapping[str, Tensor], learnt
     Running statistics have no gradient. The way of a variance that fell from 1 to 0.1 would make another one of 0.5 negative, and BatchNorm
     answers NaN.
 
-    Args:
-        local: w_k.
-        global_: w_g that the site started from.
-        learnt: names of the parameters.
-
     Examples:
         >>> w_k, w_g = ({"w": torch.tensor(a), "running_var": torch.tensor(b)} for a, b in ((1.0, 0.25), (3.0, 1.0)))
         >>> site_step(w_k, w_g, learnt=["w"])
@@ -98,7 +93,6 @@ def local_adapted_explicit(
         previous: P_k^t, a state dict.
         global_: w_g^{t+1}, which carries -eta_g grad_G of the same round.
         step: -eta_l grad_L = w_k - w_g^t, the site's own way of that round, see `site_step`.
-        tau: accumulation rate in [0, 1].
         learnt: names of the parameters; None: all entries. The others have no gradient and move to w_k, as in `local_adapted`.
 
     Returns:
@@ -125,8 +119,6 @@ def local_adapted_incremental(
         previous: P_k^t, a state dict.
         local_step: -eta_l grad_L = w_k - w_g, see `site_step`.
         global_step: -eta_g grad_G, the way between two global models.
-        tau: accumulation rate in [0, 1]; 0 leaves P alone.
-        learnt: as for `local_adapted_explicit`.
 
     Returns:
         P_k^{t+1}.
@@ -143,16 +135,6 @@ def local_adapted_incremental(
 
 def consistency_loss(p: Tensor, p_noisy: Tensor) -> Tensor:
     """Eq. 7: squared distance of the predictions for an image and its noisy copy; sum over classes, mean over pixels and images.
-
-    Args:
-        p: probabilities of the images.
-        p_noisy: probabilities of their noisy copies.
-
-    Returns:
-        A scalar: 0 for equal predictions, 2 for opposite certain ones.
-
-    Raises:
-        ValueError: predictions of two shapes.
 
     Examples:
         >>> certain = torch.tensor([[1.0, 0.0]])
@@ -197,13 +179,6 @@ def shape_loss(p: Tensor, d: int) -> Tensor:
 
     Eq. 9 sums over pixels; beside the pixel mean of Eq. 7 that would make this term H*W times larger, so it is averaged too.
 
-    Args:
-        p: (N, C, H, W).
-        d: radius of the window in pixels.
-
-    Returns:
-        A scalar: 0 for a constant prediction.
-
     Examples:
         >>> shape_loss(torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]]), 1)
         tensor(0.5000)
@@ -214,13 +189,6 @@ def shape_loss(p: Tensor, d: int) -> Tensor:
 def shape_loss_official(p_foreground: Tensor, d: int) -> Tensor:
     """The published code's shape term: L2 norm over all pixels of 1e-6 times the range, foreground classes only.
 
-    Args:
-        p_foreground: (N, C, H, W) of the foreground classes.
-        d: radius of the window in pixels.
-
-    Returns:
-        A scalar, which grows with the root of the number of pixels.
-
     Examples:
         >>> shape_loss_official(torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]]), 1)  # 1e-6 times the root of 2
         tensor(1.4142e-06)
@@ -230,12 +198,6 @@ def shape_loss_official(p_foreground: Tensor, d: int) -> Tensor:
 
 def entropy_loss(p: Tensor) -> Tensor:
     """Eq. 9: -sum_c p_c log p_c, averaged over pixels and images; 0 log 0 counts as 0.
-
-    Args:
-        p: over all classes.
-
-    Returns:
-        A scalar: 0 for certain predictions, log C for even ones.
 
     Examples:
         >>> entropy_loss(torch.tensor([[1.0, 0.0]])), entropy_loss(torch.tensor([[0.5, 0.5]]))
@@ -248,12 +210,6 @@ def entropy_loss_official(p: Tensor) -> Tensor:
     """The published code's entropy: it sums over the images of the batch instead of the classes, divides by log C, averages the rest.
 
     Equals `entropy_loss` times N / (C log C).
-
-    Args:
-        p: over all classes.
-
-    Returns:
-        A scalar.
 
     Examples:
         >>> entropy_loss_official(torch.tensor([[0.5, 0.5]]))
@@ -270,15 +226,6 @@ def _surprise(p: Tensor) -> Tensor:
 def total_loss(consistency: Tensor, shape: Tensor, entropy: Tensor, beta: float) -> Tensor:
     """Eq. 10: L_t = L_cons + beta (L_s + L_e).
 
-    Args:
-        consistency: L_cons, a scalar.
-        shape: L_s, a scalar.
-        entropy: L_e, a scalar.
-        beta: weight of the two last.
-
-    Returns:
-        A scalar.
-
     Examples:
         >>> total_loss(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0), beta=0.5)
         tensor(3.5000)
@@ -290,15 +237,6 @@ def total_loss_official(consistency: Tensor, shape: Tensor, entropy: Tensor, cla
     """The published code's weights, 10 L_e + 0.1 L_cons / C + L_s, for its own shape and entropy terms.
 
     Its consistency is a mean over the C classes where Eq. 7 (`consistency_loss`) sums over them.
-
-    Args:
-        consistency: as of `consistency_loss`.
-        shape: as of `shape_loss_official`.
-        entropy: as of `entropy_loss_official`.
-        classes: C.
-
-    Returns:
-        A scalar.
 
     Examples:
         >>> total_loss_official(torch.tensor(4.0), torch.tensor(1.0), torch.tensor(0.5), classes=2)
@@ -327,10 +265,6 @@ def all_classes(p: Tensor, target: str) -> Tensor:
 def foreground(p: Tensor, target: str) -> Tensor:
     """The foreground classes of a network's probabilities: all but class 0 for softmax, every channel for sigmoid.
 
-    Args:
-        p: (N, outputs, ...) as of `TaskConfig.probabilities`.
-        target: the task's target.
-
     Examples:
         >>> foreground(torch.tensor([[0.25, 0.75]]), "multiclass"), foreground(torch.tensor([[0.25]]), "binary")
         (tensor([[0.7500]]), tensor([[0.2500]]))
@@ -358,11 +292,6 @@ def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
 def turned_back(maps: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
     """The inverse of `turned`, for the maps predicted from turned images.
 
-    Args:
-        maps: one for every turned image.
-        turns: as for `turned`.
-        flips: as for `turned`.
-
     Examples:
         >>> image, turns, flips = torch.tensor([[[[1, 2], [3, 4]]]]), torch.tensor([3]), torch.tensor([True])
         >>> torch.equal(turned_back(turned(image, turns, flips), turns, flips), image)
@@ -381,9 +310,6 @@ def image_spread(images: Tensor) -> Tensor:
 
     The paper's images are normalised to a standard deviation of one, where this changes nothing. A constant image has 0.
 
-    Args:
-        images: (N, C, H, W) or (N, C, X, Y, Z).
-
     Examples:
         >>> image_spread(torch.tensor([[[[0.0, 2.0]]], [[[5.0, 5.0]]]])).flatten()
         tensor([1., 0.])
@@ -393,9 +319,6 @@ def image_spread(images: Tensor) -> Tensor:
 
 def window_radius(sides: Sequence[int]) -> int:
     """Radius d of Eq. 8's window as the share of the image's shortest side that the published code has, 10 of 384; at least 1 pixel.
-
-    Args:
-        sides: of the image in pixels.
 
     Examples:
         >>> window_radius([384, 384]), window_radius([64, 96]), window_radius([16, 16])
@@ -410,12 +333,6 @@ def mean_entropy(p: Tensor) -> Tensor:
     Its difference to the mean entropy of the pixels, `formulas.entropy_loss`, is the mutual information of pixel and prediction
     (Krause et al., NIPS 2010, Eq. 2).
 
-    Args:
-        p: over all classes.
-
-    Returns:
-        A scalar.
-
     Examples:
         >>> mean_entropy(torch.tensor([[1.0, 0.0], [0.0, 1.0]])), mean_entropy(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
         (tensor(0.6931), tensor(0.))
@@ -424,19 +341,12 @@ def mean_entropy(p: Tensor) -> Tensor:
 
 
 def class_shares(p: Tensor) -> Tensor:
-    """Mean probability of every class over all pixels and images, (C,).
-
-    Args:
-        p: over all classes.
-    """
+    """Mean probability of every class over all pixels and images, (C,)."""
     return p.transpose(0, 1).flatten(1).mean(dim=1)
 
 
 def entropy_of(shares: Tensor) -> Tensor:
     """-sum_c s_c log s_c, with 0 log 0 = 0 and a finite slope there.
-
-    Args:
-        shares: (C,).
 
     Examples:
         >>> entropy_of(torch.tensor([0.5, 0.5])), entropy_of(torch.tensor([1.0, 0.0]))
@@ -450,10 +360,6 @@ def divergence(start: Tensor, p: Tensor) -> Tensor:
 
     Args:
         start: probabilities before the first step; they take no gradient.
-        p: probabilities of the moment, of the same shape.
-
-    Returns:
-        A scalar: 0 for equal predictions.
 
     Examples:
         >>> even, certain = torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
@@ -470,17 +376,6 @@ def information_total(consistency: Tensor, shape: Tensor, information: Tensor, l
 
     Eq. 9's entropy alone rewards one class for everything; I = H(mean p) - mean H(p) also pays for that. The last term keeps what is
     unsure from drifting to where all terms are small.
-
-    Args:
-        consistency: L_cons, a scalar.
-        shape: L_s, a scalar.
-        information: I, a scalar.
-        leaving: see `divergence`.
-        beta: weight of shape and information.
-        anchor: weight of the divergence.
-
-    Returns:
-        A scalar.
 
     Examples:
         >>> information_total(*map(torch.tensor, (1.0, 2.0, 0.5, 3.0)), beta=0.1, anchor=0.2)

@@ -36,11 +36,7 @@ class Look:
 
 
 class Gathering:
-    """Collects a `Look` batch by batch.
-
-    Args:
-        task: gives kind and target.
-    """
+    """Collects a `Look` batch by batch."""
 
     def __init__(self, task: TaskConfig):
         self.task = task
@@ -50,13 +46,7 @@ class Gathering:
         self._same, self._total = 0, 0  # see `agreeing`
 
     def add(self, loss: Tensor, p: Tensor, start: Tensor) -> None:
-        """Take in a batch.
-
-        Args:
-            loss: of the batch.
-            p: probabilities (N, outputs, ...) of the state.
-            start: of the start.
-        """
+        """Take in a batch."""
         every = all_classes(p, self.task.target).double()  # a difference of entropies is no more than what they are rounded to
         self._count += len(p)
         self._sums += len(p) * torch.stack([loss.double(), entropy_loss(every)]).cpu()
@@ -85,7 +75,6 @@ def ranges_of(class_counts: Sequence[Sequence[int]], task: TaskConfig) -> list[R
 
     Args:
         class_counts: of every site, training pixels of each of `task.classes`.
-        task: gives kind and target.
 
     Returns:
         Empty in classification, without sites, and for several yes-or-no questions, whose negatives are not counted.

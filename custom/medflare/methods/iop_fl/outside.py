@@ -43,10 +43,6 @@ class RoutedModel(nn.Module):
     """The outside model: images (N, C, H, W) to probabilities by a routed network; `adapt` fits it to unlabelled images.
 
     Args:
-        task: gives the probabilities.
-        network: routed over every P_k and w_g.
-        hyper: how it is fitted.
-        seed: of noise and dropout.
         ranges: see `Gate`.
 
     Attributes:
@@ -87,9 +83,6 @@ class RoutedModel(nn.Module):
         Every epoch ends with one look at all images, without dropout and with the same noise each time, so that two epochs can be
         compared; the start is a candidate too, so the result is never worse than no adaptation by that measure. What the gate refuses
         is none.
-
-        Args:
-            batches: unlabelled images (N, C, H, W).
         """
         parts = Repeated(lambda: (part for images in batches for part in self._cut(images)))
         self.network.load_adapted_state(self._start)
@@ -121,11 +114,7 @@ class RoutedModel(nn.Module):
 
     @torch.no_grad()
     def look(self, batches: Iterable[Tensor]) -> Look:
-        """The state of the moment by all images of these batches, dropout off.
-
-        Args:
-            batches: unlabelled images (N, C, H, W); at least one image.
-        """
+        """The state of the moment by all images of these batches, dropout off."""
         self.network.eval()
         gathering = Gathering(self.task)
         for place, images in enumerate(batches):
@@ -169,8 +158,6 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
     Args:
         p: the network's probabilities (N, outputs, ...) for the images.
         p_noisy: those for their perturbed copies.
-        task: gives kind and target.
-        hyper: the terms, their classes and β.
         start: those of the starting state for the images.
 
     Returns:
@@ -199,13 +186,7 @@ test_time_loss.__test__ = False  # type: ignore[attr-defined]  # the paper's nam
 
 
 def routed_message(incoming: Message, hyper: OutsideHyper, seed: int) -> Message:
-    """A model of kind "routed", not yet fitted, from a delivery that holds w_g and every P_k.
-
-    Args:
-        incoming: the delivery to an outside site.
-        hyper: of the server or site half; the fields of `OutsideHyper` are taken.
-        seed: of noise, dropout and routers.
-    """
+    """A model of kind "routed", not yet fitted, from a delivery that holds w_g and every P_k."""
     settings = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(OutsideHyper)}
     return Message(dict(incoming.states), {**incoming.facts, "kind": "routed", "routing": settings, "seed": seed})
 

@@ -37,11 +37,6 @@ class MLPRouter(nn.Module):
 
     The last layer starts at weight 0 and the bias of `uniform_logit`: every coefficient is 1/experts whatever the input, and its
     gradient does not vanish.
-
-    Args:
-        channels: C of the layer's input.
-        experts: K + 1.
-        kind: "softmax", whose coefficients add up to one, or the printed "sigmoid".
     """
 
     def __init__(self, channels: int, experts: int, kind: Coefficients = "softmax"):
@@ -76,10 +71,6 @@ class _Given(nn.Module):
 def coefficients_of(logits: Tensor, kind: Coefficients) -> Tensor:
     """Coefficients of the experts from a router's logits (..., experts): their softmax, or sigmoids that need not add up to one (Eq. 6).
 
-    Args:
-        logits: experts last.
-        kind: "softmax" or "sigmoid".
-
     Examples:
         >>> coefficients_of(torch.zeros(1, 4), "softmax"), coefficients_of(torch.zeros(1, 4), "sigmoid")
         (tensor([[0.2500, 0.2500, 0.2500, 0.2500]]), tensor([[0.5000, 0.5000, 0.5000, 0.5000]]))
@@ -89,9 +80,6 @@ def coefficients_of(logits: Tensor, kind: Coefficients) -> Tensor:
 
 def uniform_logit(experts: int, kind: Coefficients) -> float:
     """The logit of which, given to all experts, `coefficients_of` makes 1/experts: 0, or logit(1/experts) for sigmoids.
-
-    Raises:
-        ValueError: fewer than two experts.
 
     Examples:
         >>> uniform_logit(4, "softmax"), round(torch.sigmoid(torch.tensor(uniform_logit(4, "sigmoid"))).item(), 6)
@@ -127,9 +115,6 @@ class RoutedLayer(nn.Module):
 
     def mixed(self, coefficients: Tensor) -> dict[str, Tensor]:
         """coefficients (B, experts) -> weights and biases (B, ...): the same coefficient for both (Eq. 5).
-
-        Args:
-            coefficients: a row for every sample, or one row for all.
 
         Examples:
             >>> experts = [{"weight": torch.tensor([[value]])} for value in (1.0, 3.0)]
@@ -172,7 +157,6 @@ class RoutedNetwork(nn.Module):
     Args:
         network: the architecture; it is copied, its weights do not matter.
         experts: states of (P_1, ..., P_K, w_g), at least two; the last gives all entries that are not routed.
-        routing: how it is routed.
 
     Raises:
         StateError: an expert that does not fit the network, or no layer to route.
@@ -245,11 +229,7 @@ class RoutedNetwork(nn.Module):
 
     @torch.no_grad()
     def coefficients(self, images: Tensor) -> dict[str, Tensor]:
-        """R for these images: layer -> (N, K+1), in the network's order.
-
-        Args:
-            images: (N, C, H, W).
-        """
+        """R for these images: layer -> (N, K+1), in the network's order."""
         found: dict[str, Tensor] = {}
         layers = {name: module for name, module in self.network.named_modules() if isinstance(module, RoutedLayer)}
         hooks = [

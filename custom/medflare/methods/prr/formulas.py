@@ -30,15 +30,9 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
         stage: of the epoch before; 0 at the start of a round.
         deputy: validation metric of the deputy, phi(D), higher is better.
         personal: validation metric of the personal model, phi(P).
-        lam1: threshold of phi(D) / phi(P) for Exchange.
-        lam2: threshold of phi(D) / phi(P) for Sublimate.
-        rule: "official" or "threshold".
 
     Returns:
         1 Recover, 2 Exchange or 3 Sublimate.
-
-    Raises:
-        ValueError: an unknown rule or stage.
 
     Examples:
         >>> next_stage(0, 1.0, 1.0), next_stage(1, 1.0, 1.0), next_stage(2, 1.0, 1.0), next_stage(3, 0.5, 1.0)
@@ -61,9 +55,6 @@ def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int
 
     Args:
         halve_every: rounds between two halvings, 0 for none; "auto": every 25 local epochs, however many a round has.
-        round: 0-based.
-        epoch: 0-based, within the round.
-        epochs: local epochs of a round.
 
     Examples:
         >>> [halvings("auto", round, 0, epochs=5) for round in (0, 4, 5, 10)], halvings("auto", 8, 1, epochs=3), halvings("auto", 8, 0, 3)
@@ -96,16 +87,8 @@ def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Ten
     "kl": KL(teacher || student), Eq. 5-6. "mse10": ten times the squared difference of the probabilities, as in the official
     segmentation code. The teacher receives no gradient.
 
-    Args:
-        student: logits that learn.
-        teacher: logits of the same shape.
-        form: "kl" or "mse10".
-
     Returns:
         A scalar; 0 for equal probabilities.
-
-    Raises:
-        ValueError: an unknown form.
 
     Examples:
         >>> even, certain = torch.tensor([[0.0, 0.0]]), torch.tensor([[200.0, 0.0]])
@@ -181,7 +164,6 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
         targets: (N, ...) true classes.
         counts: (C,) global class counts of the conjoint objective; None drops it (G = 1).
         gamma: (C,) prototype distances; None drops the refinement (gamma = 1).
-        beta: exponent of the conjoint mask.
 
     Returns:
         The scalar mean over all samples or pixels.
@@ -209,11 +191,6 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
 
 class PrototypeMean:
     """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average pooling over all pixels.
-
-    Args:
-        classes: C.
-        width: D.
-        device: where the sums are kept.
 
     Examples:
         >>> prototypes = PrototypeMean(2, 1)
@@ -258,9 +235,6 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
     Returns:
         (C, D); zero for a class that no site has.
 
-    Raises:
-        ValueError: an unknown spread.
-
     Examples:
         >>> local, noise = torch.tensor([[[1.0]], [[3.0]]]), torch.ones(1, 1)
         >>> [global_prototypes(local, torch.tensor([[True], [True]]), noise, spread).item() for spread in ("mean", "gaussian")]
@@ -283,9 +257,6 @@ def most_representative(counts: Mapping[str, Tensor]) -> str:
     """The site whose class distribution is closest to the federation's: whose model serves an outside site (PRR, Sec. IV-E).
 
     Closest in total variation, summed over the groups of classes; of equals the first by name.
-
-    Args:
-        counts: site -> (G, C) training images or pixels of each class.
 
     Examples:
         >>> most_representative({"A": torch.tensor([[10, 0]]), "B": torch.tensor([[4, 6]]), "C": torch.tensor([[0, 10]])})

@@ -26,12 +26,6 @@ def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0
 
     The official schedule is this line with r1 = 0.475 and T = 50.
 
-    Args:
-        round: t.
-        num_rounds: T.
-        r0: the ratio at t = 0.
-        r1: the ratio at t = T.
-
     Examples:
         >>> frequency_ratio(0, 50), frequency_ratio(50, 50), frequency_ratio(25, 50, r0=0.25, r1=0.75)
         (0.35, 0.48, 0.5)
@@ -62,10 +56,6 @@ def fourier_aggregate(
             plane that it is.
         r: half-width of the low band as a share of each axis, 0 <= r <= 0.5.
         classifier: transform one output (class) at a time along its other axes, so that rare classes keep their own norm.
-        layout: see `Reading`, as the others.
-        window: what belongs to the low band.
-        components: what is averaged.
-        phase_mean: of the angles.
 
     Returns:
         (K, ...) aggregated weights, one version per site, of the dtype of `weights`, without a graph. A single site gets its own weights
@@ -273,9 +263,6 @@ def without_rule(network: nn.Module) -> str | None:
 
     Biases and normalisation are averaged plainly and need none.
 
-    Args:
-        network: whose state is to be aggregated.
-
     Examples:
         >>> without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2))), without_rule(nn.Conv3d(1, 1, 1))
         ('1 (Embedding)', None)
@@ -295,10 +282,7 @@ def aggregate_models(
 
     Args:
         states: site -> state, without the entries that stay local.
-        plan: how each entry is treated, see `treatments`.
-        r: low-frequency threshold of the round, see `frequency_ratio`.
         fourier: False averages everything plainly, which with local batch normalisation is FedBN.
-        components: see `Reading`.
 
     Returns:
         Site -> aggregated state.
@@ -331,25 +315,13 @@ def aggregate_models(
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Nothing where `value` is one of the choices.
-
-    Args:
-        name: of the option, for the message.
-        value: as it was given.
-        choices: allowed values.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Nothing where `value` is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
 
 
 def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]:
     """What becomes of each entry, where only states are at hand: two or more axes make a weight, the last of them the classifier.
-
-    Args:
-        states: site -> state; all with the same names and shapes.
 
     Examples:
         >>> {name: found.kind for name, found in treatments_by_shape({"A": {"w": torch.zeros(2, 2), "b": torch.zeros(2)}}).items()}

@@ -30,10 +30,6 @@ def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
 def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
     """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z.
 
-    Args:
-        logits: of the task's network.
-        task: gives target and outputs.
-
     Examples:
         >>> from types import SimpleNamespace
         >>> class_logits(torch.tensor([[3.0]]), SimpleNamespace(target="binary", outputs=1))
@@ -48,12 +44,7 @@ def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
 
 
 def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
-    """Targets as in `data.splits.Split` as class indices (G, N, P) beside `class_logits`.
-
-    Args:
-        targets: (N,), (N, ...), (N, C) or (N, C, ...).
-        task: gives target and outputs.
-    """
+    """Targets as in `data.splits.Split` as class indices (G, N, P) beside `class_logits`."""
     groups = task.outputs if task.target == "multilabel" else 1
     return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
 
@@ -62,7 +53,6 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
     """N_c of the conjoint objective: training images or pixels of each class over the sites, (G, C) int64.
 
     Args:
-        task: gives classes, size and target.
         enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`, or none from who keeps them}.
     """
     groups, classes = groups_and_classes(task)
@@ -86,13 +76,7 @@ def prototype_width(task: TaskConfig) -> int:
 
 
 class SitePrototypes:
-    """Local prototypes f^(k) of every class, gathered batch by batch from the personal model's embeddings (PRR, Eq. 10).
-
-    Args:
-        task: gives groups and classes.
-        width: see `prototype_width`.
-        device: where embeddings are summed.
-    """
+    """Local prototypes f^(k) of every class, gathered batch by batch from the personal model's embeddings (PRR, Eq. 10)."""
 
     def __init__(self, task: TaskConfig, width: int, device: torch.device | str):
         self.task = task
@@ -124,11 +108,8 @@ class Supervision:
     """L_sup of a round at a site: logits and targets to a scalar (PRR, Sec. III-D and IV-A).
 
     Args:
-        site: gives task, loss and class counts.
         kind: the CPA loss: "both", its conjoint objective alone ("global") or its refinement alone ("local"); or what it is
             compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
-        beta: exponent of the conjoint mask.
-        tau: smoothing of γ.
         totals: (G, C) class counts over all sites.
         global_: (G C, D) prototypes from the server; None before the first ones and during the warm-up: gamma = 1.
     """
@@ -145,11 +126,7 @@ class Supervision:
         self._focal = site.annotation.loss({"name": "focal"}) if kind == "focal" else None
 
     def refine(self, local: Tensor | None) -> None:
-        """Weigh the classes by how far the site's prototypes (G C, D) are from the global ones (Eq. 11-12).
-
-        Args:
-            local: the site's prototypes; None before the first ones.
-        """
+        """Weigh the classes by how far the site's prototypes (G C, D) are from the global ones (Eq. 11-12)."""
         if local is not None and self._global is not None:
             gamma = prototype_gamma(local, self._global, self.tau)
             self.gamma = gamma.reshape(groups_and_classes(self.site.task)).to(self.site.device)

@@ -18,12 +18,8 @@ class Transfer:
     """One round of training at a site.
 
     Args:
-        site: gives batches, optimizer and metric.
-        hyper: of the site half.
         personal: P_k, trained in place; the same network as `deputy` where DET is off.
         deputy: D_k, trained in place.
-        supervision: L_sup of both.
-        width: of a prototype, see `prototype_width`.
         prototypes: the site's own of the round before, empty at the start; `run` brings them up to date every epoch.
 
     Attributes:
@@ -55,7 +51,6 @@ class Transfer:
         """The round's local epochs; returns the personal model's mean loss over all images seen.
 
         Args:
-            round: 0-based.
             validation: metric of the deputy ("global") and the personal model ("personal") as the round begins.
         """
         models = [self.personal] if self._alone else [self.personal, self.deputy]
