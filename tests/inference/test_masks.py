@@ -1,4 +1,3 @@
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,20 +59,6 @@ def test_one_mask_for_several_structures() -> None:
     assert pixels(label_map(p, PHANTOM), PHANTOM) == {"disc": 4, "cup": 3}
 
 
-def test_the_most_probable_value_is_found_among_many() -> None:
-    values = {"a": [1, 3], "b": [2, 3], "c": [7]}
-    task = task_of("multilabel", ["a", "b", "c"], label_values=values)
-    p = torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(0))
-    p[:, 0, 0] = torch.tensor([1.0, 1.0, 1.0])  # saturated, and no value means all three
-    found = label_map(p, task)[0]
-    for row, column in itertools.product(range(9), range(9)):
-        chance = dict.fromkeys((0, 1, 2, 3, 7), 1.0)
-        for value, (label, listed) in itertools.product(chance, enumerate(values.values())):
-            q = p[label, row, column].double().clamp(1e-12, 1 - 1e-12).item()
-            chance[value] *= q if value in listed else 1 - q
-        assert chance[found[row, column]] == pytest.approx(max(chance.values()), rel=1e-6)
-
-
 def test_size_is_restored() -> None:
     p = torch.rand(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     assert restored(p, (8, 8)) is p
@@ -84,11 +69,11 @@ def test_size_is_restored() -> None:
     torch.testing.assert_close(restored(ramp, (16, 16))[0, 0, 3, 1:-1], torch.arange(0.75, 7.5, 0.5))
 
 
-ORIENTATIONS = ["".join(codes) for axes in itertools.permutations(("LR", "PA", "SI")) for codes in itertools.product(*axes)]
+ORIENTATIONS = ["RAS", "LPS", "LIP", "ASR", "SPL"]
 
 
 @pytest.mark.parametrize("codes", ORIENTATIONS)
-def test_nifti_masks_lie_on_their_image(codes: tuple[str, str, str], tmp_path: Path) -> None:
+def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
     """A mask cut from the image as it was read has, in the written file, its ones where the stored image is bright."""
     ornt = nibabel.orientations.axcodes2ornt(tuple(codes))
     affine = np.diag([0.8, 1.5, 4, 1]) @ nibabel.orientations.inv_ornt_aff(ornt, (5, 6, 7))

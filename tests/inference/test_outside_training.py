@@ -17,7 +17,6 @@ from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
 from medflare.federation.local import run_local
 from medflare.federation.participant import Participant
-from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from small import small_task
 from volumes import TASK, make_sites
@@ -110,16 +109,6 @@ def test_pictures_of_another_size_and_in_colour_are_named(
     capsys.readouterr()
 
 
-def test_many_images_are_told_of_in_a_few_lines(trained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: Any) -> None:
-    images = tmp_path / "images"
-    images.mkdir()
-    for number in range(30):
-        Image.fromarray(np.random.default_rng(number).integers(0, 200, (99, 99)).astype(np.uint8)).save(images / f"{number}.png")
-    assert main(["predict", str(trained("fedavg") / "models/global"), str(images), "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr()
-    assert sum(".png" in line for line in said.err.splitlines()) == 10 and "30 of 30 images" in said.out
-
-
 def test_a_card_that_does_not_say_is_said_and_refused_when_strict(
     untrained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,8 +132,3 @@ def test_a_site_of_few_patients_and_one_with_noise_tell_nothing_of_their_images(
         told[minimum] = site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})).facts
     assert [TOLD in told[minimum] for minimum in (0, 4, 5, 1)] == [True, True, False, False]
     assert told[4][TOLD]["medians"] != told[0][TOLD]["medians"]
-
-
-def test_a_models_card_survives_what_the_site_keeps_of_it(volumes: tuple[Path, Path]) -> None:
-    stored = load_model(volumes[1] / "sites/BB/deployed")
-    assert stored.card[TOLD] == load_model(volumes[1] / "models/global").card[TOLD]

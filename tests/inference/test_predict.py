@@ -279,16 +279,6 @@ def test_a_broken_image_is_named_and_the_others_go_through(
     assert {file.name for file in (tmp_path / "out/images").iterdir()} == {"a_seg.png", "c_seg.png"}
 
 
-def test_the_command_succeeds_quietly(
-    trained: Callable[..., Path], data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed"
-    assert main(["predict", str(model), str(data_root / "O/test"), "--out", str(tmp_path)]) == 0
-    output = capsys.readouterr()
-    assert not output.err
-    assert "adapted" in output.out and "routed" in output.out
-
-
 def test_an_answer_that_is_no_number_is_no_prediction(tmp_path: Path, data_root: Path, segmentation: TaskConfig) -> None:
     class Broken(nn.Module):
         def forward(self, images: Tensor) -> Tensor:

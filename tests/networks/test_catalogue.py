@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.core.states import batch_norm_entries
 from medflare.networks.catalogue import build_network, initial_network
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
@@ -95,17 +94,6 @@ def test_vgg16_slim_is_as_published() -> None:
     assert (network.features_and_output(torch.randn(4, 3, 32, 32))[0] >= 0).all()
 
 
-def test_normalisation_of_the_unet() -> None:
-    assert not batch_norm_entries(build_network({"name": "unet"}, 1, 1))
-    assert batch_norm_entries(build_network({"name": "unet", "norm": "batch"}, 1, 1))
-
-
-def test_dilated_resnet_keeps_an_eighth() -> None:
-    body = build_network({"name": "deeplab"}, 1, 2).body
-    assert isinstance(body.backbone, torch.nn.Module)
-    assert body.backbone(torch.randn(1, 1, 64, 64)).shape == (1, 512, 8, 8)
-
-
 def test_second_derivatives_exist() -> None:
     """GRACE's second-order meta step differentiates a gradient."""
     for spec in ({"name": "efficientnet_b0"}, {"name": "unet", "channels": [4, 8]}):
@@ -130,17 +118,17 @@ def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: Callable[..
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("spec", "named"),
     [
-        ({"name": "unett"}, "unknown network 'unett'; did you mean unet"),
-        ({}, "unknown network 'None'"),
-        ({"name": "unet", "chanels": [4, 8]}, "network unet: unknown argument 'chanels'; did you mean channels"),
-        ({"name": "unet", "channels": [4]}, "network unet"),
-        ({"name": "unet", "channels": "wide"}, "network unet"),
-        ({"name": "unet", "norm": "layer"}, "norm must be instance or batch, got 'layer'"),
-        ({"name": "unet", "in_channels": 3}, "unknown argument 'in_channels'"),
+        ({"name": "unett"}, "unett"),
+        ({}, "None"),
+        ({"name": "unet", "chanels": [4, 8]}, "chanels"),
+        ({"name": "unet", "channels": [4]}, "unet"),
+        ({"name": "unet", "channels": "wide"}, "unet"),
+        ({"name": "unet", "norm": "layer"}, "layer"),
+        ({"name": "unet", "in_channels": 3}, "in_channels"),
     ],
 )
-def test_bad_networks(spec: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_wrong_network_is_refused(spec: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         build_network(spec, 1, 1)

@@ -1,16 +1,14 @@
 """MONAI's networks by name: built by what the task fixes, run as they are, with features where a last layer is."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch.func import functional_call
 
 from medflare.core.errors import ConfigError
 from medflare.core.rng import seeded
 from medflare.methods.catalogue import get_method
-from medflare.networks.catalogue import build_network, initial_network, meta_network
+from medflare.networks.catalogue import build_network, initial_network
 from medflare.networks.dry_run import check_network
 from medflare.networks.library import library_names
 from medflare.networks.structure import WholeNetwork
@@ -89,25 +87,6 @@ def test_deep_supervision_gives_the_main_output() -> None:
     network = built({**spec, "deep_supervision": True}, 16)
     assert network.train()(torch.rand(2, 1, 16, 16)).shape == (2, 2, 16, 16)
     assert network.features_and_output(torch.rand(2, 1, 16, 16))[0].shape == (2, 4, 16, 16)
-
-
-def test_head_and_body_can_be_copied_frozen_and_called_with_other_weights() -> None:
-    network = built({"name": "SegResNet"}, 16).eval()
-    images = torch.rand(1, 1, 16, 16)
-    other = copy.deepcopy(network)
-    torch.nn.init.zeros_(other.get_parameter("head.weight"))
-    assert not torch.equal(other(images), network(images))
-    doubled = {name: tensor * 2 if name.startswith("head.") else tensor for name, tensor in network.state_dict().items()}
-    torch.testing.assert_close(functional_call(network, doubled, (images,)), network(images) * 2)
-    network.body.requires_grad_(False)
-    assert [name for name, weight in network.named_parameters() if weight.requires_grad] == ["head.weight", "head.bias"]
-
-
-def test_initial_weights_do_not_depend_on_what_was_built_before() -> None:
-    task = small_task(network={"name": "SwinUNETR", "feature_size": 12, "depths": [1, 1, 1, 1], "window_size": 2}, size=[64, 64])
-    first, second = initial_network(task, 3).state_dict(), initial_network(task, 3).state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert all(tensor.is_meta for tensor in meta_network(task).state_dict().values())
 
 
 def test_without_a_last_layer_methods_that_need_features_are_refused_by_name() -> None:

@@ -74,12 +74,3 @@ def test_weights_that_somebody_else_put_in_are_split_too() -> None:
     one, two = pair()
     for expected, found in zip(gradients(one), gradients(two), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_after_an_error_batches_are_split_as_before() -> None:
-    _, two = pair()
-    with pytest.raises(RuntimeError):
-        two(torch.rand(4, 3, 16, 16))
-    seen = sizes(two)
-    two(IMAGES)
-    assert seen == [3, 2]

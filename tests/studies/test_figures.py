@@ -10,9 +10,7 @@ from medflare.cli import main
 from medflare.studies.archive import write_run
 from medflare.studies.figures import (
     learning_curves,
-    patients_by_site,
     routing_coefficients,
-    similarity_of_updates,
     study_figures,
 )
 from medflare.studies.statistics import Run
@@ -42,31 +40,6 @@ def test_learning_curves_have_a_line_for_every_model(runs: list[Run]) -> None:
     assert "fedsm, global" in shown and "fedsm, personal" in shown and "\nfedavg\n" in f"\n{shown}\n"
     assert "validation Dice" in shown and "constant" not in shown
     assert learning_curves({"fedavg": runs}, "dice") is None
-
-
-def test_patients_have_a_box_at_every_site_where_somebody_kept_their_scores(runs: list[Run]) -> None:
-    def of(value: float) -> dict[str, Any]:
-        return {"patients": ["p", "q", "r"], "values": {"dice": [value, value + 0.1, None]}}
-
-    kept = {**runs[0], "scores": {"A": {"global": of(0.5), "deployed": of(0.6)}, "X": {"deployed": of(0.4)}}}
-    shown = text(
-        patients_by_site(
-            {"fedsm": [kept, kept], "fedavg": [{**kept, "scores": {"A": dict.fromkeys(("global", "deployed"), of(0.5))}}]}, "dice"
-        )
-    )
-    assert {"A", "X (outside)", "fedsm, global", "fedsm, deployed", "fedavg", "test Dice of a patient"} <= set(shown.splitlines())
-    assert patients_by_site({"fedavg": runs}, "dice") is None
-
-
-def test_updates_are_compared_in_the_mean_over_runs(runs: list[Run]) -> None:
-    def of(cosine: float) -> Run:
-        model = {"A": {"A": 1.0, "B": cosine}, "B": {"A": cosine, "B": 1.0}}
-        return {**runs[0], "similarity": {"head": {"A": {"A": 7.0}}, "model": model}}
-
-    shown = text(similarity_of_updates({"grace": [of(0.25), of(-0.75)], "fedavg": runs}))
-    assert "grace" in shown and "fedavg" not in shown
-    assert [shown.count(cosine) for cosine in ("1.00", "-0.25", "7.00")] == [2, 2, 0]
-    assert similarity_of_updates({"fedavg": runs}) is None
 
 
 def test_routing_shows_its_coefficients_at_the_site_that_was_left_out(routing: Run, runs: list[Run]) -> None:

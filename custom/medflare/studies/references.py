@@ -6,7 +6,6 @@ A study runs on its maker's own data, where nothing leaves a site: it may keep w
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 from medflare.adaptation.dsbn import with_batch_statistics
@@ -30,29 +29,23 @@ TRAINED_AS: Final = "fedavg"  # the method whose halves the references train wit
 POOLED: Final = "all-sites"  # name of the one site that centralised training has
 CURVES = "curves"  # in a results dict: model -> site -> [rounds of training, value of the task's metric on validation images] each
 SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
-SIMILARITY = "similarity"  # in a results dict: entry -> site -> site -> cosine of their updates, mean over the rounds of both
 Models: TypeAlias = dict[str, dict[str, Message]]  # site -> role -> delivered model
 
 
 def recorded_run(*arguments: Any, models: Models | None = None, **settings: Any) -> dict[str, Any]:
-    """As `run_local`; the results dict has `CURVES`, `SCORES` and, of several sites, `SIMILARITY` too.
+    """As `run_local`; the results dict has `CURVES` and `SCORES` too.
 
     Args:
         models: takes the delivered models, where given.
     """
     curves: dict[str, dict[str, dict[int, float]]] = {}
     scores: dict[str, dict[str, dict[str, Any]]] = {}
-    pairs: dict[str, dict[str, dict[str, list[float]]]] = {}  # entry -> site -> site -> a cosine for every round
 
     def observe(report: StepReport) -> None:
         for site, facts in report.facts.items():
             for model, value in (facts.get("validation") or {}).items():
                 if value is not None:
                     curves.setdefault(model, {}).setdefault(site, {})[report.step.round] = round(value, 5)
-        for entry, sites in report.similarity().items():
-            for site, row in sites.items():
-                for other, value in row.items():
-                    pairs.setdefault(entry, {}).setdefault(site, {}).setdefault(other, []).append(value)
 
     def delivered(site: str, role: str, model: Message, cases: Cases) -> None:
         scores.setdefault(site, {})[role] = cases.to_dict()
@@ -61,12 +54,7 @@ def recorded_run(*arguments: Any, models: Models | None = None, **settings: Any)
 
     results = run_local(*arguments, observe=observe, delivered=delivered, **settings)
     points = {model: {site: [[at, of[at]] for at in sorted(of)] for site, of in sites.items()} for model, sites in curves.items()}
-    similarity = {
-        entry: {site: {other: round(fmean(found), 4) for other, found in row.items()} for site, row in sites.items()}
-        for entry, sites in pairs.items()
-        if len(sites) > 1
-    }
-    return results | {CURVES: points, SCORES: scores} | ({SIMILARITY: similarity} if similarity else {})
+    return results | {CURVES: points, SCORES: scores}
 
 
 def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:

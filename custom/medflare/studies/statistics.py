@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import unknown
-from medflare.tasks.delong import delong
 
 Floats: TypeAlias = NDArray[np.float64]
 Run: TypeAlias = Mapping[str, Any]  # a results dict
@@ -59,7 +58,7 @@ class Comparison:
     n: int
 
 
-def estimate(values: Iterable[float | None], *, confidence: float = 0.95, seed: int = 0) -> Estimate:
+def estimate(values: Iterable[float | None]) -> Estimate:
     """Mean, standard deviation and bootstrap interval of the defined values.
 
     The interval is the percentile bootstrap of the mean (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
@@ -67,7 +66,6 @@ def estimate(values: Iterable[float | None], *, confidence: float = 0.95, seed: 
 
     Args:
         values: one a run; None and NaN are left out.
-        confidence: of the interval, between 0 and 1.
 
     Examples:
         >>> estimate([0.5, None]), estimate([])
@@ -78,8 +76,8 @@ def estimate(values: Iterable[float | None], *, confidence: float = 0.95, seed: 
         return Estimate(defined[0] if defined else None, None, len(defined), None)
     from scipy.stats import bootstrap
 
-    generator = numpy_generator(seed, "bootstrap")
-    resampled = bootstrap((defined,), np.mean, confidence_level=confidence, method="percentile", rng=generator)
+    generator = numpy_generator(0, "bootstrap")
+    resampled = bootstrap((defined,), np.mean, method="percentile", rng=generator)
     low, high = resampled.confidence_interval
     return Estimate(float(np.mean(defined)), float(np.std(defined, ddof=1)), len(defined), (float(low), float(high)))
 
@@ -168,15 +166,13 @@ class PatientComparison:
         difference: second - first, the mean over sites of the mean over a site's runs; None where no patient was measured by both.
         interval: 95 % over patients; None below two patients at a site, or where more than a tenth of the resamples leave the metric
             undefined at every site, as with a class of one or two patients: an interval of the others would be too narrow.
-        p: two-sided; None where the test is undefined.
-        test: what `p` comes from: "Wilcoxon", "DeLong", or "" where there is no test.
+        p: two-sided, of Wilcoxon's test; None where it is undefined, as of classes.
         patients: how many both models measured, all sites together.
     """
 
     difference: float | None = None
     interval: Interval | None = None
     p: float | None = None
-    test: str = ""
     patients: int = 0
 
 
@@ -226,8 +222,7 @@ def compare_patients(
     count = sum(site.patients for site in sites)
     if np.isnan(point):
         return PatientComparison(patients=count)
-    p, test = _tested(sites, metric)
-    return PatientComparison(point, _interval(sites, metric, resamples), p, test, count)
+    return PatientComparison(point, _interval(sites, metric, resamples), _tested(sites, metric), count)
 
 
 def _interval(sites: Sequence[_SitePairs], metric: str, resamples: int) -> Interval | None:
@@ -274,26 +269,17 @@ def _counts(drawn: NDArray[np.int64], patients: int) -> NDArray[np.int64]:
     return np.bincount(numbered.ravel(), minlength=patients * len(rows)).reshape(*drawn.shape[:-1], patients)
 
 
-def _tested(sites: Sequence[_SitePairs], metric: str) -> tuple[float | None, str]:
-    """p-value and the name of its test: Wilcoxon's where a patient has a value, DeLong's for the area of two classes."""
-    from scipy.stats import norm, wilcoxon
+def _tested(sites: Sequence[_SitePairs], metric: str) -> float | None:
+    """The p-value of Wilcoxon's test where a patient has a value."""
+    from scipy.stats import wilcoxon
 
-    if all("values" in pair.first for site in sites for pair in site.runs):
-        differences = np.concatenate([_per_patient(site, metric) for site in sites])
-        differences = differences[~np.isnan(differences)]
-        if len(differences) < 2:
-            return None, "Wilcoxon"
-        return (float(wilcoxon(differences).pvalue) if differences.any() else 1.0), "Wilcoxon"
-    if metric == "auc_macro" and all(_two_classed(pair) for site in sites for pair in site.runs):
-        difference, variance = zip(*(_delong(site) for site in sites), strict=True)
-        # Sites are independent. A site's runs share patients: the variance of their mean is at most the mean of their variances.
-        mean, error = float(np.mean(difference)), float(np.sqrt(np.sum(variance))) / len(sites)
-        if not np.isfinite(mean) or not np.isfinite(error):
-            return None, "DeLong"
-        if error == 0:
-            return (1.0 if mean == 0 else None), "DeLong"
-        return float(2 * norm.sf(abs(mean) / error)), "DeLong"
-    return None, ""
+    if not all("values" in pair.first for site in sites for pair in site.runs):
+        return None
+    differences = np.concatenate([_per_patient(site, metric) for site in sites])
+    differences = differences[~np.isnan(differences)]
+    if len(differences) < 2:
+        return None
+    return float(wilcoxon(differences).pvalue) if differences.any() else 1.0
 
 
 def _per_patient(site: _SitePairs, metric: str) -> Floats:
@@ -303,23 +289,6 @@ def _per_patient(site: _SitePairs, metric: str) -> Floats:
         values = [np.array(cases["values"][metric], dtype=float) for cases in (pair.first, pair.second)]
         row[pair.rows] = values[1] - values[0]
     return _nanmean(each, axis=0)
-
-
-def _two_classed(pair: _Pair) -> bool:
-    """Whether DeLong's test holds: two exclusive classes, and an image a patient, since it takes the cases for independent."""
-    shape = np.shape(pair.first["probabilities"])
-    return np.ndim(pair.first["targets"]) == 1 and shape[1] <= 2 and len(set(pair.first["patients"])) == shape[0]
-
-
-def _delong(site: _SitePairs) -> tuple[float, float]:
-    """Mean difference and mean variance over the site's runs."""
-    found = []
-    for pair in site.runs:
-        one, other = (np.array(cases["probabilities"], dtype=float)[:, -1] for cases in (pair.first, pair.second))
-        areas = delong(one, other, np.array(pair.first["targets"]) == 1)
-        found.append((areas.second - areas.first, areas.variance))
-    difference, variance = _nanmean(np.array(found), axis=0)
-    return float(difference), float(variance)
 
 
 def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str) -> list[_SitePairs]:

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
@@ -70,6 +70,19 @@ class Suite:
     source: Text
     differences: tuple[Text, ...] = ()
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "Suite":
+        if self.settings.leave_one_out and self.settings.leave_out:
+            raise ValueError("settings: leave_one_out leaves out every site, leave_out some; give one of them")
+        columns = (*self.sites, MEAN)
+        strange = [row for row in self.methods if row not in self.numbers] + [
+            site for site in self.settings.leave_out if site not in self.sites
+        ]
+        strange += [column for numbers in self.numbers.values() for column in numbers if column not in columns]
+        if strange:
+            raise ValueError(f"{strange[0]!r} is no row of the numbers, or no site")
+        return self
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The sites that the paper has numbers for, then the mean where it has one; all of them where no number of it is known."""
@@ -97,24 +110,9 @@ def load_suite(source: str) -> Suite:
     file = _files().get(source, Path(source))
     if not file.is_file():
         raise unknown("suite", source, suites())
-    place = f"suite {source}"
+    place, remedy = f"suite {source}", "see app_configs/suites/ for working examples"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{place}: not valid JSON ({error}); see app_configs/suites/ for working examples") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{place}: a suite is one JSON object, found {type(content).__name__}; see app_configs/suites/")
-    suite = checked(Suite, content, place, remedy="see app_configs/suites/ for working examples")
-    for row in suite.methods:
-        if row not in suite.numbers:
-            raise unknown("row", row, suite.numbers, f"{place}: methods")
-    if suite.settings.leave_one_out and suite.settings.leave_out:
-        raise ConfigError(f"{place}: settings: leave_one_out leaves out every site, leave_out some; give one of them")
-    for site in suite.settings.leave_out:
-        if site not in suite.sites:
-            raise unknown("site", site, suite.sites, f"{place}: settings.leave_out")
-    for row, numbers in suite.numbers.items():
-        for column in numbers:
-            if column not in (*suite.sites, MEAN):
-                raise unknown("column", column, (*suite.sites, MEAN), f"{place}: numbers of {row}")
-    return suite
+        content = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{place}: not one JSON object ({error}); {remedy}") from error
+    return checked(Suite, content, place, remedy=remedy)

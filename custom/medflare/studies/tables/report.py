@@ -351,7 +351,7 @@ def _cells(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], 
         f"{over_seeds.difference:+.3f}",
         *(interval(over_seeds.interval), p_value(over_seeds.p), str(over_seeds.n)),
         interval(over_patients.interval),
-        f"{test} ({over_patients.test})" if over_patients.p is not None else test,
+        f"{test} (Wilcoxon)" if over_patients.p is not None else test,
         str(over_patients.patients) if over_patients.patients else UNDEFINED,
     ]
 
