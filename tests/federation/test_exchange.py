@@ -54,16 +54,6 @@ def test_nobody_is_asked_in_vain() -> None:
     assert Courier(exchange, Outcome()).ask(STEP, {}) == {} and exchange.calls == 0
 
 
-@pytest.mark.parametrize("fact", [torch.zeros(2), object(), {1, 2}, b"x"], ids=lambda fact: type(fact).__name__)
-def test_facts_that_nobody_can_write_down_stay_outside(fact: object) -> None:
-    replies = Courier(Answering(A=Reply(message(1, odd=fact)), B=Reply(message(1, n=3))), Outcome()).ask(
-        STEP, dict.fromkeys("AB", Message())
-    )
-    assert replies["A"].message is None and replies["A"].kind == "rejected"
-    assert replies["A"].problem.startswith("facts hold something that is neither number nor text (")
-    assert replies["B"].message is not None and replies["B"].message.facts == {"n": 3}
-
-
 def test_a_message_is_numbered_without_being_changed() -> None:
     plain = message(1, n=3)
     assert numbered(plain, 7, 9).facts == {"n": 3, "step": 7, "run_rounds": 9} and plain.facts == {"n": 3}

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -89,15 +88,9 @@ def facts(**changes: Any) -> Any:
     return spoil
 
 
-def flip(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor], factor: float) -> None:
-    """The update in the opposite direction, so many times as long."""
-    state.update(
-        {name: sent[name] - factor * (tensor - sent[name]) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-    )
-
-
-def length_of(state: dict[str, torch.Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values()))
+def flip(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
+    """The update in the opposite direction."""
+    state.update({name: 2 * sent[name] - tensor if tensor.is_floating_point() else tensor for name, tensor in state.items()})
 
 
 def first(state: dict[str, torch.Tensor]) -> str:
@@ -105,17 +98,11 @@ def first(state: dict[str, torch.Tensor]) -> str:
 
 
 FAULTS = {
-    "NaN": (poison(lambda s: s[first(s)].fill_(math.nan)), "NaN or infinity"),
-    "infinity": (poison(lambda s: s[first(s)].fill_(math.inf)), "NaN or infinity"),
+    "NaN": (poison(lambda s: s[first(s)].fill_(math.nan)), "NaN"),
     "huge": (poison(lambda s: s[first(s)].fill_(1e30)), "median"),
-    "missing": (poison(lambda s: s.pop(first(s))), "missing tensor"),
-    "extra tensor": (poison(lambda s: s.update(extra=torch.zeros(1))), "extra"),
+    "missing tensor": (poison(lambda s: s.pop(first(s))), "missing"),
     "shape": (poison(lambda s: s.update({first(s): torch.zeros(1)})), "shape"),
-    "dtype": (poison(lambda s: s.update({first(s): s[first(s)].double()})), "float64"),
-    "n_samples 0": (facts(n_samples=0), "n_samples"),
-    "n_samples negative": (facts(n_samples=-3), "n_samples"),
-    "n_samples NaN": (facts(n_samples=math.nan), "n_samples"),
-    "n_samples too many": (facts(n_samples=10**6), "n_samples"),
+    "n_samples": (facts(n_samples=10**6), "n_samples"),
     "loss NaN": (facts(loss=math.nan), "diverged"),
 }
 
@@ -131,12 +118,6 @@ class TestBadUpdates:
         assert [event["round"] for event in rejected] == [0, 1]
         assert all(words in event["message"] for event in rejected)
         assert all(torch.isfinite(tensor).all() for tensor in federation.server.model.values())
-
-    def test_the_mean_is_that_of_the_other_sites(self, run: Any) -> None:
-        bad, without = Sites(), Sites()
-        bad.spoil = FAULTS["NaN"][0]
-        without.spoil = lambda site, step, message: Reply(problem="out") if site == "B" and step.phase == "train" else message
-        assert squares.equal(run(bad).server.model, run(without).server.model)
 
     def test_a_metric_that_is_not_a_number_does_not_cost_the_update(self, run: Any) -> None:
         exchange = Sites()
@@ -173,54 +154,14 @@ class TestBadUpdates:
 
 
 class TestOddUpdates:
-    """What cannot be meant in a round, or against the rounds before it; B is the odd one."""
-
-    def spoilt(self, change: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any], since: int = 0) -> Sites:
-        """B's model is changed by change(state, what it was sent)."""
-        exchange = Sites()
-
-        class Asked(Sites):
-            def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-                sent = {name: tensor.clone() for name, tensor in outgoing["B"].states.get("model", {}).items()} if "B" in outgoing else {}
-
-                def spoil(site: str, step: Step, message: Message) -> Message:
-                    if site == "B" and step.phase == "train" and step.round >= since:
-                        change(message.states["model"], sent)
-                    return message
-
-                self.spoil = spoil
-                return super().__call__(step, outgoing)
-
-        exchange.__class__ = Asked
-        return exchange
-
     def test_nothing_is_odd_about_honest_sites(self, run: Any) -> None:
         assert not run(Sites(), rounds=4).events.of("rejected", "suspicious")
 
     def test_an_update_against_the_others_is_used_and_named(self, run: Any) -> None:
-        events = run(self.spoilt(lambda state, sent: flip(state, sent, 1))).events
-        assert [(event["site"], event["round"]) for event in events.of("suspicious")] == [("B", 0), ("B", 1)]
-        assert "moved against the others: cosine -" in events.of("suspicious")[0]["message"] and not events.of("rejected")
-
-    def test_who_wants_it_rejects_what_is_suspicious(self, run: Any) -> None:
-        events = run(self.spoilt(lambda state, sent: flip(state, sent, 1)), rules=Rules(suspects="rejected")).events
-        assert [(event["site"], event["round"]) for event in events.of("rejected")] == [("B", 0), ("B", 1)]
-        assert not events.of("suspicious")
-
-    @pytest.mark.parametrize(("factor", "rejected_in"), [(90.0, [0, 1, 2]), (20.0, [0, 1, 2]), (9.0, [])])
-    def test_noise_far_longer_than_the_others_updates_is_not_used(self, run: Any, factor: float, rejected_in: list[int]) -> None:
-        """In no direction, so that no cosine tells of it; from the first round on, and no round of noise teaches the limit anything."""
-        noise = np.random.default_rng(0)
-
-        def spoil(state: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
-            names = [n for n, t in state.items() if t.is_floating_point() and not n.endswith("running_var")]  # that would fall below 0
-            drawn = {n: torch.tensor(noise.standard_normal(tuple(state[n].shape)), dtype=torch.float32) for n in names}
-            length, wanted = length_of(drawn), factor * length_of({n: state[n] - sent[n] for n in names})
-            state.update({n: sent[n] + wanted / length * drawn[n] for n in names})
-
-        events = run(self.spoilt(spoil), rounds=3).events.of("rejected")
-        assert [(event["site"], event["round"]) for event in events] == [("B", round) for round in rejected_in]
-        assert all("more than 10 times the others' median" in event["message"] for event in events)
+        exchange, start = Sites(), squares.start()
+        exchange.spoil = poison(lambda state: flip(state, start), round=0)
+        events = run(exchange, rounds=1).events
+        assert [(event["site"], event["round"]) for event in events.of("suspicious")] == [("B", 0)] and not events.of("rejected")
 
 
 class TestVotes:

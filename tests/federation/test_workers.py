@@ -1,16 +1,14 @@
 """The plain loop with a process a site: the same bits, and what becomes of processes that die, fail or are left alone."""
 
-import errno
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -19,10 +17,10 @@ import torch
 
 from medflare import run_local
 from medflare.core.errors import ConfigError
+from medflare.core.message import Message
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.site import Site
-from medflare.federation.local.parcels import Parcel, receive, send
-from medflare.federation.local.workers import threads_of_a_site
+from medflare.federation.local.workers import receive, send, threads_of_a_site
 from medflare.tasks.config import load_task
 from small import tiny_phantom
 
@@ -115,80 +113,20 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
         time.sleep(0.05)
 
 
-def test_parcels() -> None:
+def test_a_message_goes_from_process_to_process_with_all_its_tensors() -> None:
     numbers = {"count": torch.tensor(7), "none": torch.zeros(0, 3), "half": torch.tensor([1.5], dtype=torch.bfloat16)}
     states = {"model": {"w": torch.arange(12.0).reshape(3, 4).T, **numbers}, "flags": {"on": torch.tensor([True, False])}, "empty": {}}
-    here, there = socket.socketpair()
-    with here, there:
-        send(here, Parcel({"facts": {"n": 3}}, states))
-        send(here, Parcel({"facts": {}}))
-        first, second = receive(there), receive(there)
-        here.close()
-        with pytest.raises(EOFError, match="closed"):
-            receive(there)
-    assert first.message.facts == {"n": 3} and second.states == {}
-    assert first.states.keys() == states.keys()
+    here, there = Pipe()
+    Thread(target=send, args=(here, {"round": 1}, Message(states, {"n": 3}))).start()
+    words, message = receive(there)
+    here.close()
+    with pytest.raises(EOFError):
+        receive(there)
+    assert words == {"round": 1} and message.facts == {"n": 3} and message.states.keys() == states.keys()
     for entry, state in states.items():
-        assert [(name, one.dtype) for name, one in first.states[entry].items()] == [(name, one.dtype) for name, one in state.items()]
-        assert all(torch.equal(first.states[entry][name], tensor) for name, tensor in state.items())
-    first.states["model"]["w"].mul_(2)  # nobody else's any more
-
-
-def no_room(*full: Path) -> Callable[[int, int, int], None]:
-    """What takes the place of `os.posix_fallocate` where these folders are full: a file without a name knows its folder's device."""
-    devices = {folder.stat().st_dev for folder in full}
-
-    def allocate(file: int, offset: int, size: int) -> None:
-        if os.fstat(file).st_dev in devices:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.ftruncate(file, size)
-
-    return allocate
-
-
-SHARED = Path("/dev/shm")
-apart = pytest.mark.skipif(
-    not SHARED.is_dir() or SHARED.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev, reason="needs shared memory of its own"
-)
-
-
-@apart
-def test_a_parcel_goes_round_memory_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", no_room(SHARED))
-    here, there = socket.socketpair()
-    with here, there:
-        send(here, Parcel({"facts": {}}, {"model": {"w": torch.arange(5)}}))
-        assert receive(there).states["model"]["w"].tolist() == [0, 1, 2, 3, 4]
-
-
-@apart
-@pytest.mark.parametrize("full_at", ["the site", "the server"])
-def test_without_room_anywhere_a_run_says_so(full_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a site that is a failure of the site."""
-    everywhere, here = no_room(SHARED, Path(tempfile.gettempdir())), os.getpid()
-    monkeypatch.setattr(
-        os, "posix_fallocate", lambda *file: (everywhere if (os.getpid() == here) == (full_at == "the server") else no_room())(*file)
-    )
-    results = run(workers=2, rounds=1)
-    said = results["reason"] if full_at == "the server" else results["events"][0]["message"]
-    assert results["status"] == "FAILED" and "takes no message of" in said and "--shm-size" in said
-    assert full_at == "the server" or said.startswith("site A: ")
-
-
-def test_shared_memory_of_a_container_is_enough() -> None:
-    """With 1 MB of it, writing beyond its end used to kill the process (SIGBUS), which no mock shows."""
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("needs a file system of its own")
-    code = """
-import socket, torch
-from medflare.federation.local.parcels import Parcel, receive, send
-here, there = socket.socketpair()
-send(here, Parcel({"facts": {}}, {"model": {"w": torch.ones(1_000_000)}}))
-print(receive(there).states["model"]["w"].sum().item())
-"""
-    shell = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -c "$1"'
-    ended = subprocess.run(["unshare", "-rm", "sh", "-c", shell, sys.executable, code], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (0, "1000000.0\n"), ended.stderr
+        assert {name: one.dtype for name, one in message.states[entry].items()} == {name: one.dtype for name, one in state.items()}
+        assert all(torch.equal(message.states[entry][name], tensor) for name, tensor in state.items())
+    message.states["model"]["w"].mul_(2)  # nobody else's any more
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from medflare.tasks.delong import delong
 from sklearn.metrics import roc_auc_score
 
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results

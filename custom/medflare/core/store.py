@@ -26,7 +26,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, bytes_of, copy_state
 from medflare.core.text import escaped
 
-_SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
+SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
 _HEADER = "medflare"  # the field of the safetensors header that holds facts, entry names and the checksum
 
@@ -154,7 +154,7 @@ def write_message(path: Path, message: Message) -> None:
     Raises:
         OSError: it cannot be written; what was there before is whole.
     """
-    tensors = _named(message)
+    tensors = flat(message)
     content = {"facts": message.facts, "entries": sorted(message.states)}
     header = json.dumps({**content, "digest": _digest(tensors, content)}, sort_keys=True)
     with replacing(path) as temporary:
@@ -164,10 +164,10 @@ def write_message(path: Path, message: Message) -> None:
             raise OSError(f"{path}: {error}") from error
 
 
-def _named(message: Message) -> StateDict:
-    """All tensors by entry and name as they can be written: on the CPU, contiguous, and none in the memory of another one."""
+def flat(message: Message) -> StateDict:
+    """All tensors by entry and name as safetensors takes them: on the CPU, contiguous, and none in the memory of another one."""
     named = {
-        f"{entry}{_SEPARATOR}{name}": tensor.detach().to("cpu").contiguous()
+        f"{entry}{SEPARATOR}{name}": tensor.detach().to("cpu").contiguous()
         for entry, state in message.states.items()
         for name, tensor in state.items()
     }
@@ -216,7 +216,7 @@ def _read_once(path: Path) -> Message:
         raise StateError(f"{path}: content does not match its checksum; restore it from a backup or delete it to start afresh")
     states: dict[str, StateDict] = {entry: {} for entry in content["entries"]}
     for key, tensor in tensors.items():
-        entry, name = key.rsplit(_SEPARATOR, 1)
+        entry, name = key.rsplit(SEPARATOR, 1)
         states[entry][name] = tensor
     return Message(states, content["facts"])
 

@@ -21,7 +21,7 @@ from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
 from medflare.federation.preflight import check_run
 from medflare.federation.run import Run
-from medflare.federation.settings import RUN_SETTINGS, run_settings
+from medflare.federation.settings import RULES, RUN_SETTINGS, run_settings
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.cases import Cases
@@ -45,12 +45,6 @@ def run_local(
     resplit: int | None = None,
     site_half: str | None = None,
     server_half: str | None = None,
-    min_sites: int | None = None,
-    sites_per_round: int | None = None,
-    max_share: float | None = None,
-    suspects: str = "used",
-    patience: int | None = None,
-    wire: str = "fp32",
     absent: Mapping[int, Iterable[str]] | None = None,
     opener: Callable[[str, str], Site] | None = None,
     out: Path | str | None = None,
@@ -60,7 +54,7 @@ def run_local(
     say: Callable[[str], None] = lambda line: None,
     observe: Callable[[StepReport], None] = lambda report: None,
     delivered: Delivered = lambda site, role, model, cases: None,
-    **hyper: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     """Run a federation on this machine and return its results dict (the content of results.json).
 
@@ -76,12 +70,6 @@ def run_local(
         resplit: draw the splits anew by patient with this seed.
         site_half: method whose site half takes the place of its own; None: its own.
         server_half: method whose server half takes the place of its own; None: its own.
-        min_sites: see `settings.RunSettings`.
-        sites_per_round: see `settings.RunSettings`.
-        max_share: see `settings.RunSettings`.
-        suspects: see `settings.RunSettings`.
-        patience: see `settings.RunSettings`.
-        wire: see `settings.RunSettings`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, where a site's data come from elsewhere than `data_root`.
         out: folder for results.json, report.html, models and what each site keeps; None keeps nothing.
@@ -92,7 +80,8 @@ def run_local(
         say: takes a progress line a step.
         observe: called after every step.
         delivered: called at a site with every final model that it measured; with several workers that is in the site's process.
-        hyper: the method's hyper-parameters: by name where one half owns the name, else `site={name: value}`, `server={name: value}`.
+        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, `max_share`, `suspects`, `patience`, `wire`), and the
+            method's hyper-parameters: by name where one half owns the name, else `site={name: value}`, `server={name: value}`.
 
     Raises:
         ConfigError: the method, task, a hyper-parameter or a site name is wrong. Whatever fails later is a result: status FAILED.
@@ -107,8 +96,9 @@ def run_local(
         raise ConfigError("every site is outside; name at least one that trains")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
-    steering = {"rounds": rounds, "seed": seed, "outside": apart, "min_sites": min_sites, "sites_per_round": sites_per_round}
-    settings = run_settings({**steering, "max_share": max_share, "suspects": suspects, "patience": patience, "wire": wire})
+    rules = {name: options[name] for name in RULES if name in options}
+    hyper = {name: value for name, value in options.items() if name not in RULES}
+    settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
     check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart)
     folder, about = None if out is None else Path(out), {"engine": "local"}
     run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=say, observe=observe, models_gb=models_gb)

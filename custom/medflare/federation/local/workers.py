@@ -4,27 +4,31 @@ Each site computes as it does where one process calls all sites in turn, on as m
 the same bits. A fork is made when its site is first asked, and holds the site's data from then on.
 """
 
+import json
 import os
 import selectors
 import signal
-import socket
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch
+from safetensors.torch import load, save
 
-from medflare.core.errors import Aborted, ConfigError, StateError
+from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
+from medflare.core.store import SEPARATOR, flat
 from medflare.federation.exchange import Reply, laid_aside
 from medflare.federation.local.exchange import LocalExchange
-from medflare.federation.local.parcels import Parcel, receive, send
 from medflare.federation.participant import Participant, import_ahead
 from medflare.methods.base import Step
 
 _PICTURES = "pictures of this site"  # entry beside those of the message; no method's entry has blanks
+Words = dict[str, Any]  # what is said beside a message, as JSON
 
 
 @dataclass
@@ -32,7 +36,7 @@ class _Fork:
     """The process that acts for a site."""
 
     process: int
-    connection: socket.socket
+    connection: Connection
 
     def kill(self) -> None:
         """Begin to end it: the system takes a while to have its memory back."""
@@ -46,11 +50,36 @@ class _Fork:
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
 
+def send(connection: Connection, words: Words, message: Message) -> None:
+    """Send a message to another process of this machine, which calls `receive`.
+
+    Raises:
+        OSError: the other process is gone.
+    """
+    names = {entry: list(state) for entry, state in message.states.items()}  # safetensors has an order of its own
+    connection.send_bytes(json.dumps({"words": words, "facts": message.facts, "names": names}).encode())
+    connection.send_bytes(save(flat(message)))
+
+
+def receive(connection: Connection) -> tuple[Words, Message]:
+    """The next message.
+
+    Raises:
+        EOFError: the other process has closed the connection.
+    """
+    said = json.loads(connection.recv_bytes())
+    tensors = load(connection.recv_bytes())
+    states = {entry: {name: tensors[f"{entry}{SEPARATOR}{name}"] for name in names} for entry, names in said["names"].items()}
+    return said["words"], Message(states, said["facts"])
+
+
 class ForkedExchange:
     """As `LocalExchange`, with every site in a process of its own.
 
     Args:
+        sites: names.
         opened: as for `LocalExchange`; called in the site's process.
+        absent: as for `LocalExchange`.
         workers: how many sites work at the same time.
         pictures: takes what sites show, which would stay in their processes.
 
@@ -104,35 +133,35 @@ class ForkedExchange:
 
     def _asked(self, site: str, step: Step, message: Message) -> _Fork:
         """The site's process, at work on the step."""
-        words = {"phase": step.phase, "round": step.round, "facts": message.facts}
+        words = {"phase": step.phase, "round": step.round}
         if site not in self._forks:
             self._forks[site] = self._forked(site)
         try:
-            send(self._forks[site].connection, Parcel(words, message.states))
+            send(self._forks[site].connection, words, message)
         except OSError:  # it died between two steps: what it remembered on disk is enough for another one
             self._forks.pop(site).end()
             self._forks[site] = self._forked(site)
-            send(self._forks[site].connection, Parcel(words, message.states))
+            send(self._forks[site].connection, words, message)
         return self._forks[site]
 
     def _reply(self, site: str, step: Step) -> Reply:
         try:
-            parcel = receive(self._forks[site].connection)
+            words, message = receive(self._forks[site].connection)
         except (EOFError, ConnectionError):
             code = self._forks.pop(site).end()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             return Reply(problem=f"site {site}: its process ended in '{step.phase}' of round {step.round} ({how})")
-        if trace := parcel.words.get("trace"):
+        if trace := words.get("trace"):
             raise RuntimeError(f"site {site} failed in '{step.phase}' of round {step.round}:\n{trace}")
-        if "aborted" in parcel.words:
-            raise Aborted(parcel.words["aborted"])
-        for title, png in parcel.states.pop(_PICTURES, {}).items():
+        if "aborted" in words:
+            raise Aborted(words["aborted"])
+        for title, png in message.states.pop(_PICTURES, {}).items():
             self._pictures[title] = png.numpy().tobytes()
-        problem, seconds = parcel.words["problem"], parcel.words["seconds"]
-        return Reply(problem=problem, seconds=seconds) if problem else laid_aside(Reply(parcel.message, seconds=seconds))
+        problem, seconds = words["problem"], words["seconds"]
+        return Reply(problem=problem, seconds=seconds) if problem else laid_aside(Reply(message, seconds=seconds))
 
     def _forked(self, site: str) -> _Fork:
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         parent = os.getpid()
         process = os.fork()
         if process == 0:
@@ -143,38 +172,31 @@ class ForkedExchange:
         theirs.close()
         return _Fork(process, ours)
 
-    def _act(self, site: str, connection: socket.socket, parent: int) -> NoReturn:
+    def _act(self, site: str, connection: Connection, parent: int) -> NoReturn:
         """A site's life: step after step, until the parent closes the connection or is gone."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         known = set(self._pictures)
         with suppress(BaseException):  # this process never leaves the loop in which it was forked
             while True:
-                asked = receive(connection)
-                answer = self._answered(site, asked, lambda: os.getppid() != parent)
+                asked, message = receive(connection)
+                if os.getppid() != parent:
+                    break
+                words, reply = self._answered(site, Step(asked["phase"], asked["round"]), message)
                 if new := sorted(self._pictures.keys() - known):
                     shown = {title: torch.frombuffer(bytearray(self._pictures[title]), dtype=torch.uint8) for title in new}
-                    answer.states = {**answer.states, _PICTURES: shown}
+                    reply = Message({**reply.states, _PICTURES: shown}, reply.facts)
                     known |= shown.keys()
-                try:
-                    send(connection, answer)
-                except StateError as error:  # no room for its tensors; the reason alone needs none
-                    send(connection, Parcel({**answer.words, "facts": {}, "problem": f"site {site}: {error}"}))
+                send(connection, words, reply)
         os._exit(0)
 
-    def _answered(self, site: str, asked: Parcel, orphaned: Callable[[], bool]) -> Parcel:
-        words: dict[str, Any] = {"facts": {}, "problem": ""}
+    def _answered(self, site: str, step: Step, message: Message) -> tuple[Words, Message]:
         try:
-            if orphaned():
-                raise Aborted("the run is gone")
-            reply = self._local.answer(site, Step(asked.words["phase"], asked.words["round"]), asked.message)
+            reply = self._local.answer(site, step, message)
         except Aborted as error:
-            return Parcel({**words, "aborted": str(error)})
+            return {"aborted": str(error)}, Message()
         except Exception:
-            return Parcel({**words, "trace": traceback.format_exc()})
-        words["seconds"] = reply.seconds
-        if reply.message is None:
-            return Parcel({**words, "problem": reply.problem})
-        return Parcel({**words, "facts": reply.message.facts}, reply.message.states)
+            return {"trace": traceback.format_exc()}, Message()
+        return {"problem": reply.problem, "seconds": reply.seconds}, reply.message or Message()
 
 
 @contextmanager
