@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from medflare.core import packages
 from medflare.core.errors import ConfigError
-from medflare.data.files.volumes import series_grid
+from medflare.data.reading import series_grid
 from medflare.data.sites.opening import open_site
 from medflare.federation.local import run_local
 from medflare.inference.deployed import StoredModel, load_model, plain_message

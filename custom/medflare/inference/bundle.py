@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
-from medflare.data.files.kinds import PICTURES
-from medflare.data.files.readers import COLOURS, LABELS, LUMA
+from medflare.data.reading import GREY, LUMA, PICTURES
 from medflare.data.sites.fitting import OVERLAP
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
@@ -25,13 +24,9 @@ from medflare.tasks.config import TaskConfig
 
 _META_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin so
-_UPRIGHT = (  # as data.files.readers, but for 16 bits: what a camera says of its position, transparency, palettes
+_UPRIGHT = (  # as data.reading, but for 16 bits: what a camera says of its position, transparency, palettes
     "$lambda image: (lambda image: image.convert('L') if image.mode == 'LA' else image.convert('RGB') "
-    f"if image.mode in {(*COLOURS, 'P')!r} else image)(ImageOps.exif_transpose(image))"
-)
-_MILLIMETRES = (  # as data.files.readers.in_millimetres: NIfTI's units of length are 1 for metres and 3 for micrometres
-    "$lambda item: (lambda image, scale: (setattr(image, 'affine', image.affine * torch.tensor([[scale]] * 3 + [[1.0]]).double()), item)[1]"
-    ")(item['image'], {1: 1000.0, 3: 0.001}.get(int(item['image'].meta['xyzt_units']) & 7, 1.0))"
+    f"if image.mode.split(';')[0] not in {GREY!r} else image)(ImageOps.exif_transpose(image))"
 )
 _LUMA = f"torch.tensor({list(LUMA)}).reshape(3, 1, 1)"
 
@@ -204,10 +199,9 @@ def _volume_preprocessing(task: TaskConfig) -> list[Any]:
     intensity = as_data(task.intensity)
     steps: list[Any] = [
         {"_target_": "LoadImaged", "keys": "image", "reader": "NibabelReader", "ensure_channel_first": True},
-        {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": as_data(LABELS)},
+        {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": [["L", "R"], ["P", "A"], ["I", "S"]]},
     ]
     if task.spacing is not None:
-        steps.insert(1, _MILLIMETRES)
         steps.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(task.spacing), "mode": "bilinear", "padding_mode": "border"})
     settings = {key: item for key, item in intensity.items() if key != "name"}
     return [*steps, {"_target_": f"{intensity['name']}d", "keys": "image", **settings}]

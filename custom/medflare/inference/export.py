@@ -19,8 +19,8 @@ from medflare.core.errors import ConfigError, DataError, ExportError, one_line
 from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
 from medflare.core.store import write_atomically, write_json
-from medflare.data.files.sources import PhantomSource
 from medflare.data.sites.fitting import windows_of
+from medflare.data.sources import PhantomSource
 from medflare.data.transforms import Preprocessing
 from medflare.inference.bundle import write_bundle
 from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build, sealed
@@ -146,7 +146,7 @@ def picture_batches(task: TaskConfig, images: Sequence[Path], out: Path) -> dict
     if task.spatial_dims == 3 or task.image_channels not in (1, 3):
         return {}
     source, preprocessing = PhantomSource("export", task), Preprocessing(task)
-    photographs = [preprocessing.image(source.image(entry)) for entry in source.entries()[:_PICTURES]]
+    photographs = [preprocessing.image(source.image(entry).array) for entry in source.entries()[:_PICTURES]]
     if task.fit == "patch":
         photographs = [window for photograph in photographs for window in windows_of(photograph, task.size)]
     return {f"{_PICTURES} synthetic photographs": [torch.stack(photographs)]}

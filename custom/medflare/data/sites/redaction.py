@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from medflare.core.text import printable
 from medflare.data.datalist import FILE, SPLITS, content_of
-from medflare.data.files.kinds import stem
+from medflare.data.reading import stem
 
 TABLE: Final = "codes.json"  # in the site's folder of a job
 # An absolute path that no code stands for; programs stay, since a log of an error names them.

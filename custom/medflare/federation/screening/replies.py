@@ -10,7 +10,7 @@ from typing import Final
 
 from medflare.core.manifest import Fact, count, listing, models, number, table, text
 from medflare.core.message import Message
-from medflare.data.files.acquisition import TRAINED_ON, no_range
+from medflare.data.acquisition import TRAINED_ON, no_range
 from medflare.federation.screening.answers import class_counts
 from medflare.federation.screening.plain import not_events, not_plain, not_states, shown
 from medflare.privacy.settings import cost
