@@ -9,14 +9,15 @@ import torch
 from PIL import Image
 
 from medflare.core.errors import DataError
-from medflare.data.files.geometry import Grid
-from medflare.data.files.readers import read_image, read_mask
+from medflare.data.geometry import Grid
+from medflare.data.reading import label_values, read_image, read_stored
 from medflare.data.targets import encode_mask
 from medflare.inference import masks
 from medflare.inference.inputs import Input
 from medflare.inference.masks import label_map, pixels, restored, write_masks
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import foreground
+from small import small_task
 
 PHANTOM = load_task("phantom")  # disc: values 1 and 2, cup: value 2
 
@@ -41,7 +42,7 @@ def test_masks_read_back_are_what_the_metrics_count(task: TaskConfig, tmp_path: 
     masks = label_map(p[0], task)
     files = write_masks(Input(Path("a/scan.png"), "sub/scan"), masks, task, tmp_path)
     assert files[0].parent == tmp_path / "sub"
-    stored = np.concatenate([read_mask(file) for file in files])
+    stored = np.concatenate([label_values(read_stored(file).array, file) for file in files]).swapaxes(1, 2)
     target = torch.as_tensor(encode_mask(stored, task, "mask"))
     kept = foreground(p, task)[0].long()
     if task.target == "multiclass":
@@ -81,19 +82,19 @@ def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
     image = nibabel.Nifti1Image(volume, affine)
     image.header.set_xyzt_units("mm")
     nibabel.save(image, tmp_path / "scan.nii.gz")
-    read = read_image(tmp_path / "scan.nii.gz", 1)
+    read = read_image([tmp_path / "scan.nii.gz"], small_task()).array
     (file,) = write_masks(Input(tmp_path / "scan.nii.gz", "scan"), (read > 0.7).astype(np.int64), TASKS[0], tmp_path / "out")
     written = nibabel.load(file)
     np.testing.assert_array_equal(np.asarray(written.dataobj), volume > 0.7)
     np.testing.assert_array_equal(written.affine, nibabel.load(tmp_path / "scan.nii.gz").affine)
     assert written.header.get_data_dtype() == np.uint8 and written.header.get_xyzt_units()[0] == "mm"
-    np.testing.assert_array_equal(read_mask(file), read > 0.7)
+    np.testing.assert_array_equal(read_image([file], small_task()).array, read > 0.7)
 
 
 def test_flat_nifti_stays_flat(tmp_path: Path) -> None:
     flat = np.random.default_rng(0).random((5, 6)).astype(np.float32)
     nibabel.save(nibabel.Nifti1Image(flat, np.diag([2, 3, 1, 1])), tmp_path / "flat.nii")
-    mask = (read_image(tmp_path / "flat.nii", 1) > 0.5).astype(np.int64) * 70000
+    mask = (read_image([tmp_path / "flat.nii"], small_task()).array > 0.5).astype(np.int64) * 70000
     (file,) = write_masks(Input(tmp_path / "flat.nii", "flat"), mask, TASKS[0], tmp_path)
     written = nibabel.load(file)
     np.testing.assert_array_equal(np.asarray(written.dataobj), (flat > 0.5) * 70000)

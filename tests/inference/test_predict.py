@@ -17,9 +17,10 @@ from delivered import probabilities
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.data.files.acquisition import acquisition_of
-from medflare.data.files.bounds import ImageBounds
+from medflare.data import reading
+from medflare.data.acquisition import acquisition_of
 from medflare.data.loading import FOLDERS
+from medflare.data.reading import ImageBounds
 from medflare.data.sites.opening import open_site
 from medflare.data.sites.scoring import scoring_batch
 from medflare.data.sites.site import Site
@@ -144,7 +145,7 @@ def test_slices_of_one_volume_are_one_patients(segmentation: TaskConfig) -> None
     model = SuperModel(segmentation, networks, Brighter(), ["global", "A", "B"], 0.0, "patient").eval()
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
     expected = torch.cat([answer[0] for answer in Site("S", segmentation, SiteData(data, data, data)).answers(model, "test")])
-    acquired = acquisition_of(images[0].numpy(), segmentation)
+    acquired = acquisition_of(reading.Image(images[0].numpy()), segmentation)
     volume = Prepared(Input(Path("v.nii"), "v"), images, (4, 4), True, acquired)
     pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False, acquired) for image in images[:2]]
     whole, *alone = predictions(model, [volume, *pictures], segmentation)

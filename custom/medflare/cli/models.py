@@ -53,7 +53,7 @@ def _add_unsealed(parser: argparse.ArgumentParser) -> None:
 
 def _predict(options: argparse.Namespace) -> int:
     from medflare.core.settings import checked
-    from medflare.data.files.bounds import ImageBounds
+    from medflare.data.reading import ImageBounds
     from medflare.inference.deployed import load_model
     from medflare.inference.predict import predict
     from medflare.methods.catalogue import build_deployed

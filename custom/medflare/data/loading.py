@@ -15,9 +15,9 @@ from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings
 from medflare.data.cache.shards import Shards
 from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits, names_of_masks, site_name
-from medflare.data.files.bounds import ImageBounds
-from medflare.data.files.decoding import Decoded
-from medflare.data.files.sources import FileSource, PhantomSource, Source
+from medflare.data.decoding import Decoded
+from medflare.data.reading import ImageBounds
+from medflare.data.sources import FileSource, PhantomSource, Source
 from medflare.data.splits import OnDisk, OneByOne, Samples, SiteData, Split
 from medflare.data.targets import annotation_of, class_counts, encode_label, plain_name, stored_values
 from medflare.tasks.annotation import structures_of

@@ -275,7 +275,7 @@ class SiteData:
         notes: one line each.
         left_out: one line for each unusable image.
         annotated: the structures that the site annotated; None: it does not say, and all are taken for annotated.
-        acquired: float64 (N, ...), `data.files.acquisition.Acquisition.row` of every training file; none where nobody looked.
+        acquired: float64 (N, ...), `data.acquisition.Acquisition.row` of every training file; none where nobody looked.
         absent: of a site that does not say so, what is in none of its training masks, one line each with the remedy.
     """
 

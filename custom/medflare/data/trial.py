@@ -20,7 +20,7 @@ import torch
 
 from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.packages import installed
-from medflare.data.files.geometry import by
+from medflare.data.geometry import by
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual

@@ -15,7 +15,7 @@ from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
-from medflare.data.files.acquisition import TRAINED_ON
+from medflare.data.acquisition import TRAINED_ON
 from medflare.data.sites.constant import constant_value, is_at_chance
 from medflare.data.sites.local import PLACE, PROGRESS
 from medflare.data.sites.montage import fullest_row, overlay

@@ -7,7 +7,7 @@ import medflare
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.core.packages import installed_versions
-from medflare.data.files.acquisition import joined_range, read_range
+from medflare.data.acquisition import joined_range, read_range
 from medflare.evaluation.record import shares
 from medflare.federation.exchange import START, Courier
 from medflare.federation.screening.messages import RANGE, VERSIONS

@@ -15,7 +15,7 @@ from medflare.core.events import Event, EventLog
 from medflare.core.manifest import Manifest
 from medflare.core.states import state_bytes
 from medflare.core.store import make_folder, write_json
-from medflare.data.files.acquisition import TRAINED_ON
+from medflare.data.acquisition import TRAINED_ON
 from medflare.data.sites.local import MODELS_GB
 from medflare.evaluation.console import round_line
 from medflare.evaluation.names import RESULTS_FILE, ROUNDS_FILE

@@ -185,7 +185,7 @@ def _picture_list() -> str:
 
 
 def _read_pictures(task: TaskConfig) -> list[Any]:
-    """As `data.files.readers` reads them, grey values as Pillow rounds them."""
+    """As `data.reading` reads them, grey values as Pillow rounds them."""
     mode = {1: "L", 3: "RGB"}.get(task.image_channels)
     converted = f".convert({mode!r}) if image.mode[0] not in 'IF' else image" if mode else ""  # 16 bits and floats stay as they are
     upright = f"$lambda image: ImageOps.exif_transpose(image){converted}"

@@ -22,7 +22,7 @@ from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
 from medflare.core.store import file_digest, read_message, write_json, write_message
 from medflare.core.text import printable_json
-from medflare.data.files.bounds import ImageBounds, refuse_large_size
+from medflare.data.reading import ImageBounds
 from medflare.data.trial import try_transforms
 from medflare.networks.catalogue import task_network
 from medflare.networks.features import Probabilities
@@ -262,6 +262,6 @@ def load_model(folder: Path | str, *, unsealed: bool = False, bounds: ImageBound
         release = (card.get("versions") or {}).get("medflare", "no release is named")
         remedy = f"use the medflare that wrote it ({release})"
         raise StateError(f"{folder / CARD_FILE}: its task cannot be used here, {remedy}: {error}") from error
-    refuse_large_size(task, bounds, str(folder / CARD_FILE), "--max-{}")
+    bounds.check_task(task, str(folder / CARD_FILE))
     try_transforms(replace(task, augment=()), _TRIAL, str(folder / CARD_FILE))
     return StoredModel(task, read_message(folder / WEIGHTS_FILE), shown)

@@ -11,7 +11,7 @@ import numpy as np
 import medflare
 from medflare.core.errors import DataError
 from medflare.core.packages import require
-from medflare.data.files.kinds import dicom_files
+from medflare.data.reading import dicom_files
 from medflare.tasks.config import TaskConfig
 
 _SCHEME = "99MEDFLARE"  # labels are the task's own words, so their codes stand in a scheme of their own (PS3.3, 8.2)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError
-from medflare.data.files.kinds import DICOM, NIFTI, PICTURES, dicom_images, stem, suffix
+from medflare.data.reading import DICOM, NIFTI, PICTURES, dicom_images, stem, suffix
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from medflare.core.errors import DataError
 from medflare.core.store import write_atomically
-from medflare.data.files.geometry import Grid
-from medflare.data.files.kinds import NIFTI, is_dicom, suffix
-from medflare.data.files.volumes import series_grid, turned_back
+from medflare.data.geometry import Grid
+from medflare.data.reading import NIFTI, is_dicom, series_grid, suffix, turned_back
 from medflare.data.targets import stored_values
 from medflare.inference.dicom_seg import dicom_seg, unwritable
 from medflare.inference.inputs import Input

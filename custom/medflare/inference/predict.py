@@ -23,12 +23,10 @@ from medflare.adaptation.tent import Tent
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.message import Message
 from medflare.core.store import csv_text, make_folder, write_atomically
-from medflare.data.files.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
-from medflare.data.files.bounds import ImageBounds, refuse_large, refuse_resampled
-from medflare.data.files.channels import files_of, in_colour, read_picture
-from medflare.data.files.geometry import Grid
-from medflare.data.files.volumes import read_channels, turned
+from medflare.data.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
+from medflare.data.geometry import Grid
 from medflare.data.progress import counted
+from medflare.data.reading import ImageBounds, files_of, read_image
 from medflare.data.sites.computing import usable_device
 from medflare.data.sites.fitting import windows_of
 from medflare.data.sites.scoring import PatientWise, asks_patients, predict_each, scoring_batch
@@ -44,7 +42,6 @@ TABLE = "predictions.csv"
 OUTSIDE = "outside_training"  # column of the table: in what an image lies outside what the model was trained on
 _UNSEEN = "outside what the model was trained on"
 _TOLD = 10  # images that are told one by one
-_BOUND = "--max-{}"  # of the command
 
 
 @runtime_checkable
@@ -293,15 +290,11 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
     """
     preprocessing = Preprocessing(task)
     files = files_of(source.channels, task, source.name) if source.channels else (source.path,)
-    refuse_large(files, bounds, _BOUND)
+    image = read_image(files, task, bounds)
+    array, acquired = image.array, acquisition_of(image, task)
     if task.spatial_dims == 3:
-        array, stored = read_channels(files, task.image_channels, task.pick)
-        refuse_resampled(source.path, stored, task, bounds, _BOUND)
-        acquired = acquisition_of(array, task, stored)
-        array, here = turned(array, stored, task)
-        return Prepared(source, preprocessing.image(array)[None], here.shape, False, acquired, (stored, here))
-    array = read_picture(files, task)
-    acquired = acquisition_of(array, task, coloured=in_colour(files, task))
+        assert image.stored is not None and image.here is not None
+        return Prepared(source, preprocessing.image(array)[None], image.here.shape, False, acquired, (image.stored, image.here))
     volume, axis = array.ndim == 4, task.slices["axis"] + 1
     pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])] if volume else [array]
     height, width = pictures[0].shape[1:]

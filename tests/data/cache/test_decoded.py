@@ -13,10 +13,10 @@ from medflare.core.errors import DataError
 from medflare.data.cache import decoded, shards
 from medflare.data.cache.decoded import decoded_once
 from medflare.data.cache.folder import CacheSettings, Room
-from medflare.data.files.bounds import ImageBounds
-from medflare.data.files.sources import FileSource
 from medflare.data.loading import load_site_data
+from medflare.data.reading import ImageBounds
 from medflare.data.sites.local import Bounds
+from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
 from small import stacked
 

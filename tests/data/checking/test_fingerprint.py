@@ -13,7 +13,7 @@ from PIL import Image
 from medflare.core.errors import DataError
 from medflare.data.checking.fingerprint import Fingerprint, fingerprint_of, fingerprints, read_fingerprints, to_json
 from medflare.data.datalist import Entry
-from medflare.data.files.sources import FileSource
+from medflare.data.sources import FileSource
 from medflare.tasks.config import TaskConfig
 from volumes import cube_task, make_volumes
 
@@ -68,11 +68,12 @@ def test_one_image_in_memory_at_a_time(make_site: SiteOf, make_task: TaskOf, mon
     alive: list[weakref.ref[np.ndarray]] = []
     read = FileSource.image
 
-    def image(source: FileSource, entry: Entry) -> np.ndarray:
+    def image(source: FileSource, entry: Entry) -> Any:
         assert [kept for kept in alive if kept() is not None] == []
-        array = read(source, entry).copy()
+        found = read(source, entry)
+        array = found.array.copy()
         alive.append(weakref.ref(array))
-        return array
+        return found._replace(array=array)
 
     monkeypatch.setattr(FileSource, "image", image)
     fingerprints(make_site(SPLITS), make_task())

@@ -43,11 +43,11 @@ def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("bounds", "settings", "words"),
     [
-        ({"pixels": 255}, {}, "site A: task squares has size 16 x 16, more than 255 pixels; make it smaller, or raise bounds.pixels"),
-        ({}, {"size": [60_000, 60_000]}, "size 60000 x 60000, more than 67108864 pixels"),
-        ({"epochs": 2}, {"local_epochs": 3}, "site A: task squares has 3 local_epochs, bounds.epochs in local/medflare.json allows 2"),
-        ({"model_bytes": 100}, {}, r"the network has \d+ bytes, bounds.model_bytes in local/medflare.json allows 100"),
-        ({"memory": 1e-6}, {"batch_size": 10**9}, r"bounds\.memory"),
+        ({"pixels": 255}, {}, "bounds.pixels"),
+        ({}, {"size": [60_000, 60_000]}, "60000 x 60000"),
+        ({"epochs": 2}, {"local_epochs": 3}, "bounds.epochs"),
+        ({"model_bytes": 100}, {}, "bounds.model_bytes"),
+        ({"memory": 1e-6}, {"batch_size": 10**9}, "bounds.memory"),
     ],
 )
 def test_a_task_beyond_the_sites_bounds(

@@ -18,14 +18,14 @@ from medflare.core.store import read_message, write_message
 from medflare.data.cache.folder import GB, CacheSettings, Room, discard, hold, new_entry, remove
 from medflare.data.cache.shards import Part, Shard, Shards, write
 from medflare.data.datalist import Entry
-from medflare.data.files.decoding import Decoded, DecodedRow, decode, decoded_rows, gathered
-from medflare.data.files.sources import Source
+from medflare.data.decoding import Decoded, DecodedRow, decode, decoded_rows, gathered
 from medflare.data.progress import counted
+from medflare.data.sources import Source
 from medflare.data.targets import class_counts
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-_FORMAT: Final = 8  # raise when the meaning of cached tensors or of the index changes, or what is refused of images
+_FORMAT: Final = 9  # raise when the meaning of cached tensors or of the index changes, or what is refused of images
 _KEPT_SITES: Final = 16  # decoded sites that one process keeps
 _INDEX: Final = "index.safetensors"  # of an entry: everything but images and targets
 _BLOCK: Final = 256  # rows that are read at once into memory

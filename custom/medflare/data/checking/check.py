@@ -16,14 +16,14 @@ from medflare.data.checking.intensity import IntensityCheck
 from medflare.data.checking.report import CheckReport, SiteReport
 from medflare.data.checking.shift import site_shift
 from medflare.data.datalist import Entry, check_patients, site_folders, site_name
-from medflare.data.files.decoding import target_of
-from medflare.data.files.geometry import by
-from medflare.data.files.sources import FileSource
+from medflare.data.decoding import target_of
+from medflare.data.geometry import by
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
 from medflare.data.progress import counted
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.montage import contact_sheet
 from medflare.data.sites.opening import refuse_large_batch, refuse_large_task
+from medflare.data.sources import FileSource
 from medflare.data.splits import SiteData
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation
@@ -142,11 +142,12 @@ def _read_everything(source: FileSource, entries: Iterable[Entry], task: TaskCon
         try:
             if task.kind == "classification" and encode_label(entry.label, task, entry.place) is None:
                 continue
-            image = source.image(entry)
-            target_of(task, source, entry, image)
+            read = source.image(entry)
+            target_of(task, source, entry, read)
         except DataError as error:
             report.problems.append(str(error))
             continue
+        image = read.array
         sizes[by(image.shape[1:])] += 1
         intensity.add(image)
         copies.add(image, entry)

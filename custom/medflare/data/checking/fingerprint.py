@@ -16,10 +16,10 @@ from medflare.core.errors import Aborted, DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.datalist import Entry, site_folders, site_name
-from medflare.data.files.decoding import pictures_of, target_of
-from medflare.data.files.sources import Source
+from medflare.data.decoding import pictures_of, target_of
 from medflare.data.loading import refuse_too_many, source_of, used_entries
 from medflare.data.progress import counted
+from medflare.data.sources import Source
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -193,9 +193,9 @@ class _Seen:
         """One image, read here, so that none is kept while the next one is read."""
         image = source.image(entry)
         target = target_of(self._task, source, entry, image)
-        spacing = source.spacing(entry)
+        spacing = image.here.spacing if self._task.spatial_dims == 3 and image.here else None
         self._patients.add(entry.patient)
-        pictures = list(pictures_of(self._task, entry, image, target))  # views, not copies
+        pictures = list(pictures_of(self._task, entry, image.array, target))  # views, not copies
         for _, picture, label in pictures:
             self.sizes.append(picture.shape[1:])
             self._spacings.append(spacing)

@@ -12,7 +12,7 @@ import numpy as np
 from medflare.core.errors import ConfigError
 from medflare.data.checking import rules
 from medflare.data.checking.fingerprint import Fingerprint, Spread
-from medflare.data.files.geometry import by
+from medflare.data.geometry import by
 from medflare.networks.dry_run import check_network, step_bytes
 from medflare.tasks.config import load_task
 

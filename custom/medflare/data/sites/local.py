@@ -12,7 +12,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.packages import untrusted
 from medflare.core.settings import STRICT, checked, nested
 from medflare.data.cache.folder import CacheSettings
-from medflare.data.files.bounds import ImageBounds
+from medflare.data.reading import ImageBounds
 
 LOCAL_FILE: Final = "medflare.json"  # in the site's local/ folder
 PLACE: Final = f"local/{LOCAL_FILE}"

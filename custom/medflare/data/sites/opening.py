@@ -8,7 +8,6 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.data.cache.folder import placed
-from medflare.data.files.bounds import refuse_large_size
 from medflare.data.loading import load_site_data, resolve_data_root, source_of
 from medflare.data.sites.computing import Computing, check_precision, usable_device
 from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
@@ -97,7 +96,7 @@ def refuse_large_task(task: TaskConfig, bounds: Bounds, place: str) -> None:
     Raises:
         ConfigError: it asks more, or a transform fails on an image of its size.
     """
-    refuse_large_size(task, bounds, place)
+    bounds.check_task(task, place)
     if task.local_epochs > bounds.epochs:
         raise ConfigError(f"{place}: task {task.name} has {task.local_epochs} local_epochs, {_named('epochs')} allows {bounds.epochs}")
     needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())

@@ -16,7 +16,7 @@ from torch import Tensor
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import site_folders, site_name
-from medflare.data.files.decoding import decoded_rows
+from medflare.data.decoding import decoded_rows
 from medflare.data.loading import known_entries, refuse_too_many, source_of
 from medflare.data.progress import counted
 from medflare.data.starting.finding import Item

@@ -10,8 +10,8 @@ from typing import Any
 from medflare.core.errors import DataError
 from medflare.core.packages import require
 from medflare.data.datalist import FILE, patient_id
-from medflare.data.files.cutting import Window
-from medflare.data.files.kinds import NIFTI, PICTURES, dicom_images, explained, suffix
+from medflare.data.reading import NIFTI, PICTURES, dicom_images, explained, suffix
+from medflare.data.starting.cutting import Window
 
 _TABLES = (".csv", ".tsv")
 _ARCHIVES = (".zip", ".gz", ".tgz", ".tar", ".7z", ".rar")

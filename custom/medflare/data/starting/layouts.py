@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from medflare.core.errors import DataError
-from medflare.data.files.kinds import NIFTI, suffix
+from medflare.data.reading import NIFTI, suffix
 from medflare.data.starting.finding import Holdings, Item
 from medflare.data.starting.tables import GUESSED, Columns, read_table, sorted_labels, suits
 from medflare.data.starting.words import FileName, read_name, split_folder

@@ -12,8 +12,7 @@ import numpy as np
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.checking.planning import Choice
 from medflare.data.datalist import FILE, SPLITS, Entry, content_of, names_in, names_of_masks, read_datalist, site_folders
-from medflare.data.files.kinds import NIFTI, PICTURES, explained, suffix
-from medflare.data.files.readers import read_image, read_mask
+from medflare.data.reading import NIFTI, PICTURES, explained, label_values, read_stored, suffix
 
 _RENAMED: Final = "the numbers of the datalist, which calls some of them otherwise"
 _LOOKED_AT: Final = 24  # images of a site whose channels are counted
@@ -179,7 +178,7 @@ def _mask_values(entries: Sequence[Entry]) -> list[int]:
     """What masks hold beside 0, in order."""
     found: set[int] = set()
     for entry in entries:
-        mask = read_mask(entry.masks[0])
+        mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
         if len(mask) > 1:
             raise DataError(f"{entry.masks[0]}: a mask of {len(mask)} colour channels; store numbers of labels in one grey mask")
         found |= set(np.unique(mask).tolist()) - {0}
@@ -228,6 +227,6 @@ def _stored(entry: Entry) -> tuple[int, tuple[int, ...]]:
         with explained(entry.image):
             shape = tuple(map(int, nibabel.load(entry.image).shape))
         return (shape[3] if len(shape) > 3 else 1), tuple(side for side in shape[:3] if side > 1)
-    array = read_image(entry.image, 3)
+    array = read_stored(entry.image).array
     grey = bool((array == array[:1]).all())
-    return (1 if grey else 3), array.shape[1:]
+    return (1 if grey else 3), array.swapaxes(1, 2).shape[1:]

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.datalist import patient_id
-from medflare.data.files.kinds import stem
+from medflare.data.reading import stem
 from medflare.data.starting.finding import Holdings, Item
 from medflare.data.starting.words import says_images, split_folder, split_named, words
 

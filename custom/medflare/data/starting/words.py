@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from medflare.data.files.kinds import stem
+from medflare.data.reading import stem
 
 _MASK: Final = frozenset(
     (

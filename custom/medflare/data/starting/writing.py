@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 from medflare.core.errors import DataError
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import FILE, SPLITS
-from medflare.data.files.cutting import check_picture, write_windows
-from medflare.data.files.geometry import by
-from medflare.data.files.kinds import NIFTI, PICTURES, explained, suffix
+from medflare.data.geometry import by
 from medflare.data.progress import counted
+from medflare.data.reading import NIFTI, PICTURES, explained, suffix
+from medflare.data.starting.cutting import check_picture, write_windows
 from medflare.data.starting.finding import Item, named
 
 Recode: TypeAlias = Callable[[Path], Any]  # a mask file -> the values that the task lists, as a uint8 array (H, W)

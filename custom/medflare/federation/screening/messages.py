@@ -33,7 +33,7 @@ from medflare.core.manifest import (
 )
 from medflare.core.message import Message
 from medflare.core.text import printable
-from medflare.data.files.acquisition import TRAINED_ON, no_range
+from medflare.data.acquisition import TRAINED_ON, no_range
 from medflare.federation.screening.rounding import WIRE, Rounding
 from medflare.federation.settings import DELIVER, ENROL, FACTS_LIMIT
 from medflare.methods.base import Plan, SiteHalf

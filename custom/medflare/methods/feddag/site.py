@@ -12,7 +12,7 @@ from medflare.core.manifest import Entry, Fact, Phase, merged_phases, number, ta
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict, copy_state
-from medflare.data.files.geometry import by
+from medflare.data.geometry import by
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.base import MEASURED, Kept, Plan

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from medflare.core.errors import DataError
-from medflare.data.files.cutting import window_around
+from medflare.data.starting.cutting import window_around
 from medflare.data.starting.finding import Item
 from medflare.data.starting.papers.preparation import NO_TEST, PATIENTS, WITHOUT_TEST, Download, Preparation, expected
 

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import DataError
+from medflare.data.acquisition import acquisition_of
 from medflare.data.datalist import Entry
-from medflare.data.files.sources import Source, size_of
+from medflare.data.geometry import by
+from medflare.data.reading import Image
+from medflare.data.sources import Source
 from medflare.data.targets import annotation_of, encode_label, encode_mask, with_empty_masks
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig
@@ -27,7 +30,7 @@ class Decoded:
     names: list[str]  # row -> name
     spacings: list[Spacing | None]  # row -> millimetres between the voxels of a volume; none at all for pictures
     failed: dict[int, str]  # index of an entry that cannot be used -> why
-    acquired: Tensor  # float64 (rows, ...), `data.files.acquisition.Acquisition.row` of every row's file
+    acquired: Tensor  # float64 (rows, ...), `data.acquisition.Acquisition.row` of every row's file
 
 
 class DecodedRow(NamedTuple):
@@ -72,11 +75,12 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[Entry], fai
                 raise
             failed[number] = str(error)
             continue
-        acquired = source.acquisition(entry, image).row()
-        for name, picture, label in pictures_of(task, entry, image, target):
+        acquired = acquisition_of(image, task).row()
+        for name, picture, label in pictures_of(task, entry, image.array, target):
             ready = preprocessing.image(picture)
             wanted = _for_loss(preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label), task)
-            spacing = resized_spacing(source.spacing(entry), picture.shape[1:], ready.shape[1:]) if task.spatial_dims == 3 else None
+            here = image.here if task.spatial_dims == 3 else None
+            spacing = resized_spacing(here.spacing if here else None, picture.shape[1:], ready.shape[1:])
             yield DecodedRow(ready, wanted, number, name, spacing, acquired)
 
 
@@ -125,14 +129,14 @@ def _for_loss(target: Tensor, task: TaskConfig) -> Tensor:
     return target[0] if task.kind == "segmentation" else target
 
 
-def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray) -> np.ndarray:
+def target_of(task: TaskConfig, source: Source, entry: Entry, image: Image) -> np.ndarray:
     """The entry's target at its stored size.
 
     Args:
         task: decides what a target is.
         source: gives the mask.
         entry: of the datalist, one that has a target.
-        image: the entry's image (C, ...).
+        image: the entry's image.
 
     Returns:
         int64: masks (M, ...); or a label (), multilabel (C,).
@@ -144,11 +148,12 @@ def target_of(task: TaskConfig, source: Source, entry: Entry, image: np.ndarray)
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # entries without a target were left out before
         return target
-    mask, place = source.mask(entry), str(entry.masks[0])
+    mask, place = source.mask(entry, image), str(entry.masks[0])
     if task.target == "multilabel" and not task.label_values and (annotation := annotation_of(source.annotated(), task, entry.place)):
         mask = with_empty_masks(mask, annotation)
-    if mask.shape[1:] != image.shape[1:]:
-        raise DataError(f"{place}: the mask is {size_of(mask)}, its image {entry.image} is {size_of(image)}; store both at one size")
+    sides = image.array.shape[1:]
+    if mask.shape[1:] != sides:
+        raise DataError(f"{place}: the mask is {by(mask.shape[1:])}, its image {entry.image} is {by(sides)}; store both at one size")
     return encode_mask(mask, task, place)
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from medflare.core.errors import ConfigError
-from medflare.data.files.acquisition import (
+from medflare.data.acquisition import (
     Acquisition,
     TrainedOn,
     acquisition_of,
@@ -20,8 +20,9 @@ from medflare.data.files.acquisition import (
     range_of,
     read_range,
 )
-from medflare.data.files.channels import in_colour
-from medflare.data.files.geometry import Grid
+from medflare.data.geometry import Grid
+from medflare.data.reading import Image as Read
+from medflare.data.reading import read_image
 from small import small_task
 
 VOLUMES = small_task(spatial_dims=3, size=[8, 8, 8], network={"name": "unet", "channels": [4, 8]}, spacing=[1, 1, 1])
@@ -40,31 +41,30 @@ WITHIN = Acquisition((40.0, 40.0, 30.0), (1.0, 1.0, 1.0), (25.0,), (90.0,), Fals
 def test_a_volume_is_measured_along_the_axes_of_the_task_as_stored() -> None:
     affine = np.array([[0.0, 0, 5, 0], [2, 0, 0, 0], [0, 3, 0, 0], [0, 0, 0, 1]])  # stored along A, S, R
     values = np.arange(4 * 6 * 8, dtype=np.float32).reshape(1, 4, 6, 8)
-    found = acquisition_of(values, VOLUMES, Grid((4, 6, 8), affine))
+    found = acquisition_of(Read(values, Grid((4, 6, 8), affine)), VOLUMES)
     assert found.sides == (8, 4, 6) and found.spacing == (5, 2, 3) and found.extent == (40, 8, 18)
     assert found.medians == (95.5,) and found.contrasts[0] == pytest.approx(0.9 * 191)
-    unknown = acquisition_of(values, VOLUMES, Grid((4, 6, 8), np.eye(4), known=False))
+    unknown = acquisition_of(Read(values, Grid((4, 6, 8), np.eye(4), known=False)), VOLUMES)
     assert unknown.spacing is None and unknown.extent is None and unknown.sides == (4, 6, 8)
 
 
 def test_a_picture_is_as_large_however_it_is_turned_and_a_cut_volume_as_its_slices() -> None:
     task = small_task()
-    assert acquisition_of(np.zeros((1, 30, 20)), task).sides == acquisition_of(np.zeros((1, 20, 30)), task).sides == (20, 30)
-    assert acquisition_of(np.zeros((1, 30, 20, 99)), task).sides == (20, 30)
-    assert acquisition_of(np.zeros((1, 30, 20, 99)), small_task(slices={"axis": 0})).sides == (20, 99)
+    assert acquisition_of(Read(np.zeros((1, 30, 20))), task).sides == acquisition_of(Read(np.zeros((1, 20, 30))), task).sides == (20, 30)
+    assert acquisition_of(Read(np.zeros((1, 30, 20, 99))), task).sides == (20, 30)
+    assert acquisition_of(Read(np.zeros((1, 30, 20, 99))), small_task(slices={"axis": 0})).sides == (20, 99)
 
 
 def test_colours_of_the_channels_or_of_the_file(tmp_path: Path) -> None:
     grey = np.full((3, 8, 8), 100.0)
     grey[:, 2:4] = 30
     task = small_task(channels=3)
-    assert not acquisition_of(grey, task).coloured
-    assert acquisition_of(grey * np.array([1, 0.6, 0.3])[:, None, None], task).coloured
-    assert not acquisition_of(grey * np.array([1, 0.6, 0.3])[:, None, None], small_task(channels=["t1", "t2", "flair"])).coloured
+    assert not acquisition_of(Read(grey), task).coloured
+    assert acquisition_of(Read(grey * np.array([1, 0.6, 0.3])[:, None, None]), task).coloured
+    assert not acquisition_of(Read(grey * np.array([1, 0.6, 0.3])[:, None, None]), small_task(channels=["t1", "t2", "flair"])).coloured
     for name, pixels in (("grey", grey), ("red", grey * np.array([1, 0.2, 0.2])[:, None, None])):
         Image.fromarray(pixels.transpose(1, 2, 0).astype(np.uint8)).save(tmp_path / f"{name}.png")
-    assert [in_colour((tmp_path / f"{name}.png",), small_task()) for name in ("grey", "red")] == [False, True]
-    assert not in_colour((tmp_path / "red.png",), task), "its colours are channels"
+    assert [read_image([tmp_path / f"{name}.png"], small_task()).coloured for name in ("grey", "red")] == [False, True]
 
 
 def rows(count: int = 101, **spread: float) -> list[list[float]]:

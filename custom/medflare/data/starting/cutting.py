@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from medflare.core.errors import DataError
 from medflare.core.store import write_atomically
-from medflare.data.files.kinds import explained
+from medflare.data.reading import explained
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,7 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked
-from medflare.data.files.geometry import Grid, by
+from medflare.data.geometry import by
+from medflare.data.reading import Image, differ
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -24,7 +25,6 @@ CONTRAST: Final = 3.0  # the same of the span of intensities
 MEDIAN: Final = 0.5  # how far a median may leave the range, as a share of the largest span of intensities
 _DRAWN: Final = 10_000  # intensities of a channel, evenly spread over the image
 _MOST_CHANNELS: Final = 64  # of which intensities are told; images with more are features
-_COLOURED: Final = 0.02  # share of the brightest value by which channels differ from which a picture counts as coloured
 _ENDS, _INNER = (5, 95), (10, 90)  # percentiles over the images: none is the number of a single one
 
 
@@ -58,54 +58,28 @@ class Acquisition:
 
     @classmethod
     def of_row(cls, row: Sequence[float], axes: int) -> "Acquisition":
-        """What `row` was made of.
-
-        Args:
-            row: see there.
-            axes: of the image.
-        """
+        """What `row` was made of, of an image with so many axes."""
         spacing, values = tuple(row[axes : 2 * axes]), row[2 * axes : -1]
         known = not any(map(math.isnan, spacing))
         half = len(values) // 2
         return cls(tuple(row[:axes]), spacing if known else None, tuple(values[:half]), tuple(values[half:]), bool(row[-1]))
 
 
-def acquisition_of(image: np.ndarray, task: TaskConfig, grid: Grid | None = None, *, coloured: bool = False) -> Acquisition:
-    """An image as it was read.
-
-    Args:
-        image: (C, ...); with one axis more than the task has, a volume that is cut into slices.
-        task: gives axes and channels.
-        grid: where the voxels of a volume lie, as stored.
-        coloured: whether its file has colours that are not among the channels.
-    """
-    sides: tuple[int, ...] = image.shape[1:]
+def acquisition_of(image: Image, task: TaskConfig) -> Acquisition:
+    """An image as it was read; of a volume that is cut into slices, one slice's sides."""
+    array = image.array
+    sides: tuple[int, ...] = array.shape[1:]
     spacing: Spacing | None = None
-    if task.spatial_dims == 3 and grid is not None:
-        here = grid.turned(task.orientation)
+    if task.spatial_dims == 3 and image.stored is not None:
+        here = image.stored.turned(task.orientation)
         sides, spacing = here.shape, here.spacing
     elif task.spatial_dims == 2:
-        sides = tuple(sorted(side for axis, side in enumerate(sides) if image.ndim == 3 or axis != task.slices["axis"]))
-    flat = image.reshape(len(image), -1)
+        sides = tuple(sorted(side for axis, side in enumerate(sides) if array.ndim == 3 or axis != task.slices["axis"]))
+    flat = array.reshape(len(array), -1)
     drawn = flat[:, np.linspace(0, flat.shape[1] - 1, min(flat.shape[1], _DRAWN)).astype(int)].astype(np.float64)
-    low, median, high = np.percentile(drawn, (5, 50, 95), axis=1) if len(image) <= _MOST_CHANNELS else np.zeros((3, 0))
-    if image.shape[0] == 3 and not task.channel_names and not task.pick:
-        coloured = differ(drawn)
+    low, median, high = np.percentile(drawn, (5, 50, 95), axis=1) if len(array) <= _MOST_CHANNELS else np.zeros((3, 0))
+    coloured = differ(drawn) if len(array) == 3 and not task.channel_names and not task.pick else image.coloured
     return Acquisition(tuple(map(float, sides)), spacing, tuple(median.tolist()), tuple((high - low).tolist()), coloured)
-
-
-def differ(channels: np.ndarray) -> bool:
-    """Whether colour channels differ by more than what compression does to a grey picture.
-
-    Args:
-        channels: (C, P).
-
-    Examples:
-        >>> differ(np.array([[0, 100], [0, 100], [0, 101]])), differ(np.array([[0, 100], [0, 50], [0, 0]]))
-        (False, True)
-    """
-    span = channels.max(axis=0) - channels.min(axis=0)
-    return bool(span.mean() > _COLOURED * np.abs(channels).max())
 
 
 # -- of many images --------------------------------------------------------------------------------------------------------
@@ -121,11 +95,7 @@ class TrainedOn:
 
     Attributes:
         images: of how many.
-        sides: see `Acquisition`.
-        spacing: of those whose spacing is known; None where it is of none.
-        extent: see `Acquisition`; None likewise.
-        medians: see `Acquisition`; by channel.
-        contrasts: see `Acquisition`; by channel.
+        sides, spacing, extent, medians, contrasts: see `Acquisition`; spacing and extent of those images that have any, else None.
         coloured: which of False and True there are.
     """
 

@@ -1,0 +1,307 @@
+"""What the pixels of a DICOM file mean, slices in the order in which they lie, and segmentations on the grid of their series."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+from monai.data.image_reader import PydicomReader
+from pydicom import Dataset
+from pydicom.filewriter import correct_ambiguous_vr
+
+from medflare.core.errors import DataError
+from medflare.data.dicom import segments
+from medflare.data.reading import is_segmentation, read_image, read_mask, read_stored, series_grid
+from medflare.data.sources import FileSource
+from medflare.tasks.config import TaskConfig, load_task
+from small import SEGMENTATION, small_task
+from volumes import TASK, beside_a_series, cube_task, dicom_series
+
+PIXELS = np.arange(30, dtype=np.uint16).reshape(6, 5)
+TABLE = np.arange(256)[::-1] * 256  # a table of 16 bits that turns numbers around
+
+
+def pictured(path: Path, channels: int = 1) -> np.ndarray:
+    return read_image([path], small_task(channels=channels)).array
+
+
+def masked(path: Path) -> np.ndarray:
+    return read_mask(path, path, None, small_task())[0]
+
+
+def voxels(path: Path) -> np.ndarray:
+    """(column, row, slice)."""
+    return read_stored(path).array[0]
+
+
+def rewritten(path: Path, pixels: np.ndarray = PIXELS, **tags: Any) -> Path:
+    """A slice with other pixels, (rows, columns) or (frames, rows, columns), and with further tags."""
+    if not path.parent.exists():
+        dicom_series(path.parent, slices=1)
+    file = pydicom.dcmread(path.parent / "0.dcm")
+    file.Rows, file.Columns = pixels.shape[-2:]
+    if pixels.ndim > 2:
+        file.NumberOfFrames = len(pixels)
+    for tag, value in tags.items():
+        setattr(file, tag, value)
+    file.PixelData = pixels.astype(np.uint16).tobytes()
+    correct_ambiguous_vr(file, is_little_endian=True)
+    file.save_as(path)
+    return path
+
+
+def change(folder: Path, numbers: tuple[int, ...], without: tuple[str, ...] = (), **tags: Any) -> Path:
+    """Some slices of a series with other tags, or without some."""
+    for number in numbers:
+        dataset = pydicom.dcmread(folder / f"{number}.dcm")
+        for tag, value in tags.items():
+            setattr(dataset, tag, value)
+        for tag in without:
+            del dataset[tag]
+        dataset.save_as(folder / f"{number}.dcm")
+    return folder
+
+
+def item(**tags: Any) -> Dataset:
+    made = Dataset()
+    for tag, value in tags.items():
+        setattr(made, tag, value)
+    return made
+
+
+# -- pixels ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slope", "intercept"), [(1, 0), (2, -1000)])
+def test_rescaled_whatever_is_white_and_whatever_a_viewer_shows(tmp_path: Path, slope: int, intercept: int) -> None:
+    """One picture stored both ways is one picture; twelve bits of sixteen are used, as detectors do."""
+    tags = {"RescaleSlope": slope, "RescaleIntercept": intercept, "BitsStored": 12, "HighBit": 11, "WindowCenter": 40, "WindowWidth": 80}
+    usual = rewritten(tmp_path / "ct/usual.dcm", PIXELS, **tags)
+    inverse = rewritten(tmp_path / "ct/inverse.dcm", 4095 - PIXELS, PhotometricInterpretation="MONOCHROME1", **tags)
+    np.testing.assert_array_equal(pictured(usual)[0], PIXELS * float(slope) + intercept)
+    np.testing.assert_array_equal(pictured(inverse), pictured(usual))
+    drawn = rewritten(tmp_path / "ct/mask.dcm", PIXELS, PhotometricInterpretation="MONOCHROME1", BitsStored=12)
+    np.testing.assert_array_equal(masked(drawn)[0], PIXELS)
+
+
+def test_tables(tmp_path: Path) -> None:
+    table = [item(LUTDescriptor=[256, 0, 16], ModalityLUTType="US", LUTData=TABLE.astype("<u2").tobytes())]
+    file = rewritten(tmp_path / "ct/t.dcm", ModalityLUTSequence=table)
+    np.testing.assert_array_equal(pictured(file)[0], TABLE[PIXELS])
+    red = np.linspace(255, 0, 256).astype(np.uint8)
+    tables = {"Red": red, "Green": red // 2, "Blue": red * 0}
+    palette: dict[str, Any] = {f"{colour}PaletteColorLookupTableDescriptor": [256, 0, 8] for colour in tables}
+    palette |= {f"{colour}PaletteColorLookupTableData": one.tobytes() for colour, one in tables.items()}
+    file = rewritten(tmp_path / "ct/p.dcm", PhotometricInterpretation="PALETTE COLOR", **palette)
+    np.testing.assert_array_equal(pictured(file, 3), np.stack([red, red // 2, red * 0])[:, PIXELS])
+    np.testing.assert_array_equal(masked(file), PIXELS[None])
+
+
+def test_slope_and_intercept_of_frames(tmp_path: Path) -> None:
+    """Enhanced objects give them beside their frames, and nowhere else."""
+    frames = np.stack([PIXELS, PIXELS + 100, PIXELS + 200])
+
+    def groups(*slopes: float) -> dict[str, Any]:
+        each = [item(RescaleSlope=slope, RescaleIntercept=-1, RescaleType="HU") for slope in slopes]
+        rescale = [item(PixelValueTransformationSequence=[one]) for one in each]
+        return {"PerFrameFunctionalGroupsSequence": rescale, "SharedFunctionalGroupsSequence": [item()]}
+
+    file = rewritten(tmp_path / "ct/t.dcm", frames, **groups(2, 2, 2))
+    np.testing.assert_array_equal(pictured(file)[0], frames.transpose(1, 2, 0) * 2.0 - 1)
+    with pytest.raises(DataError, match=r"e\.dcm"):
+        pictured(rewritten(tmp_path / "ct/e.dcm", frames, **groups(1, 2, 4)))
+
+
+def test_slope_and_intercept_of_each_slice(tmp_path: Path) -> None:
+    """As PET has them, also where the lowest number is white."""
+    series = dicom_series(tmp_path / "pet", slices=2)
+    for number, slope in enumerate((1, 3)):
+        place = {"InstanceNumber": number + 1, "ImagePositionPatient": [0, 0, number]}
+        tags = {"RescaleSlope": slope, "RescaleIntercept": 0, "PhotometricInterpretation": "MONOCHROME1", "BitsStored": 12}
+        rewritten(series / f"{number}.dcm", PIXELS, **place, **tags)
+    np.testing.assert_array_equal(pictured(series)[0], (4095.0 - PIXELS)[..., None] * [1, 3])
+
+
+def test_colours_frames_and_files_without_a_suffix(tmp_path: Path) -> None:
+    colours = np.stack([PIXELS, PIXELS * 2, PIXELS * 3], axis=-1).astype(np.uint8)
+    file = pydicom.dcmread(dicom_series(tmp_path / "us") / "0.dcm")
+    file.SamplesPerPixel, file.PhotometricInterpretation, file.PlanarConfiguration = 3, "RGB", 0
+    file.BitsAllocated = file.BitsStored = 8
+    file.HighBit, file.PixelData = 7, colours.tobytes()
+    file.save_as(tmp_path / "IM0001")
+    np.testing.assert_array_equal(pictured(tmp_path / "IM0001", 3), colours.transpose(2, 0, 1))
+    file.NumberOfFrames, file.PixelData = 4, np.stack([colours] * 4).tobytes()
+    file.save_as(tmp_path / "cine.dcm")
+    np.testing.assert_array_equal(pictured(tmp_path / "cine.dcm", 3)[..., 2], colours.transpose(2, 0, 1))
+    for name in ("0.dcm", "1.dcm"):
+        file.save_as(tmp_path / "us" / name)
+    with pytest.raises(DataError, match="us"):
+        pictured(tmp_path / "us", 3)
+
+
+# -- series ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
+    dicom_series(tmp_path / "q1")
+    assert pictured(dicom_series(tmp_path / "q[1]", slices=3))[0, 0, 0].tolist() == [0, 100, 200]
+
+
+@pytest.mark.parametrize(
+    ("tags", "word"),
+    [
+        ({"PatientID": "q"}, "2 patients"),
+        ({"SeriesInstanceUID": "1.2.9"}, "2 series"),
+        ({"ImageOrientationPatient": [0, 1, 0, 0, 0, -1]}, "orientations"),
+        ({"PixelSpacing": [5, 5]}, "spacings"),
+        ({"Rows": 3, "Columns": 10}, "rows"),
+        ({"ImagePositionPatient": [60, 20, 34]}, "50 mm beside"),
+        ({"ImagePositionPatient": [10, 20, 35]}, "1 to 3 mm"),
+    ],
+)
+def test_slices_that_do_not_belong_together(tmp_path: Path, tags: dict[str, Any], word: str) -> None:
+    folder = change(dicom_series(tmp_path / "ct"), (2,), **tags)
+    for task in (small_task(), cube_task(channels=1)):
+        with pytest.raises(DataError, match=rf"ct.*{word}"):
+            read_image([folder], task)
+
+
+def test_lost_and_broken_slices_are_missed(tmp_path: Path) -> None:
+    folder = dicom_series(tmp_path / "ct", slices=5)
+    (folder / "readme.txt").write_text("hello")
+    assert pictured(folder).shape == (1, 6, 5, 5)
+    whole = (folder / "2.dcm").read_bytes()
+    for content in (b"broken", whole[:200], whole[132:]):
+        (folder / "2.dcm").write_bytes(content)
+        with pytest.raises(DataError, match="ct"):
+            pictured(folder)
+    (folder / "2.dcm").unlink()
+    with pytest.raises(DataError, match="2 to 4 mm"):
+        pictured(folder)
+
+
+def test_what_archives_lay_beside_a_series_is_no_slice(tmp_path: Path) -> None:
+    """A slice without its pixels still is one, lest the volume pass for whole."""
+    series, folder = (dicom_series(tmp_path / name) for name in ("alone", "ct"))
+    beside_a_series(folder)
+    np.testing.assert_array_equal(voxels(folder), voxels(series))
+    assert series_grid(folder).shape == series_grid(series).shape == (5, 6, 4)
+    change(folder, (2,), without=("PixelData",))
+    with pytest.raises(DataError, match="ct"):
+        pictured(folder)
+    for file in folder.glob("[0-9].dcm"):
+        file.unlink()
+    with pytest.raises(DataError, match="ct"):
+        pictured(folder)
+
+
+@pytest.mark.parametrize("numbers", [(1, 3, 2, 4), (1, 1, 1, 1), (4, 3, 2, 1), (1, 2, 3, 4)])
+def test_slices_are_stacked_as_they_lie(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    folder = dicom_series(tmp_path / "ct")
+    for place, number in enumerate(numbers):
+        change(folder, (place,), InstanceNumber=number, ImagePositionPatient=[10, 20 + 0.5 * place, 30 + 2 * place])  # a tilted gantry
+    grid = series_grid(folder)
+    heights = [(grid.affine @ [0, 0, k, 1])[2] for k in range(4)]
+    np.testing.assert_allclose(voxels(folder)[0, 0], [100 * (height - 30) / 2 for height in heights], atol=1e-3)
+
+
+def test_what_says_how_slices_follow_each_other(tmp_path: Path) -> None:
+    numbered = change(dicom_series(tmp_path / "numbered"), (1, 3), without=("ImagePositionPatient",))
+    assert voxels(numbered)[0, 0].tolist() == [0, 100, 200, 300] and not series_grid(numbered).known
+    lost = change(dicom_series(tmp_path / "lost"), (0, 1, 2, 3), without=("ImagePositionPatient",))
+    change(lost, (2,), without=("InstanceNumber",))
+    same = change(dicom_series(tmp_path / "same"), (0, 1, 2, 3), without=("ImagePositionPatient",), InstanceNumber=1)
+    for folder in (lost, same):
+        for read in (pictured, series_grid):
+            with pytest.raises(DataError, match=folder.name):
+                read(folder)
+
+
+@pytest.mark.parametrize("tags", [{}, {"ImageOrientationPatient": [0.96, 0, 0.28, 0, 1, 0]}, {"PixelSpacing": None}])
+def test_headers_tell_where_a_series_lies(tmp_path: Path, tags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very affine that MONAI gives for the pixels, and no pixel is decoded."""
+    folder = dicom_series(tmp_path / "ct")
+    for number in range(4):
+        change(folder, (number,), InstanceNumber=4 - number, **{tag: value for tag, value in tags.items() if value})
+    change(folder, (0, 1, 2, 3), without=tuple(tag for tag, value in tags.items() if not value))
+    reader = PydicomReader()
+    array, meta = reader.get_data(reader.read(folder))
+    stored = read_stored(folder)
+    np.testing.assert_array_equal(stored.array[0], array)
+    monkeypatch.setattr(pydicom.Dataset, "pixel_array", property(lambda dataset: pytest.fail("decoded")))
+    found = series_grid(folder)
+    assert stored.grid is not None and found.known and found.shape == stored.grid.shape == array.shape
+    for affine in (found.affine, stored.grid.affine):
+        np.testing.assert_array_equal(affine, meta["affine"])
+
+
+# -- segmentations ---------------------------------------------------------------------------------------------------------
+
+TWO: dict[str, Any] = {"target": "multiclass", "labels": ["background", "liver", "spleen"]}
+
+
+def segmented(dims: int = 3, **changes: Any) -> TaskConfig:
+    return load_task({**(TASK if dims == 3 else SEGMENTATION), "channels": 1, **changes})
+
+
+def structures() -> dict[str, np.ndarray]:
+    """Two that share no voxel; the first slice shows neither, so that the object leaves it out."""
+    liver, spleen = np.zeros((5, 6, 4), bool), np.zeros((5, 6, 4), bool)
+    liver[1:3, 2:5, 1:3] = True
+    spleen[4, 0, 3] = True
+    return {"liver": liver, "spleen": spleen}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A series of five columns, six rows and four slices, with its segmentation."""
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    from medflare.inference.dicom_seg import dicom_seg
+
+    series = dicom_series(tmp_path / "ct")
+    (tmp_path / "seg.dcm").write_bytes(dicom_seg(series, structures(), series_grid(series).affine, segmented()))
+    (tmp_path / "datalist.json").write_text(json.dumps({"test": [{"image": "ct", "label": "seg.dcm"}]}))
+    return tmp_path
+
+
+def mask_of(site: Path, task: TaskConfig) -> np.ndarray:
+    source = FileSource(site, task)
+    (entry,) = source.entries()
+    return source.mask(entry, source.image(entry))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_every_frame_lies_on_its_slice(site: Path, dims: int) -> None:
+    mask = mask_of(site, segmented(dims, **TWO, **({"orientation": "LPS"} if dims == 3 else {})))
+    expected = structures()["liver"] + 2 * structures()["spleen"]
+    np.testing.assert_array_equal(mask[0] if dims == 3 else np.swapaxes(mask[0], 0, 1), expected)
+    assert is_segmentation(site / "seg.dcm")
+    assert not is_segmentation(site / "ct/0.dcm") and not is_segmentation(site / "ct") and not is_segmentation(site / "datalist.json")
+
+
+def test_segments_are_named_or_numbered(site: Path) -> None:
+    several = mask_of(site, segmented(target="multilabel", labels=["liver", "spleen"], orientation="LPS"))
+    np.testing.assert_array_equal(several, np.stack(list(structures().values())))
+    valued = segmented(target="multilabel", labels=["spleen", "liver"], label_values={"spleen": [7], "liver": [9]})
+    assert set(np.unique(mask_of(site, valued))) == {0, 7, 9}
+    assert set(np.unique(mask_of(site, segmented(target="multiclass", labels=["background", "a", "b"])))) == {0, 1, 2}
+
+
+def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
+    from medflare.inference.dicom_seg import dicom_seg
+
+    both, grid = np.ones((5, 6, 4), bool), series_grid(site / "ct")
+    whole = (site / "seg.dcm").read_bytes()
+    (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", {"liver": both, "spleen": both}, grid.affine, segmented()))
+    with pytest.raises(DataError, match="overlap"):
+        mask_of(site, segmented(**TWO))
+    (site / "seg.dcm").write_bytes(whole)
+    moved = pydicom.dcmread(site / "seg.dcm")
+    moved.PerFrameFunctionalGroupsSequence[0].PlanePositionSequence[0].ImagePositionPatient = [10, 20, 31]
+    with pytest.raises(DataError, match="beside"):
+        segments(moved, site / "seg.dcm", "1.2.3", grid)
+    change(site / "ct", (0, 1, 2, 3), SeriesInstanceUID="1.2.99")
+    with pytest.raises(DataError, match=r"1\.2\.99"):
+        mask_of(site, segmented(**TWO))

@@ -1,0 +1,323 @@
+"""Pictures, NIfTI volumes and what is wrong with them: one reader, its bounds, and one line for each problem."""
+
+import gzip
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+
+from medflare.core.errors import DataError
+from medflare.data.geometry import Grid
+from medflare.data.reading import ImageBounds, label_values, read_image, read_mask, read_stored, resampled, turned_back
+from medflare.tasks.config import TaskConfig
+from small import small_task
+from volumes import SHAPE, SPACING, affine, cube_task, dicom_series, write
+
+GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)  # 3 rows, 4 columns: an exchange of axes shows
+COLOUR = np.stack([GREY, GREY + 50, GREY + 100], axis=-1)
+VOLUME = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+SMALL = ImageBounds(pixels=100, voxels=100)
+WHOLE = cube_task(channels=1, fit="patch")
+
+
+def pictured(path: Path, channels: int = 1, **settings: Any) -> np.ndarray:
+    return read_image([path], small_task(channels=channels, **settings)).array
+
+
+def masked(path: Path, task: TaskConfig | None = None, **options: Any) -> np.ndarray:
+    return read_mask(path, path, None, task or small_task(), **options)[0]
+
+
+def volume(path: Path) -> tuple[np.ndarray, Grid]:
+    stored = read_stored(path)
+    assert stored.grid is not None
+    return stored.array, stored.grid
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".png", ".bmp", ".tif", ".TIFF"])
+def test_grey_is_repeated_and_colour_becomes_luminance(tmp_path: Path, ending: str) -> None:
+    Image.fromarray(GREY).save(tmp_path / f"g{ending}")
+    Image.fromarray(COLOUR).save(tmp_path / f"c{ending}")
+    np.testing.assert_array_equal(pictured(tmp_path / f"g{ending}"), GREY[None])
+    np.testing.assert_array_equal(pictured(tmp_path / f"g{ending}", 3), np.stack([GREY] * 3))
+    np.testing.assert_array_equal(pictured(tmp_path / f"c{ending}", 3), COLOUR.transpose(2, 0, 1))
+    np.testing.assert_allclose(pictured(tmp_path / f"c{ending}")[0], COLOUR @ [0.299, 0.587, 0.114], rtol=1e-5)
+    np.testing.assert_array_equal(masked(tmp_path / f"g{ending}"), GREY[None])
+
+
+def test_modes_of_pillow(tmp_path: Path) -> None:
+    Image.fromarray(GREY.astype(np.uint16) * 1000).save(tmp_path / "deep.png")
+    np.testing.assert_array_equal(pictured(tmp_path / "deep.png")[0], GREY.astype(np.float32) * 1000)
+    Image.fromarray(GREY > 5).save(tmp_path / "bits.png")
+    np.testing.assert_array_equal(masked(tmp_path / "bits.png")[0], GREY > 5)
+    Image.fromarray(np.dstack([COLOUR, np.full_like(GREY, 200)])).save(tmp_path / "rgba.png")
+    np.testing.assert_array_equal(pictured(tmp_path / "rgba.png", 3), COLOUR.transpose(2, 0, 1))
+    palette = Image.fromarray(GREY % 3).convert("P")
+    palette.putpalette([0, 0, 0, 255, 0, 0, 0, 0, 255])
+    palette.putdata((GREY % 3).ravel().tolist())
+    palette.save(tmp_path / "palette.png")
+    np.testing.assert_array_equal(masked(tmp_path / "palette.png")[0], GREY % 3)
+    assert pictured(tmp_path / "palette.png", 3)[0].max() == 255
+
+
+def test_a_camera_that_was_held_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown a quarter turn clockwise
+    Image.fromarray(GREY).save(tmp_path / "upright.png", exif=exif)
+    np.testing.assert_array_equal(pictured(tmp_path / "upright.png")[0], np.rot90(GREY, -1))
+
+
+def test_masks_that_were_saved_in_colours(tmp_path: Path) -> None:
+    Image.fromarray(np.dstack([GREY] * 3)).save(tmp_path / "rgb.png")
+    np.testing.assert_array_equal(masked(tmp_path / "rgb.png"), GREY[None])
+    assert masked(tmp_path / "rgb.png", several=True).shape == (3, 3, 4), "each is a structure's own mask"
+    for mode in ("RGBA", "LA"):
+        channels = np.zeros((3, 4, len(mode)), np.uint8)
+        channels[..., -1] = GREY  # as an editor leaves it that paints on a transparent layer
+        Image.fromarray(channels, mode).save(tmp_path / "layer.png")
+        with pytest.raises(DataError, match=r"layer\.png"):
+            masked(tmp_path / "layer.png")
+    nibabel.save(nibabel.Nifti1Image(np.full((2, 2, 2), 0.5, np.float32), np.eye(4)), tmp_path / "soft.nii")
+    with pytest.raises(DataError, match=r"soft\.nii"):
+        masked(tmp_path / "soft.nii")
+
+
+# -- NIfTI -----------------------------------------------------------------------------------------------------------------
+
+
+def test_volumes_are_turned_to_lps_before_they_are_cut_into_slices(tmp_path: Path) -> None:
+    values = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)  # (left, posterior, superior) in LPS
+    angle = np.radians(20)  # turned by whole axes and never interpolated
+    tilt = np.array([[1, 0, 0, 0], [0, np.cos(angle), -np.sin(angle), 0], [0, np.sin(angle), np.cos(angle), 0], [0, 0, 0, 1]])
+    nibabel.save(nibabel.Nifti1Image(values, np.diag([-1, -1, 1, 1])), tmp_path / "lps.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(values[::-1, ::-1].copy(), np.diag([1, 1, 1, 1])), tmp_path / "ras.nii")
+    nibabel.save(nibabel.Nifti1Image(values[::-1, :, ::-1].copy(), tilt @ np.diag([1, -1, -1, 1])), tmp_path / "tilted.nii")
+    expected = values.transpose(1, 0, 2)[None]  # rows run to posterior, columns to the left
+    for name in ("lps.nii.gz", "ras.nii", "tilted.nii"):
+        np.testing.assert_array_equal(pictured(tmp_path / name), expected)
+        np.testing.assert_array_equal(masked(tmp_path / name), expected)
+
+
+def test_volumes_of_a_file_are_channels_of_which_a_task_picks(tmp_path: Path) -> None:
+    several = np.arange(2 * 3 * 4 * 3, dtype=np.float32).reshape(2, 3, 4, 3)
+    file = write(tmp_path / "several.nii.gz", several, np.diag([-1, -1, 1, 1]))
+    np.testing.assert_array_equal(pictured(file, 3), several.transpose(3, 1, 0, 2))
+    np.testing.assert_array_equal(pictured(file, pick=[2]), several[..., 2].transpose(1, 0, 2)[None])
+    whole = read_image([file], cube_task(channels=2, pick=[2, 0], orientation="LPS")).array
+    np.testing.assert_array_equal(whole, several.transpose(3, 0, 1, 2)[[2, 0]])
+    for pick, word in (([], "pick"), ([3], "number 3")):  # three contrasts are no red, green and blue
+        with pytest.raises(DataError, match=rf"several\.nii\.gz.*{word}"):
+            pictured(file, pick=pick)
+    write(tmp_path / "flat.nii", several[:, :, 0, 0], np.diag([-1, -1, 1, 1]))
+    np.testing.assert_array_equal(pictured(tmp_path / "flat.nii"), several[:, :, 0, 0].T[None])
+
+
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "SAR", "PIR"])
+def test_a_volume_lies_along_the_tasks_axes_however_it_is_stored(tmp_path: Path, codes: str) -> None:
+    task = cube_task(orientation="LPS")
+    array, stored = volume(write(tmp_path / "v.nii.gz", VOLUME, affine(codes)))
+    there, here = resampled(array, stored, task)
+    assert [np.sign(here.affine[axis, axis]) for axis in range(3)] == [-1, -1, 1]
+    place = np.array([3, 4, 5, 1])  # a voxel as stored, and the same millimetres on the turned grid
+    index = np.linalg.inv(here.affine) @ stored.affine @ place
+    assert there[0][tuple(index[:3].round().astype(int))] == VOLUME[3, 4, 5]
+    np.testing.assert_array_equal(turned_back(torch.as_tensor(there), here, stored, task)[0].numpy(), VOLUME)
+
+
+def test_resampled_to_millimetres_and_back(tmp_path: Path) -> None:
+    smooth = np.add.outer(np.add.outer(np.arange(12.0), np.arange(14.0)), np.arange(10.0)).astype(np.float32)
+    array, stored = volume(write(tmp_path / "v.nii.gz", smooth, affine("SPL")))
+    task = cube_task(spacing=[1.0, 1.5, 1.0])
+    there, here = resampled(array, stored, task)
+    assert here.spacing == pytest.approx((1.0, 1.5, 1.0)) and there.shape[1:] == here.shape
+    back = turned_back(torch.as_tensor(there), here, stored, task)
+    inner = (slice(1, -1),) * 3
+    np.testing.assert_allclose(back[0].numpy()[inner], smooth[inner], atol=0.05)
+    labels, _ = resampled((smooth > 15).astype(np.int64)[None], stored, task, labels=True)
+    assert labels.dtype == np.int64 and set(np.unique(labels)) == {0, 1}
+
+
+def oblique(path: Path, angle: float) -> Path:
+    turn = np.eye(4)
+    turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    return write(path, VOLUME, turn @ affine())
+
+
+@pytest.mark.parametrize("spacing", [None, [2.0, 1.0, 1.5]])
+def test_a_tilted_volume_keeps_its_own_grid(tmp_path: Path, spacing: list[float] | None) -> None:
+    task = cube_task(channels=1, orientation="LPS", spacing=spacing)
+    array, grid = volume(oblique(tmp_path / "v.nii", 0.4))
+    ramp = np.broadcast_to(np.arange(array.shape[-1], dtype=np.float32), array.shape).copy()
+    there, here = resampled(ramp, grid, task)
+    assert here.spacing == pytest.approx(tuple(spacing or SPACING), rel=1e-5) and there.shape[1:3] == SHAPE[:2]
+    back = turned_back(torch.as_tensor(there), here, grid, task).numpy()
+    np.testing.assert_allclose(back, ramp, atol=0 if spacing is None else 1e-3)
+
+
+def test_channels_of_their_own_files_are_put_together_and_zeros_stand_in(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.nii.gz", VOLUME + number) for number, name in enumerate("ab")]
+    image = read_image([files[0], None, files[1]], cube_task(channels=3))
+    np.testing.assert_array_equal(image.array, np.stack([VOLUME, np.zeros_like(VOLUME), VOLUME + 1]))
+    assert image.stored is not None and image.stored.spacing == SPACING
+    shifted = affine()
+    shifted[0, 3] += 1
+    for other in (write(tmp_path / "moved.nii", VOLUME, shifted), write(tmp_path / "short.nii", VOLUME[..., :9])):
+        for dims in ({}, {"spatial_dims": 2, "size": [16, 16]}):
+            with pytest.raises(DataError, match=rf"{other.name}.*a\.nii\.gz"):
+                read_image([files[0], other], cube_task(**dims))
+
+
+def test_a_grid_that_nobody_knows_differs_by_its_shape_alone() -> None:
+    known, unknown = Grid(SHAPE, affine()), Grid(SHAPE, np.eye(4), known=False)
+    assert unknown.difference(Grid(SHAPE, np.eye(4), known=False)) == "" and unknown.spacing is None
+    assert resampled(VOLUME[None], unknown, cube_task())[1] is unknown and unknown.turned("SPL") is unknown
+    assert known.difference(unknown) and unknown.difference(known)  # the one would be turned and the other not
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------------------
+
+
+def odd_files(folder: Path) -> dict[str, Path]:
+    """A file for each problem."""
+    nan, zero = VOLUME.copy(), affine()
+    nan[0, 0, 0], zero[:3, 0] = np.nan, 0
+    page = Image.fromarray(GREY)
+    page.save(folder / "pages.tif", save_all=True, append_images=[page])
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(folder / "whole.png")
+    (folder / "cut.png").write_bytes((folder / "whole.png").read_bytes()[:1500])
+    (folder / "empty").mkdir()
+    for name in ("broken.png", "broken.nii.gz", "broken.dcm", "notes.txt", "notes"):
+        (folder / name).write_bytes(b"this is not an image")
+    write(folder / "nan.nii", nan)
+    write(folder / "complex.nii", VOLUME.astype(np.complex64))
+    write(folder / "colours.nii", np.zeros(SHAPE, dtype=[("R", "u1"), ("G", "u1"), ("B", "u1")]))
+    oblique(folder / "oblique.nii", 0.7)
+    flat = nibabel.Nifti1Image(VOLUME, None)
+    flat.header.set_sform(zero, code=1)
+    nibabel.save(flat, folder / "flat.nii")
+    return {path.name: path for path in (*folder.iterdir(), folder / "gone.png", folder / "gone.nii") if path.name != "whole.png"}
+
+
+@pytest.mark.parametrize("task", [small_task(), WHOLE], ids=["pictures", "volumes"])
+def test_what_cannot_be_read_is_one_line_that_names_the_file(task: TaskConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, path in odd_files(tmp_path).items():
+        for read in (lambda file: read_image([file], task), lambda file: masked(file, task)):
+            with pytest.raises(DataError, match=name) as told:
+                read(path)
+            assert "\n" not in str(told.value)
+    assert capfd.readouterr() == ("", ""), "nibabel logs nothing beside the error"
+
+
+def test_pictures_and_flat_images_are_no_volumes(tmp_path: Path) -> None:
+    Image.fromarray(GREY).save(tmp_path / "p.png")
+    write(tmp_path / "flat.nii", VOLUME[..., 0])
+    for file in (tmp_path / "p.png", tmp_path / "flat.nii", dicom_series(tmp_path / "ct") / "0.dcm"):
+        with pytest.raises(DataError, match=file.name):
+            read_image([file], WHOLE)
+
+
+def test_a_file_that_the_account_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(GREY).save(tmp_path / "a.png")
+
+    def forbidden(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Image, "open", forbidden)
+    with pytest.raises(DataError, match=r"a\.png.*may not be read"):
+        pictured(tmp_path / "a.png")
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("suffix", [".png", ".nii.gz", ".dcm", ""])
+@pytest.mark.parametrize("make", [_fifo, _link_to_a_device, _socket])
+def test_what_is_no_regular_file_is_never_opened(make: Callable[[Path], None], suffix: str, tmp_path: Path) -> None:
+    """A pipe that nobody writes to would be read for ever."""
+    make(tmp_path / f"odd{suffix}")
+    for read in (pictured, masked, lambda path: read_image([path], WHOLE)):
+        with pytest.raises(DataError, match=rf"odd{suffix}"):
+            read(tmp_path / f"odd{suffix}")
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------------------
+
+
+def test_images_beyond_the_bounds(tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((10, 10), np.uint8)).save(tmp_path / "fits.png")
+    Image.fromarray(np.zeros((11, 10), np.uint8)).save(tmp_path / "large.png")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((5, 5, 2, 3), np.uint8), np.eye(4)), tmp_path / "four.nii")  # channels count
+    series = dicom_series(tmp_path / "series")  # four slices of 6 x 5
+    for path in (tmp_path / "fits.png", series / "0.dcm"):
+        read_stored(path, SMALL)
+    read_stored(series, ImageBounds(pixels=1, voxels=120))
+    for path, unit in ((tmp_path / "large.png", "pixels"), (tmp_path / "four.nii", "voxels"), (series, "voxels")):
+        with pytest.raises(DataError, match=rf"{path.name}.*bounds\.{unit}"):
+            read_stored(path, SMALL)
+    with pytest.raises(DataError, match=r"0\.dcm.*pixels"):
+        read_stored(series / "0.dcm", ImageBounds(pixels=29))
+
+
+@pytest.mark.parametrize("side", [13_000, 20_000])
+def test_a_picture_that_is_small_on_disk_alone(tmp_path: Path, side: int) -> None:
+    """The header of a large picture, without its pixels: nothing beyond the header is looked at."""
+    with (tmp_path / "bomb.png").open("wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        PngImagePlugin.putchunk(file, b"IHDR", side.to_bytes(4, "big") * 2 + bytes([8, 0, 0, 0, 0]))
+        PngImagePlugin.putchunk(file, b"IDAT", b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(DataError, match=r"bomb\.png.*pixels"):
+            read_stored(tmp_path / "bomb.png")
+
+
+def test_a_volume_that_is_small_on_disk_alone(tmp_path: Path) -> None:
+    """Eight gigabytes by the header; the file ends behind it."""
+    header = nibabel.Nifti1Header()
+    header.set_data_shape((2000, 1000, 1000))
+    header["magic"], header["vox_offset"] = b"n+1", 352
+    (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(header.binaryblock + bytes(4)))
+    with pytest.raises(DataError, match=r"bomb\.nii\.gz.*bounds\.voxels"):
+        read_stored(tmp_path / "bomb.nii.gz")
+
+
+@pytest.mark.parametrize("codes", ["RAS", "SPL"])
+def test_a_volume_that_resampling_would_blow_up_or_flatten(tmp_path: Path, codes: str) -> None:
+    path = write(tmp_path / "v.nii", VOLUME, affine(codes))
+    for spacing in ([0.1] * 3, [500.0] * 3):
+        with pytest.raises(DataError, match=r"v\.nii"):
+            read_image([path], cube_task(channels=1, spacing=spacing), ImageBounds(voxels=10**6))
+    task = cube_task(channels=1, spacing=[1.0, 2.0, 0.5])
+    size = read_image([path], task).array.size
+    read_image([path], task, ImageBounds(voxels=size))
+    with pytest.raises(DataError, match=r"v\.nii"):
+        read_image([path], task, ImageBounds(voxels=size - 1))
+
+
+def test_label_values_are_whole_numbers() -> None:
+    assert label_values(np.array([[[1.0, 2.0]]]), Path("m")).dtype == np.int64
+    for value in (np.nan, np.inf, 0.5):
+        with pytest.raises(DataError, match="m"):
+            label_values(np.array([[[value]]]), Path("m"))
