@@ -28,7 +28,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     for study in sorted((ROOT / "docs" / "results").glob("*/study.zip")):
         files.append(File.generated(config, f"results/{study.parent.name}.md", content=tables(study)))
-    files.append(File.generated(config, "task_reference.md", content=task_settings()))
     files.append(File.generated(config, "methods/hyper_parameters.md", content=hyper_parameters()))
     for room in sorted(path.parent for path in PACKAGE.glob("*/__init__.py")):
         files.append(File.generated(config, f"api/{room.name}.md", content=reference(room)))
@@ -50,6 +49,16 @@ def tables(study: Path) -> str:
     return "\n\n".join([page, *figures]) + "\n"
 
 
+def benchmarks() -> str:
+    """The page of measurements, from benchmarks.json."""
+    page = ["# Benchmarks", "", "Generated from `docs/benchmarks.json`. Ratios were measured in one run; compare only numbers of one table.", ""]
+    for measured in json.loads((ROOT / "docs" / "benchmarks.json").read_text(encoding="utf-8")):
+        page += [f"## {measured['title']}", "", f"`{measured['command']}`", ""]
+        page += [f"Commit {measured['commit']}, {measured['date']}, {measured['machine']}. {measured['note']}", ""]
+        page += [f"| {' | '.join(row)} |" for row in (measured["columns"], ["---"] * len(measured["columns"]), *measured["rows"])] + [""]
+    return "\n".join(page)
+
+
 def task_settings() -> str:
     """Every setting of a task with its type, range, default and meaning, from `TaskConfig`."""
     from pydantic import TypeAdapter
@@ -59,7 +68,7 @@ def task_settings() -> str:
     schema = TypeAdapter(TaskConfig).json_schema()
     described = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(TaskConfig) or "", re.MULTILINE)
     meaning = {name: " ".join(text.split()).replace("|", "\\|") for name, text in described}
-    rows = ["# All settings of a task", "", "| setting | type and range | default | meaning |", "|---|---|---|---|"]
+    rows = ["# All settings of a task", "", "Generated from `TaskConfig` by `python docs/hooks.py`.", "", "| setting | type and range | default | meaning |", "|---|---|---|---|"]
     for name, setting in schema["properties"].items():
         default = "required" if name in schema["required"] else f"`{json.dumps(setting['default'])}`" if "default" in setting else "none"
         rows.append(f"| `{name}` | {json_type(setting)} | {default} | {meaning[name]} |")
@@ -105,3 +114,10 @@ def reference(room: Path) -> str:
     modules = sorted(path for path in room.rglob("*.py") if path.stem != "__main__" and path.read_text(encoding="utf-8").strip())
     names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in modules]
     return "\n\n".join([f"# {room.name}", *(f"::: {name}" for name in names)]) + "\n"
+
+
+WRITTEN = {"benchmarks.md": benchmarks, "task_reference.md": task_settings}  # generated pages that are committed
+
+if __name__ == "__main__":
+    for name, made in WRITTEN.items():
+        (ROOT / "docs" / name).write_text(made(), encoding="utf-8")

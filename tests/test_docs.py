@@ -1,6 +1,7 @@
 """What the documents promise exists: settings in the ablation tables, files that pages link to, commands that the README shows, the
 code that CONTRIBUTING has one write, the versions and numbers that pages name."""
 
+import importlib
 import json
 import re
 import shlex
@@ -52,6 +53,12 @@ def test_every_paper_has_its_table(paper: str) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_generated_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    hooks = importlib.import_module("hooks")
+    assert {name: made() for name, made in hooks.WRITTEN.items()} == {name: read("docs", name) for name in hooks.WRITTEN}
 
 
 def test_shortcuts_between_folders_lead_somewhere() -> None:
