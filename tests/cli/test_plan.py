@@ -25,7 +25,7 @@ def test_fingerprints_and_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     found = load_task(planned)
     assert (found.name, found.spacing, found.labels) == ("planned_cubes", (2.0, 1.0, 3.0), ("cube",))
     assert main(["plan", str(planned), "--out", str(planned)]) == 1
-    assert "no file of fingerprints" in capsys.readouterr().err
+    assert "task.json" in capsys.readouterr().err
 
 
 def test_a_federation_finds_the_fingerprints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,31 +36,6 @@ def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not answers and (settings["size"], settings["network"]["name"], settings["labels"]) == ([32, 32], "DenseNet121", ["cat", "dog"])
 
 
-def test_a_wrong_answer_is_asked_for_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The others stand as what Return takes, until that is refused, too."""
-    classes(tmp_path / "pets", patients=6)
-    assert main(["data", "init", str(tmp_path / "pets")]) == 0
-    asked = []
-    answers = {"labels [cat,dog]: ": ["a,b,c", ""], "size [16,16]: ": ["", "", "32,32"], "network [small_cnn]: ": ["", "", "DensNet"]}
-    answers |= {"network [DensNet]: ": ["DenseNet121"]}
-
-    def answer(question: str) -> str:
-        asked.append(question)
-        return answers[question].pop(0) if answers.get(question) else ""
-
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", answer)
-    task = tmp_path / "task.json"
-    assert main(["task", "init", str(tmp_path / "pets"), "--name", "pets", "--out", str(task)]) == 0
-    settings = json.loads(task.read_text())
-    assert (settings["size"], settings["network"]["name"]) == ([32, 32], "DenseNet121")
-    first = ["labels [cat,dog]: ", "size [16,16]: ", "network [small_cnn]: "]
-    assert asked[:3] == asked[6:9] == first and asked[3:6] == ["labels [a,b,c]: ", *first[1:]]
-    assert asked[9:] == ["labels [cat,dog]: ", "size [32,32]: ", "network [DensNet]: "]
-    said = capsys.readouterr().err
-    assert said.count("\n") == 2 and "0 a, 1 b, 2 c" in said and "'DensNet'" in said
-
-
 def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,12 +52,12 @@ def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("data", "init", "{root}", "--copy"), "--copy copies files to --out FOLDER"),
-        (("data", "init", "{root}", "--sites", "2", "--site-column", "a", "--out", "x"), "give one of them"),
-        (("data", "init", "{root}", "--sites", "0", "--out", "x"), "--sites 0"),
-        (("data", "init", "{root}", "--shares", "1"), "three numbers above 0"),
-        (("task", "init", "{root}", "--size", "big", "--out", "{root}/t.json"), "give the sides in pixels"),
-        (("task", "init", "{root}", "--out", "{root}/cat/p00_0.png"), "exists; keep it, or write it anew with --force"),
+        (("data", "init", "{root}", "--copy"), "--copy"),
+        (("data", "init", "{root}", "--sites", "2", "--site-column", "a", "--out", "x"), "--site-column"),
+        (("data", "init", "{root}", "--sites", "0", "--out", "x"), "--sites"),
+        (("data", "init", "{root}", "--shares", "1"), "--shares"),
+        (("task", "init", "{root}", "--size", "big", "--out", "{root}/t.json"), "--size"),
+        (("task", "init", "{root}", "--out", "{root}/cat/p00_0.png"), "--force"),
     ],
 )
 def test_wrong_options_are_one_line(options: tuple[str, ...], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

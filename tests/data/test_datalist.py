@@ -67,7 +67,7 @@ def test_one_mask_or_several(tmp_path: Path) -> None:
 
 def test_a_name_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": "a\0.png", "label": 1}]}))
-    with pytest.raises(DataError, match=r"training\[0\]: .* names no file"):
+    with pytest.raises(DataError, match=r"training\[0\]"):
         read_datalist(tmp_path, "classification")
 
 
@@ -80,33 +80,33 @@ def test_files_outside_the_sites_folder_are_refused(tmp_path: Path, kind: str, n
     images: dict[str, Any] = {"image": name, "channel": ["a.png", name], "mask": "a.png"}
     listed = {"image": images[kind], "label": name if kind == "mask" else "m.png"}
     (folder / "datalist.json").write_text(json.dumps({"training": [listed]}))
-    with pytest.raises(DataError, match=r"datalist.json training\[0\]: .*secret.png|link.png lies outside the site's folder"):
+    with pytest.raises(DataError, match=r"secret\.png|link\.png"):
         read_datalist(folder, "segmentation")
     assert len(read_datalist(folder, "segmentation", [tmp_path, Path("/etc")])) == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "named"),
     [
-        ("{", "not valid JSON"),
-        ("[]", "no list named training"),
-        ('{"train": []}', "no list named training"),
-        ('{"training": {}}', "'training' must be a list"),
-        ('{"training": ["a.png"]}', r"training\[0\]: an entry is an object .*, found \"a.png\"$"),
-        ('{"training": [{"label": "m.png"}]}', r"training\[0\]: image"),
-        ('{"training": [{"image": 3, "label": "m.png"}]}', r"training\[0\]: image"),
-        ('{"training": [{"image": "a.png"}]}', r"\]: label.*complete it or take it out"),
-        ('{"training": [{"image": "a.png", "label": null}]}', r"training\[0\]: label"),
-        ('{"training": [{"image": "a.png", "label": 1}]}', r"training\[0\]: label"),
+        ("{", r"datalist\.json"),
+        ("[]", "training"),
+        ('{"train": []}', "training"),
+        ('{"training": {}}', "training"),
+        ('{"training": ["a.png"]}', r"training\[0\]"),
+        ('{"training": [{"label": "m.png"}]}', "image"),
+        ('{"training": [{"image": 3, "label": "m.png"}]}', "image"),
+        ('{"training": [{"image": "a.png"}]}', "label"),
+        ('{"training": [{"image": "a.png", "label": null}]}', "label"),
+        ('{"training": [{"image": "a.png", "label": 1}]}', "label"),
         ('{"training": [{"image": "a.png", "label": []}]}', "label"),
         ('{"training": [{"image": "a.png", "label": ["m.png", 1]}]}', "label"),
         ('{"training": [{"image": "a.png", "label": "m.png", "patient": null}]}', "patient"),
         ('{"training": [{"image": "a.png", "label": "m.png", "patient": true}]}', "patient"),
     ],
 )
-def test_malformed_lists(tmp_path: Path, content: str, words: str) -> None:
+def test_malformed_lists_are_refused(tmp_path: Path, content: str, named: str) -> None:
     (tmp_path / "datalist.json").write_text(content)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=named):
         read_datalist(tmp_path, "segmentation")
 
 
@@ -122,27 +122,27 @@ def test_lists_from_windows(tmp_path: Path, encoding: str) -> None:
 def test_backslashes_are_no_folders(tmp_path: Path) -> None:
     """Not with missing_channels "zeros" either, where a file that does not exist would become zeros without a word."""
     (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": ["images\\0.png", None], "label": 0}]}))
-    with pytest.raises(DataError, match=r"training\[0\]: images\\0.png is one name here, not a path; write / between folders"):
+    with pytest.raises(DataError, match=r"training\[0\]"):
         read_datalist(tmp_path, "classification")
     (tmp_path / "images\\0.png").touch()
     assert read_datalist(tmp_path, "classification")[0].name == "images\\0.png", "a name may hold one all the same"
 
 
-def test_lists_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_that_cannot_be_read_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "datalist.json"
-    path.write_bytes(json.dumps({"training": []}).encode("utf-16"))
-    with pytest.raises(DataError, match=r"datalist.json: not UTF-8 .*; save it with that encoding$"):
+    with pytest.raises(DataError, match=r"datalist\.json"):
         read_datalist(tmp_path, "classification")
-    path.write_text("[" * 100_000)
-    with pytest.raises(DataError, match=r"datalist.json: not valid JSON \(maximum recursion"):
-        read_datalist(tmp_path, "classification")
+    for content in (json.dumps({"training": []}).encode("utf-16"), b"[" * 100_000):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"datalist\.json"):
+            read_datalist(tmp_path, "classification")
     path.write_text(json.dumps({"training": [{"image": "a" * 5000, "label": 0}]}))
-    with pytest.raises(DataError, match=r"names no file \(.*File name too long.*\); correct the path$") as caught:
+    with pytest.raises(DataError, match=r"training\[0\]") as caught:
         read_datalist(tmp_path, "classification")
     assert len(str(caught.value)) < 1000
     path.unlink()
     path.mkdir()
-    with pytest.raises(DataError, match=r"datalist.json: Is a directory; it must be a file that the account"):
+    with pytest.raises(DataError, match=r"datalist\.json"):
         read_datalist(tmp_path, "classification")
     path.rmdir()
     path.write_text(json.dumps({"training": [{"image": "a.png", "label": 0}]}))
@@ -151,13 +151,8 @@ def test_lists_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", forbidden)
-    with pytest.raises(DataError, match=r"a.png may not be read; let the account that runs the site read it, and the folders above it$"):
+    with pytest.raises(DataError, match=r"a\.png"):
         read_datalist(tmp_path, "classification")
-
-
-def test_missing_list(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"datalist.json: file not found"):
-        read_datalist(tmp_path, "segmentation")
 
 
 def test_a_list_may_be_empty(tmp_path: Path) -> None:
@@ -171,7 +166,7 @@ def test_given_splits_stay() -> None:
 
 
 def test_a_patient_in_two_splits() -> None:
-    with pytest.raises(DataError, match=r"test\[0\]: patient a is also in datalist.json training\[0\]"):
+    with pytest.raises(DataError, match="patient a"):
         assign_splits(_entries(training=["a"], validation=["b"], test=["a"]), SPLITS, "A")
 
 
@@ -183,7 +178,7 @@ def test_an_image_listed_twice_by_other_names(tmp_path: Path, again: str) -> Non
     (tmp_path / "link.png").symlink_to(tmp_path / "images/a.png")
     listed = {"training": [{"image": "images/a.png", "label": 0}], "test": [{"image": again, "label": 0, "patient": "q"}]}
     (tmp_path / "datalist.json").write_text(json.dumps(listed))
-    with pytest.raises(DataError, match=r"test\[0\]: image .* is also in .*training\[0\]; list it once"):
+    with pytest.raises(DataError, match=r"test\[0\]"):
         check_patients(read_datalist(tmp_path, "classification"))
 
 
@@ -192,7 +187,7 @@ def test_one_patient_however_the_number_is_written(one: object, other: object, t
     """pandas makes 1.0 of 1 where a column has an empty cell."""
     listed = {"training": [{"image": "a.png", "label": 0, "patient": one}], "test": [{"image": "b.png", "label": 0, "patient": other}]}
     (tmp_path / "datalist.json").write_text(json.dumps(listed))
-    with pytest.raises(DataError, match=r"test\[0\]: patient [17] is also in .*training\[0\]"):
+    with pytest.raises(DataError, match=r"patient [17]"):
         check_patients(read_datalist(tmp_path, "classification"))
 
 
@@ -208,7 +203,7 @@ def test_an_image_under_two_names_of_one_file(tmp_path: Path) -> None:
     (tmp_path / "b.png").hardlink_to(tmp_path / "a.png")
     listed = {"training": [{"image": "a.png", "label": 0}], "test": [{"image": "b.png", "label": 0}]}
     (tmp_path / "datalist.json").write_text(json.dumps(listed))
-    with pytest.raises(DataError, match=r"test\[0\]: image b.png is also in .*training\[0\]; list it once"):
+    with pytest.raises(DataError, match=r"b\.png"):
         check_patients(read_datalist(tmp_path, "classification"))
 
 
@@ -225,7 +220,7 @@ def _channels(*files: list[str | None]) -> list[Entry]:
     [(["t1", "t2"], ["t2", "t1"]), (["t1", "t2"], [None, "t2"]), ([None, "t2"], ["t1", "t2"]), (["t1", "a"], ["t1", "b"])],
 )
 def test_an_image_that_is_part_of_another(first: list[str | None], second: list[str | None]) -> None:
-    with pytest.raises(DataError, match=r"training\[\d\]: image t[12] is also in datalist.json training\[\d\]; list it once"):
+    with pytest.raises(DataError, match=r"image t[12]"):
         check_patients(_channels(first, second))
 
 
@@ -237,7 +232,7 @@ def test_images_may_share_a_channel_that_stands_in() -> None:
 def test_an_image_listed_twice() -> None:
     entries = _entries(training=["a", "a"])
     entries[1] = Entry(entries[0].image, 0, "a", "training", "datalist.json training[1]")
-    with pytest.raises(DataError, match="list it once"):
+    with pytest.raises(DataError, match=r"training\[1\]"):
         assign_splits(entries, ("training",), "A")
 
 
@@ -264,12 +259,12 @@ def test_missing_splits_are_drawn_by_patient(listed: tuple[str, ...], expected: 
 def test_few_patients() -> None:
     drawn = assign_splits(_entries(training=["a", "b", "c"]), ("training",), "A")
     assert Counter(entry.split for entry in drawn) == {"training": 1, "validation": 1, "test": 1}
-    with pytest.raises(DataError, match=r"site A: 2 patient\(s\) in 'training' cannot be split in training, validation, test"):
+    with pytest.raises(DataError, match="site A"):
         assign_splits(_entries(training=["a", "b", "b"]), ("training",), "A")
 
 
 def test_no_training_list() -> None:
-    with pytest.raises(DataError, match=r"site A: datalist.json has no list 'training'"):
+    with pytest.raises(DataError, match="training"):
         assign_splits(_entries(validation=["a"], test=["b"]), ("validation", "test"), "A")
 
 

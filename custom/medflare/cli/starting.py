@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medflare.cli.options import Commands, add_command, names_in
-from medflare.core.errors import ConfigError, MedflareError
+from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from medflare.data.checking.planning import Plan
@@ -112,15 +112,13 @@ def add_prepare(actions: Commands) -> None:
             "medflare data prepare --list",
             "medflare data prepare fed_isic2019 --from DOWNLOADS --to DATA",
             "medflare data prepare prostate --from DOWNLOADS --to DATA --strict",
-            "medflare data prepare midog2022 --from DOWNLOADS --to DATA --checksums md5sums.txt",
         ),
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="see --list")
     parser.add_argument("--list", action="store_true", help="show what can be prepared: sites, sizes, licence, where to download")
     parser.add_argument("--from", dest="source", type=Path, metavar="DOWNLOADS", help="folder of the downloads, unpacked")
     parser.add_argument("--to", type=Path, metavar="DATA", help="folder for the sites, with hard links to the files, or patches of them")
-    parser.add_argument("--checksums", type=Path, metavar="LIST", help="compare with published checksums first: lines as md5sum writes")
-    parser.add_argument("--strict", action="store_true", help="fail where counts differ from the paper's, or listed files are not there")
+    parser.add_argument("--strict", action="store_true", help="fail where counts differ from the paper's")
     parser.add_argument("--redraw", action="store_true", help="draw the split by patient, also where the download names one")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--copy", action="store_true", help="copy the files: where links cannot be, on another disk")
@@ -129,7 +127,6 @@ def add_prepare(actions: Commands) -> None:
 
 def _prepare(options: argparse.Namespace) -> int:
     from medflare.data.starting.papers.catalogue import get_preparation, listing
-    from medflare.data.starting.papers.checksums import compare_checksums
     from medflare.data.starting.papers.preparing import Choices, prepare
 
     if options.list:
@@ -138,8 +135,6 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.name is None or options.source is None or options.to is None:
         raise ConfigError("data prepare: give NAME, --from DOWNLOADS and --to DATA; --list shows the names")
     preparation = get_preparation(options.name)
-    if options.checksums is not None:
-        print(compare_checksums(options.checksums, options.source, strict=options.strict).render())
     choices = Choices(**{name: getattr(options, name) for name in ("strict", "redraw", "seed", "copy", "force")})
     print(prepare(preparation, options.source, options.to, choices).render())
     return 0
@@ -250,32 +245,20 @@ def _answers(options: argparse.Namespace) -> "Answers":
 
 
 def _agreed(options: argparse.Namespace, proposed: "Plan") -> "Plan":
-    """Asks for what no option said, again where the images cannot be had as was answered, and proposes anew what follows from it."""
+    """Asks for what no option said, and proposes anew what follows from other answers."""
     from medflare.data.starting.proposing import propose
 
     settings = proposed.settings
     shown = {
-        "name": settings["name"],
         "labels": ",".join(label for label in settings["labels"] if label != "background"),
         "size": ",".join(map(str, settings["size"])),
         "network": settings["network"]["name"],
     }
-    first = shown = {name: value for name, value in shown.items() if getattr(options, name) is None}
-    refused: dict[str, str] = {}
-    while True:
-        shown = {name: input(f"{name} [{value}]: ").strip() or value for name, value in shown.items()}
-        if shown == first:
-            return proposed
-        if shown == refused:  # Return on every question: back to what was proposed
-            shown = first
-            continue
-        for name, answer in shown.items():
-            setattr(options, name, None if answer == first[name] else answer)
-        try:
-            return propose(options.root, _answers(options))
-        except MedflareError as error:
-            print(f"medflare: {error}", file=sys.stderr)
-            refused = shown
+    asked = {name: value for name, value in shown.items() if getattr(options, name) is None}
+    answers = {name: input(f"{name} [{value}]: ").strip() for name, value in asked.items()}
+    for name, answer in answers.items():
+        setattr(options, name, answer if answer not in ("", asked[name]) else None)
+    return propose(options.root, _answers(options)) if any(getattr(options, name) for name in asked) else proposed
 
 
 def _sites(root: Path) -> str:

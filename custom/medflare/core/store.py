@@ -27,7 +27,6 @@ from medflare.core.states import StateDict, bytes_of, copy_state
 from medflare.core.text import escaped
 
 SEPARATOR = "//"  # entry // tensor name: PyTorch's names hold dots, never slashes
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
 _HEADER = "medflare"  # the field of the safetensors header that holds facts, entry names and the checksum
 
 
@@ -118,31 +117,19 @@ def write_json(path: Path, content: Any, *, public: bool = False) -> None:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> str:
-    """Rows as CSV without control characters; a text that looks like a formula gets an apostrophe (OWASP, "CSV Injection").
+    """Rows as CSV without control characters; a missing column stays empty.
 
     Args:
-        rows: column -> value; one that is missing stays empty.
+        rows: column -> value.
         columns: their names, in order.
         header: whether the names come first.
     """
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     if header:
-        writer.writerow(map(_no_formula, columns))
-    writer.writerows([_no_formula(row.get(column, "")) for column in columns] for row in rows)
+        writer.writeheader()
+    writer.writerows({name: escaped(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows)
     return text.getvalue()
-
-
-def _no_formula(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if not value.startswith(_FORMULA):
-        return escaped(value)
-    try:
-        float(value)
-    except ValueError:
-        return f"'{escaped(value)}"
-    return value  # a negative number
 
 
 def write_message(path: Path, message: Message) -> None:

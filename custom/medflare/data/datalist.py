@@ -115,14 +115,10 @@ def read_datalist(folder: Path, kind: str, folders: Sequence[Path] = ()) -> list
     homes = [home.resolve() for home in (folder, *folders)]
     try:
         content = content_of(path)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: file not found; a site's folder needs a datalist.json with a list 'training'") from error
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; it must be a file that the account that runs the site may read") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error}); save it with that encoding") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
+        raise DataError(f"{path}: {error.strerror}; a site's folder needs a datalist.json that the site's account may read") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON in UTF-8 ({error}); write it again") from error
     if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
         raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
     entries: dict[str, Entry] = {}
@@ -155,11 +151,11 @@ def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
         found = file.resolve()
         inside = any(found.is_relative_to(home) for home in homes)
         there = inside and found.exists()
-    except PermissionError as error:
-        raise DataError(f"{place}: {file} may not be read; let the account that runs the site read it, and the folders above it") from error
-    except (OSError, RuntimeError, ValueError) as error:  # a name that is none, or links in a circle
+    except (OSError, RuntimeError, ValueError) as error:  # not allowed, a name that is none, or links in a circle
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{place}: {str(file)!r:.300} names no file ({reason}); correct the path") from error
+        raise DataError(
+            f"{place}: {str(file)!r:.300} cannot be opened ({reason}); correct the path, or let the site's account read it"
+        ) from error
     if not inside:
         raise DataError(
             f"{place}: {file} lies outside the site's folder; move it there, or allow its folder in data_folders of local/medflare.json "

@@ -5,13 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from downloads import classes
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.checking.check import check_site, check_task
+from medflare.data.checking.check import CheckReport, IntensityCheck, SiteReport, check_site, check_task, site_shift
+from medflare.data.loading import load_site_data
+from medflare.data.splits import SiteData, Split
 from medflare.data.starting.datalists import init
 from medflare.tasks.config import TaskConfig, load_task
+from volumes import cube_task, make_volumes
 
 TaskOf = Callable[..., TaskConfig]
 SiteOf = Callable[..., Path]
@@ -105,9 +109,9 @@ def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path)
     report = check_site(tmp_path, make_task())
     assert list(report.sites) == ["A", "B", "C"] and not report.ok
     assert report.shift is not None  # between the two that can be read
-    with pytest.raises(DataError, match=r"no site: neither a datalist.json nor folders that hold one.*medflare data init '.*no site'$"):
+    with pytest.raises(DataError, match="medflare data init"):
         check_site(tmp_path / "no site", make_task())
-    with pytest.raises(DataError, match=r"nowhere: not a folder"):
+    with pytest.raises(DataError, match="nowhere"):
         check_site(tmp_path / "nowhere", make_task())
 
 
@@ -143,9 +147,7 @@ def test_the_same_image_of_two_patients_is_noted(make_site: SiteOf, make_task: T
     for other in ("1.png", "9.png"):
         Image.open(folder / "images/0.png").save(folder / "images" / other, compress_level=0)
     notes = check_site(folder, make_task()).sites["A"].notes
-    assert [note for note in notes if "same" in note] == [
-        "1 image is the same as one of another patient, the first: 9.png and 0.png; give both one patient, or list it once"
-    ]
+    assert len([note for note in notes if "9.png" in note and "0.png" in note]) == 1
 
 
 def test_pictures_of_one_value_are_no_copies_of_each_other(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -163,9 +165,121 @@ def test_shift_of_real_hospitals(shared_data: Callable[[str], Path]) -> None:
 
 
 def test_tasks_that_cannot_work(make_task: TaskOf) -> None:
-    with pytest.raises(ConfigError, match=r"network unet does not work on images of size \[17, 17\], it does on \[20, 20\]; use that"):
+    with pytest.raises(ConfigError, match=r"\[20, 20\]"):
         check_task(make_task(size=[17, 17], network={"name": "unet", "channels": [4, 8, 16]}))
-    with pytest.raises(ConfigError, match="unknown network"):
+    with pytest.raises(ConfigError, match="nothing"):
         check_task(make_task(network={"name": "nothing"}))
     for kind in ("segmentation", "classification"):
         check_task(make_task(kind, target="multilabel", labels=["a", "b"], loss={"name": "ce"}))
+
+
+# -- report ---------------------------------------------------------------------------------------------------------------
+
+
+SOUND = SiteReport(
+    splits={"train": (5, 4), "validation": (2, 2), "test": (3, 2)},
+    sizes={"16 x 16": 7, "32 x 16": 3},
+    classes={"not square": 1200, "square": 80},
+    intensity={"minimum": 20.0, "mean": 41.25, "deviation": 12.5, "maximum": 210.0},
+    notes=["an odd thing"],
+)
+
+
+def test_a_sound_pair_of_sites(make_task: TaskOf) -> None:
+    report = CheckReport(make_task(), Path("/data"), {"A": SOUND, "B": SiteReport()}, shift=0.875, thumbnails=Path("out/thumbnails.png"))
+    assert report.ok
+    lines = report.render().splitlines()
+    for shown in (
+        "5 images of 4 patients",
+        "16 x 16 (7), 32 x 16 (3)",
+        "not square 1200, square 80",
+        "an odd thing",
+        "0.88",
+        "thumbnails.png",
+    ):
+        assert len([line for line in lines if shown in line]) == 1
+
+
+def test_problems_are_the_verdict(make_task: TaskOf) -> None:
+    report = CheckReport(
+        make_task(), Path("/data"), {"A": SiteReport(problems=["0.png: file not found"])}, shift_reason="it takes two sites"
+    )
+    assert not report.ok and "0.png: file not found" in report.render()
+
+
+def test_many_sizes_are_counted(make_task: TaskOf) -> None:
+    sizes = {f"{side} x {side}": 1 for side in (8, 16, 32, 64, 128)}
+    report = CheckReport(make_task("classification"), Path("/data"), {"A": SiteReport(sizes=sizes, classes={"dark": 2})})
+    assert "stored sizes     8 x 8 (1), 16 x 16 (1), 32 x 32 (1) and 2 more" in report.render()
+    assert "training images  dark 2" in report.render()
+
+
+# -- intensities ----------------------------------------------------------------------------------------------------------
+
+
+PHOTOGRAPHS = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 255, "b_min": 0.0, "b_max": 1.0, "clip": True}
+NORMALIZED = {"name": "NormalizeIntensity", "nonzero": True, "channel_wise": True}
+
+
+@pytest.mark.parametrize(
+    ("most", "intensity", "words"),
+    [
+        (255, PHOTOGRAPHS, None),
+        (9e5, PHOTOGRAPHS, "clipped"),
+        (9e5, NORMALIZED, None),
+        (9e5, {**PHOTOGRAPHS, "clip": False}, "too large"),
+        (0.5, PHOTOGRAPHS, "all alike"),
+    ],
+)
+def test_volumes_of_other_scanners(make_task: TaskOf, most: float, intensity: dict[str, object], words: str | None) -> None:
+    check = IntensityCheck(make_task(intensity=intensity))
+    for seed in range(3):
+        check.add(np.random.default_rng(seed).uniform(0, most, (1, 12, 12)).astype(np.float32))
+    note = check.note()
+    assert (note is None) if words is None else (note is not None and words in note and "3 of 3 images" in note)
+    assert note is None or '{"name": "NormalizeIntensity"' in note
+
+
+def test_masks_of_zeros_and_255_are_no_clipping(make_task: TaskOf) -> None:
+    check = IntensityCheck(make_task(intensity=PHOTOGRAPHS))
+    check.add(255 * (np.arange(144).reshape(1, 12, 12) % 4 > 0).astype(np.float32))
+    assert check.note() is None
+
+
+def test_nothing_looked_at(make_task: TaskOf) -> None:
+    check = IntensityCheck(make_task())
+    assert check.note() is None
+    check.add(np.zeros((1, 12, 12), np.float32))
+    assert check.note() is None
+
+
+def test_the_report_of_a_site_says_so(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A")  # 0 to 130
+    assert not any("intensity" in note for note in check_site(folder, cube_task()).sites["A"].notes)
+    notes = check_site(folder, cube_task(intensity={**PHOTOGRAPHS, "a_max": 1})).sites["A"].notes
+    assert any("ScaleIntensityRange" in note for note in notes)
+
+
+# -- shift ----------------------------------------------------------------------------------------------------------------
+
+
+def _data(brightness: float, seed: int, patients: int = 30) -> SiteData:
+    images = torch.tensor(np.random.default_rng(seed).normal(brightness, 1, (2 * patients, 1, 16, 16)), dtype=torch.float32)
+    names = tuple(f"p{number // 2}" for number in range(2 * patients))
+    whole = Split(images, torch.zeros(2 * patients, 16, 16, dtype=torch.long), names, names)
+    none = Split(images[:0], torch.zeros(0, 16, 16, dtype=torch.long), (), ())
+    return SiteData(whole, none, none)
+
+
+def test_shift_tells_cameras_apart_and_nothing_else() -> None:
+    apart, _ = site_shift({"A": _data(0, 1), "B": _data(2, 2)})
+    alike, _ = site_shift({"A": _data(0, 1), "B": _data(0, 2)})
+    assert apart is not None and alike is not None
+    assert apart > 0.95 and 0.3 < alike < 0.7
+    assert site_shift({"A": _data(0, 1), "B": _data(0, 2, patients=2)}) == (None, "site B has fewer than three patients")
+
+
+def test_phantom_sites_differ_like_cameras() -> None:
+    task = load_task("phantom")
+    shift, _ = site_shift({name: load_site_data(name, task, None) for name in ("site-1", "site-2", "site-3")})
+    assert shift is not None and shift > 0.9

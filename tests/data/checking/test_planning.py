@@ -8,7 +8,7 @@ import pytest
 import small
 from medflare.core.errors import ConfigError
 from medflare.data.checking.check import check_task
-from medflare.data.checking.fingerprint import LEARNT, Channel, Fingerprint, Intensities, Presence, Spread
+from medflare.data.checking.fingerprint import LEARNT, Channel, DatasetFingerprint, Intensities, Presence, Spread
 from medflare.data.checking.planning import plan, pooled
 from medflare.data.checking.rules import Topology, topology
 from medflare.tasks.config import load_task
@@ -24,7 +24,7 @@ def spread(*sides: float, tenth: tuple[float, ...] | None = None) -> Spread:
 
 def fingerprint(
     *sides: float, spacing: tuple[float, ...] | None = None, tenth: tuple[float, ...] | None = None, **changes: Any
-) -> Fingerprint:
+) -> DatasetFingerprint:
     """Ten images of one size, one channel."""
     dims = len(sides)
     settings = {"channels": 1, **changes.pop("learnt", {})}
@@ -37,10 +37,10 @@ def fingerprint(
     found: dict[str, Any] = {"site": "A", "images": 10, "patients": 10, "zeros": 0.1, "channels": (Channel(VALUES, VALUES),)}
     found |= {"learnt": {name: written[name] for name in LEARNT}, "sizes": spread(*sides), "spacings": gaps, "extents": extent}
     found["classes"] = {task.labels[0]: Presence(10, 0.1)}
-    return Fingerprint(**(found | changes))
+    return DatasetFingerprint(**(found | changes))
 
 
-def planned(*found: Fingerprint, **options: Any) -> dict[str, Any]:
+def planned(*found: DatasetFingerprint, **options: Any) -> dict[str, Any]:
     settings = plan(found, **options).settings
     load_task(settings)
     return settings

@@ -43,7 +43,7 @@ def test_classes_are_shared_alike() -> None:
 
 def test_three_patients_are_enough_and_two_are_not() -> None:
     assert counted(draw_splits(people(3), "A", SHARES, 0)) == {"training": 1, "validation": 1, "test": 1}
-    with pytest.raises(DataError, match=r"cannot be split; .*fewer --sites"):
+    with pytest.raises(DataError, match="--sites"):
         draw_splits(people(2), "A", SHARES, 0)
 
 
@@ -61,7 +61,7 @@ def test_draws_follow_seed_and_site() -> None:
 
 @pytest.mark.parametrize("text", ["70,10", "70,10,0", "a,b,c", "1,inf,1", "nan,1,1"])
 def test_wrong_shares_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="three numbers above 0"):
+    with pytest.raises(ConfigError, match="--shares"):
         shares_in(text)
 
 
@@ -74,22 +74,20 @@ def test_patients_by_file_name(tmp_path: Path) -> None:
 
 def test_an_expression_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     classes(tmp_path)
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="--patient"):
         init(tmp_path, Wishes(patient="("))
-    with pytest.raises(DataError, match=r"--patient '\^q\\d' fits 0 of 40 names, not 'p00_0.png'"):  # as it was written
+    with pytest.raises(DataError, match=r"p00_0\.png"):
         init(tmp_path, Wishes(patient=r"^q\d"))
 
 
 def test_files_that_nobody_owns_are_warned_of(tmp_path: Path) -> None:
-    several = init(classes(tmp_path / "several")).warnings[0]
-    assert "two of one person may be on both sides of the split" in several and "such as p00_0.png look like several of one" in several
-    assert "look like several" not in init(pairs(tmp_path / "one")).warnings[0]
+    assert "--patient" in init(pairs(tmp_path / "one")).warnings[0]
 
 
 def test_a_patient_on_both_sides_of_a_given_split(tmp_path: Path) -> None:
     classes(tmp_path / "train", patients=6)
     classes(tmp_path / "test", patients=2)
-    with pytest.raises(DataError, match=r"patient p00 is in two splits: p00_0.png .*; draw the split anew with --redraw"):
+    with pytest.raises(DataError, match="p00"):
         init(tmp_path, Wishes(patient=BY_NAME))
     assert len(init(tmp_path, Wishes(patient=BY_NAME, redraw=True)).sites[""]) == 16
 
@@ -112,11 +110,11 @@ def test_nothing_that_lies_at_out_is_replaced(tmp_path: Path) -> None:
     home = classes(tmp_path / "pets", patients=6)
     original = {path: path.read_bytes() for path in home.rglob("*.png")}
     for inside in (home, home / "sites"):
-        with pytest.raises(DataError, match="take another --out"):
+        with pytest.raises(DataError, match="--out"):
             init(home, Wishes(out=inside))
     stranger = picture(tmp_path / "out" / "cat" / "p00_0.png", 7)
     before = stranger.read_bytes()
-    with pytest.raises(DataError, match="is another file than"):
+    with pytest.raises(DataError, match=r"p00_0\.png"):
         init(home, Wishes(out=tmp_path / "out"))
     assert stranger.read_bytes() == before and {path: path.read_bytes() for path in home.rglob("*.png")} == original
     stranger.unlink()
@@ -145,8 +143,7 @@ def test_two_hospitals_never_become_one_site(tmp_path: Path) -> None:
         picture(tmp_path / "scans" / f"{n}.png")
     for names, site in ((("St. Mary", "St Mary"), "St-Mary"), (("", "unknown"), "unknown")):
         table(tmp_path / "scans" / "list.csv", ("image", "label", "hospital"), *((f"{n}.png", n % 3, names[n % 2]) for n in range(12)))
-        said = f"^--site-column hospital: '{names[0]}' and '{names[1]}' would both be the folder {site}; write one name for one site"
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=site):
             init(tmp_path / "scans", Wishes(columns=Columns(site="hospital"), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -155,7 +152,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     classes(tmp_path)
     init(tmp_path)
     before = (tmp_path / "datalist.json").read_bytes()
-    with pytest.raises(DataError, match=r"datalist.json exists; keep it, or write it anew with --force"):
+    with pytest.raises(DataError, match="--force"):
         init(tmp_path, Wishes(seed=5))
     assert (tmp_path / "datalist.json").read_bytes() == before
     init(tmp_path, Wishes(seed=5, force=True))
@@ -165,11 +162,11 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
 def test_sites_of_an_earlier_deal_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
     wishes: dict[str, Any] = {"patient": BY_NAME, "out": tmp_path / "out"}
     init(classes(tmp_path / "pets"), Wishes(sites=3, **wishes))
-    with pytest.raises(DataError, match="site-3 is a site of an earlier deal"):
+    with pytest.raises(DataError, match="site-3"):
         init(tmp_path / "pets", Wishes(sites=2, force=True, **wishes))
     assert json.loads((tmp_path / "out" / "site-1" / "datalist.json").read_text())["labels"] == {"0": "cat", "1": "dog"}
 
 
 def test_sites_need_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="several sites need a folder of their own; name it with --out"):
+    with pytest.raises(DataError, match="--out"):
         init(classes(tmp_path), Wishes(sites=2))

@@ -2,19 +2,19 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
 from medflare.data.cache.folder import CacheSettings, placed
-from medflare.data.checking.intensity import IntensityCheck
-from medflare.data.checking.report import CheckReport, SiteReport
-from medflare.data.checking.shift import site_shift
 from medflare.data.datalist import Entry, check_patients, site_folders, site_name
 from medflare.data.decoding import target_of
 from medflare.data.geometry import by
@@ -23,16 +23,102 @@ from medflare.data.progress import counted
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.montage import contact_sheet
 from medflare.data.sites.opening import refuse_large_batch, refuse_large_task
-from medflare.data.sources import FileSource
-from medflare.data.splits import SiteData
+from medflare.data.splits import SiteData, middle_slice
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
-from medflare.data.transforms import Augmentation
+from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
 _MOST_PROBLEMS = 10  # shown per site
+_LOOKED_AT: Final = 20  # images of a site
+_CLIPPED: Final = 0.5  # share of an image's foreground that may become one number
+_LARGE: Final = 20.0  # mean or deviation that no network is fed with as a rule
+_FLAT: Final = 0.005  # deviation below which an image is one number to a network
+_PROPOSED: Final = '{"name": "NormalizeIntensity", "nonzero": true, "channel_wise": true}'
+_MOST_SIZES = 3  # shown per site
+_THUMBNAIL = 12  # pixels a side of what the figure looks at
+_MOST_IMAGES = 300  # per site: enough for two digits
+
+
+@dataclass
+class SiteReport:
+    """What one site's folder holds.
+
+    Attributes:
+        splits: split -> (images, patients); a volume counts by its slices.
+        sizes: stored size as text -> files.
+        classes: class -> its training images, or pixels (segmentation).
+        intensity: minimum, mean, deviation and maximum of the stored intensities.
+        notes: unusual but allowed.
+        left_out: images that cannot be used and that the task allows to skip, one line each.
+        problems: what keeps the site from joining, and structures that the training masks lack for no reason given, one line each.
+    """
+
+    splits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    classes: dict[str, int] = field(default_factory=dict)
+    intensity: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class CheckReport:
+    """What a data root holds for a task.
+
+    Attributes:
+        shift: see `shift.site_shift`; None where it cannot be measured, for `shift_reason`.
+        thumbnails: the contact sheet, where one was asked for.
+    """
+
+    task: TaskConfig
+    root: Path
+    sites: dict[str, SiteReport]
+    shift: float | None = None
+    shift_reason: str = ""
+    thumbnails: Path | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every site can join."""
+        return not any(report.problems for report in self.sites.values())
+
+    def render(self) -> str:
+        """The report as text: what every site has, its notes and problems, then the verdict."""
+        lines = [f"{self.root}, task {self.task.name}"]
+        for name, report in self.sites.items():
+            lines += ["", name, *(f"  {line}" for line in self._described(report))]
+            lines += [f"  note: {note}" for note in report.notes]
+            lines += [f"  left out: {line}" for line in report.left_out]
+            lines += [f"  PROBLEM: {problem}" for problem in report.problems]
+        if self.shift is None:
+            lines += ["", f"shift between sites: not measured, {self.shift_reason}"]
+        else:
+            chance = f"chance {1 / len(self.sites):.2f}"
+            lines += ["", f"shift between sites: {self.shift:.2f} balanced accuracy of telling the site from a thumbnail ({chance})"]
+        lines += [f"thumbnails, a row for each site: {self.thumbnails}"] if self.thumbnails else []
+        lines.append("OK" if self.ok else "NOT OK: solve the problems above and check again")
+        return "\n".join(lines)
+
+    def _described(self, report: SiteReport) -> list[str]:
+        """A site's counts, sizes, classes and intensities, a line each; what could not be read is left out."""
+        unit = ("pixels" if self.task.spatial_dims == 2 else "voxels") if self.task.kind == "segmentation" else "images"
+        found = {split: f"{images} images of {patients} patients" for split, (images, patients) in report.splits.items()}
+        found["stored sizes"] = ", ".join(f"{size} ({files})" for size, files in list(report.sizes.items())[:_MOST_SIZES])
+        if len(report.sizes) > _MOST_SIZES:
+            found["stored sizes"] += f" and {len(report.sizes) - _MOST_SIZES} more"
+        found[f"training {unit}"] = ", ".join(f"{label} {number}" for label, number in report.classes.items())
+        if report.intensity:
+            words = "{minimum:.4g} to {maximum:.4g}, mean {mean:.4g}, sd {deviation:.4g}"
+            found["intensities"] = words.format(**report.intensity)
+        column = max(map(len, found)) + 2
+        return [f"{name:{column}}{value}" for name, value in found.items() if value]
+
+
+# -- read and counted -----------------------------------------------------------------------------------------------------
 
 
 def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None, own: LocalSettings = LocalSettings()) -> CheckReport:
@@ -184,3 +270,99 @@ class _Copies:
         count = "1 image is" if len(self._found) == 1 else f"{len(self._found)} images are"
         both = " and ".join(self._found[0])
         return f"{count} the same as one of another patient, the first: {both}; give both one patient, or list it once"
+
+
+# -- intensities ----------------------------------------------------------------------------------------------------------
+
+
+class IntensityCheck:
+    """Judges by a task's intensity transform the first images that it is shown."""
+
+    def __init__(self, task: TaskConfig):
+        self._preprocessing, self._name = Preprocessing(task), task.intensity["name"]
+        self._wrong = self._seen = 0
+        self._first = ""
+
+    def add(self, image: np.ndarray) -> None:
+        """Look at an image (C, ...) as it is stored."""
+        if self._seen >= _LOOKED_AT:
+            return
+        self._seen += 1
+        if problem := unsuitable(image, self._preprocessing.intensities(image).numpy()):
+            self._first = self._first or problem
+            self._wrong += 1
+
+    def note(self) -> str | None:
+        """A warning with a proposal where at least half of the images are unsuitable, else None."""
+        if not self._wrong or 2 * self._wrong < self._seen:
+            return None
+        return (
+            f"the task's intensity ({self._name}) does not suit {self._wrong} of {self._seen} images looked at, the first: {self._first}; "
+            f'for images without a unit, set "intensity": {_PROPOSED}'
+        )
+
+
+def unsuitable(stored: np.ndarray, fed: np.ndarray) -> str | None:
+    """What is wrong with an image as a network is fed with it, in words, or None.
+
+    Args:
+        stored: intensities (C, ...).
+        fed: the same after the task's transform.
+
+    Examples:
+        >>> steps = np.arange(100.0)
+        >>> unsuitable(steps, steps / 100), unsuitable(steps, steps.clip(0, 20) / 20), unsuitable(np.zeros(9), np.zeros(9))
+        (None, 'clipped: 81 % of what is above the lowest number becomes 1', None)
+        >>> unsuitable(steps, 1000 * steps), unsuitable(steps, steps / 1e5)
+        ('too large: mean 4.95e+04, deviation 2.89e+04', 'all alike: deviation 0.000289')
+    """
+    above = stored > stored.min()
+    if not above.any():
+        return None
+    top = fed.max()
+    clipped = above & (fed == top)
+    share = clipped.sum() / above.sum()
+    if share > _CLIPPED and np.ptp(stored[clipped]) > 0:
+        return f"clipped: {share:.0%} of what is above the lowest number becomes {top:.4g}".replace("%", " %")
+    mean, deviation = float(fed.mean(dtype=np.float64)), float(fed.std(dtype=np.float64))
+    if max(abs(mean), deviation) > _LARGE:
+        return f"too large: mean {mean:.3g}, deviation {deviation:.3g}"
+    return f"all alike: deviation {deviation:.3g}" if deviation < _FLAT else None
+
+
+# -- shift between sites --------------------------------------------------------------------------------------------------
+
+
+def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
+    """How far sites' images differ: balanced accuracy of telling the site from a 12 x 12 thumbnail.
+
+    Linear discriminant analysis with shrinkage on what the network sees (of a volume its middle slice), three-fold cross-validation by
+    patient. 1 / sites means that nothing tells them apart.
+
+    Args:
+        data: site -> its splits.
+
+    Returns:
+        The figure and "", or None and the reason.
+    """
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+    from sklearn.metrics import balanced_accuracy_score
+    from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
+
+    pictures, sites, patients = [], [], []
+    for name, site in data.items():
+        images = [(split, row) for split in (site.train, site.validation, site.test) for row in range(len(split))]
+        owners = np.array([f"{name}/{patient}" for split in (site.train, site.validation, site.test) for patient in split.patients])
+        if len(set(owners)) < 3:
+            return None, f"site {name} has fewer than three patients"
+        rows = numpy_generator(0, name, "shift").permutation(len(images))[:_MOST_IMAGES]
+        chosen = (images[row][0].image(images[row][1]) for row in rows)
+        small = [functional.interpolate(middle_slice(image)[None], (_THUMBNAIL, _THUMBNAIL), mode="area") for image in chosen]
+        pictures.append(torch.cat(small).flatten(1).numpy())
+        sites += [name] * len(rows)
+        patients += owners[rows].tolist()
+    folds = StratifiedGroupKFold(3, shuffle=True, random_state=0)
+    told = cross_val_predict(
+        LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto"), np.concatenate(pictures), sites, groups=patients, cv=folds
+    )
+    return float(balanced_accuracy_score(sites, told)), ""

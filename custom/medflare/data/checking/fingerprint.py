@@ -2,19 +2,18 @@
 
 import dataclasses
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import Aborted, DataError
+from medflare.core.errors import Aborted, DataError, one_line
 from medflare.core.rng import numpy_generator
-from medflare.core.settings import STRICT, checked, nested
+from medflare.core.settings import STRICT
 from medflare.data.datalist import Entry, site_folders, site_name
 from medflare.data.decoding import pictures_of, target_of
 from medflare.data.loading import refuse_too_many, source_of, used_entries
@@ -24,7 +23,6 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
 FORMAT: Final = "medflare fingerprint 1"
-_REMEDY: Final = "write it anew with medflare data fingerprint"
 # What a planned task takes over from the one that the images were looked at with: what is learnt, and what files mean.
 LEARNT: Final = (
     *("name", "kind", "target", "labels", "label_values", "unlisted_labels", "metric", "spatial_dims", "channels", "pick"),
@@ -63,8 +61,8 @@ class Intensities:
 class Channel:
     """Intensities of one channel, everywhere and in the foreground; None where there is none, or no mask."""
 
-    overall: Annotated[Intensities, nested(Intensities)]
-    foreground: Annotated[Intensities, nested(Intensities)] | None
+    overall: Intensities
+    foreground: Intensities | None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -76,7 +74,7 @@ class Presence:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Fingerprint:
+class DatasetFingerprint:
     """A site's training images in numbers.
 
     Attributes:
@@ -96,18 +94,18 @@ class Fingerprint:
     images: Annotated[int, Field(ge=1)]
     patients: Annotated[int, Field(ge=1)]
     learnt: dict[str, Any]
-    sizes: Annotated[Spread, nested(Spread)]
-    spacings: Annotated[Spread, nested(Spread)] | None
-    extents: Annotated[Spread, nested(Spread)] | None
+    sizes: Spread
+    spacings: Spread | None
+    extents: Spread | None
     zeros: Share
-    channels: tuple[Annotated[Channel, nested(Channel)], ...]
-    classes: dict[str, Annotated[Presence, nested(Presence)]]
+    channels: tuple[Channel, ...]
+    classes: dict[str, Presence]
 
 
 # -- made ------------------------------------------------------------------------------------------------------------------
 
 
-def fingerprints(root: Path | str, task: TaskConfig) -> list[Fingerprint]:
+def fingerprints(root: Path | str, task: TaskConfig) -> list[DatasetFingerprint]:
     """Of every site below a data root; training images alone are read, one at a time.
 
     Args:
@@ -129,7 +127,7 @@ def fingerprint_of(
     source_of_task: Callable[[TaskConfig], Source],
     minimum: int = 0,
     aborted: Callable[[], bool] = lambda: False,
-) -> Fingerprint | None:
+) -> DatasetFingerprint | None:
     """Of one site's training images, read one at a time.
 
     Args:
@@ -151,21 +149,56 @@ def fingerprint_of(
     task = dataclasses.replace(task, spacing=None)
     source = source_of_task(task)
     entries = [entry for entry in used_entries(site, task, source)[0] if entry.split == "training"]
-    seen = _Seen(task, min(_DRAWN, _MOST_DRAWN // max(1, len(entries))))
+    rows: list[_Row] = []
+    drawn = min(_DRAWN, _MOST_DRAWN // max(1, len(entries)))
+    overall, foreground = ([_Values(drawn) for _ in range(task.image_channels)] for _ in range(2))
     failed: dict[int, str] = {}
     for number, entry in enumerate(counted(entries, len(entries), f"site {site}, training images looked at")):
         if aborted():
             raise Aborted(f"site {site}: stopped on request")
         try:
-            seen.add(source, entry, numpy_generator(0, site, number, "fingerprint"))
+            rows += _looked_at(task, source, entry, numpy_generator(0, site, number, "fingerprint"), overall, foreground)
         except DataError as error:
             if task.unreadable == "error":
                 raise
             failed[number] = str(error)
     refuse_too_many(failed, len(entries), task, site)
-    if not seen.sizes:
+    if not rows:
         raise DataError(f"site {site}: no training image to look at; list some in datalist.json")
-    return seen.fingerprint(site, learnt_of(task), minimum)
+    patients = {row.patient for row in rows}
+    if len(patients) < minimum:
+        return None
+
+    def few(name: str) -> bool:
+        """Whether fewer patients than that show a class, or an image without it, where every image has one."""
+        shown, lack = ({row.patient for row in rows if bool(row.areas[name]) == seen} for seen in (True, False))
+        return 0 < len(shown) < minimum or (task.kind == "classification" and 0 < len(lack) < minimum)
+
+    names = task.labels if task.kind == "segmentation" else task.classes
+    small = {name for name in names if few(name)}
+    if small and task.target != "multilabel":  # classes exclude each other: one follows from the total and the others
+        small = set(names)
+    voxels = sum(row.voxels for row in rows)
+    presences = {}
+    for name in names:
+        share = sum(row.areas[name] for row in rows) / voxels if task.kind == "segmentation" else None
+        presences[name] = Presence(None, None) if name in small else Presence(sum(row.areas[name] > 0 for row in rows), share)
+    sizes, spacings = [row.sides for row in rows], [row.spacing for row in rows if row.spacing is not None]
+    whole = len(spacings) == len(rows)
+    inside = [None if few("") else values.summary() for values in foreground]
+    channels = zip((values.summary() for values in overall), inside, strict=True)
+    return DatasetFingerprint(
+        site=site,
+        images=len(rows),
+        patients=len(patients),
+        learnt=learnt_of(task),
+        sizes=_spread(sizes, minimum),
+        spacings=_spread(spacings, minimum) if whole else None,
+        extents=_spread(np.multiply(sizes, spacings), minimum) if whole else None,
+        zeros=sum(row.zeros for row in rows) / voxels,
+        channels=tuple(Channel(everywhere, within) for everywhere, within in channels if everywhere is not None),
+        classes=presences,
+    )
 
 
 def learnt_of(task: TaskConfig) -> dict[str, Any]:
@@ -174,81 +207,41 @@ def learnt_of(task: TaskConfig) -> dict[str, Any]:
     return {name: settings[name] for name in LEARNT}
 
 
-class _Seen:
-    """What is kept of the images that were looked at: sums, sizes, and some intensities."""
+class _Row(NamedTuple):
+    """One training image; `areas`: class -> voxels that show it (classification: 1 or 0), "" for any structure."""
 
-    def __init__(self, task: TaskConfig, drawn: int):
-        self.sizes: list[Sequence[float]] = []
-        self._task = task
-        self._spacings: list[Spacing | None] = []
-        self._patients: set[str] = set()
-        self._zeros = self._voxels = 0
-        self._overall, self._foreground = ([_Values(drawn) for _ in range(task.image_channels)] for _ in range(2))
-        self._images: Counter[str] = Counter()
-        self._areas: Counter[str] = Counter()
-        self._shown: defaultdict[str, set[str]] = defaultdict(set)  # class -> patients; "" for any structure
-        self._lack: defaultdict[str, set[str]] = defaultdict(set)  # class -> patients with an image that does not show it
+    patient: str
+    sides: Sequence[float]
+    spacing: Spacing | None
+    voxels: int
+    zeros: int
+    areas: dict[str, int]
 
-    def add(self, source: Source, entry: Entry, random: np.random.Generator) -> None:
-        """One image, read here, so that none is kept while the next one is read."""
-        image = source.image(entry)
-        target = target_of(self._task, source, entry, image)
-        spacing = image.here.spacing if self._task.spatial_dims == 3 and image.here else None
-        self._patients.add(entry.patient)
-        pictures = list(pictures_of(self._task, entry, image.array, target))  # views, not copies
-        for _, picture, label in pictures:
-            self.sizes.append(picture.shape[1:])
-            self._spacings.append(spacing)
-            self._voxels += picture[0].size
-            self._zeros += int((picture == 0).all(axis=0).sum())
-            for name, area in _classes(label, self._task):
-                self._images[name] += bool(area)
-                self._areas[name] += area
-                self._shown[name].update([entry.patient] if area else [])
-                self._lack[name].update([] if area else [entry.patient])
-            inside = label.any(axis=0) if self._task.kind == "segmentation" else None
-            if inside is not None and inside.any():
-                self._shown[""].add(entry.patient)
-            for channel, values in enumerate(picture):
-                self._overall[channel].add(values.reshape(-1), random, len(pictures))
-                if inside is not None:
-                    self._foreground[channel].add(values[inside], random, len(pictures))
 
-    def fingerprint(self, site: str, learnt: dict[str, Any], minimum: int) -> Fingerprint | None:
-        """All of it as numbers, each of as many patients as `fingerprint_of` says."""
-        if len(self._patients) < minimum:
-            return None
-        known = [spacing for spacing in self._spacings if spacing is not None]
-        whole = len(known) == len(self.sizes)
-        ends = _INNER if minimum > 1 else _ALL
-        names = self._task.labels if self._task.kind == "segmentation" else self._task.classes
-
-        def few(name: str) -> bool:
-            groups = [self._shown[name], self._lack[name]] if self._task.kind == "classification" else [self._shown[name]]
-            return any(0 < len(patients) < minimum for patients in groups)
-
-        small = {name for name in names if few(name)}
-        if small and self._task.target != "multilabel":  # classes exclude each other: one follows from the total and the others
-            small = set(names)
-        return Fingerprint(
-            site=site,
-            images=len(self.sizes),
-            patients=len(self._patients),
-            learnt=learnt,
-            sizes=_spread(self.sizes, ends),
-            spacings=_spread(known, ends) if whole else None,
-            extents=_spread(np.multiply(self.sizes, known), ends) if whole else None,
-            zeros=self._zeros / self._voxels,
-            channels=tuple(
-                Channel(everywhere, None if few("") else inside.summary())
-                for everywhere, inside in ((first.summary(), second) for first, second in zip(self._overall, self._foreground, strict=True))
-                if everywhere is not None
-            ),
-            classes={name: Presence(None, None) if name in small else self._presence(name) for name in names},
-        )
-
-    def _presence(self, name: str) -> Presence:
-        return Presence(self._images[name], self._areas[name] / self._voxels if self._task.kind == "segmentation" else None)
+def _looked_at(
+    task: TaskConfig,
+    source: Source,
+    entry: Entry,
+    random: np.random.Generator,
+    overall: "Sequence[_Values]",
+    foreground: "Sequence[_Values]",
+) -> list[_Row]:
+    """The rows of an entry, read here, so that no image is kept while the next one is read; its intensities are added by channel."""
+    image = source.image(entry)
+    target = target_of(task, source, entry, image)
+    spacing: Spacing | None = image.here.spacing if task.spatial_dims == 3 and image.here else None
+    rows = []
+    pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
+    for _, picture, label in pictures:
+        inside = label.any(axis=0) if task.kind == "segmentation" else None
+        areas = {"": 0 if inside is None else int(inside.sum()), **dict(_classes(label, task))}
+        zeros = int((picture == 0).all(axis=0).sum())
+        rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
+        for channel, values in enumerate(picture):
+            overall[channel].add(values.reshape(-1), random, len(pictures))
+            if inside is not None:
+                foreground[channel].add(values[inside], random, len(pictures))
+    return rows
 
 
 class _Values:
@@ -285,19 +278,16 @@ def _classes(target: np.ndarray, task: TaskConfig) -> Iterable[tuple[str, int]]:
     return [(name, int((target == index).sum())) for index, name in enumerate(task.classes)]
 
 
-_ALL: Final = (0, 10, 50, 90, 100)
-_INNER: Final = (10, 10, 50, 90, 90)  # without the ends, which are single images
-
-
-def _spread(rows: Any, percentiles: tuple[int, ...]) -> Spread:
-    """Of one row an image, one column an axis."""
+def _spread(rows: Any, minimum: int) -> Spread:
+    """Of one row an image, one column an axis; without the ends, which are single images, where those are not to be told."""
+    percentiles = (10, 10, 50, 90, 90) if minimum > 1 else (0, 10, 50, 90, 100)
     return Spread(*(tuple(map(float, row)) for row in np.percentile(np.asarray(rows, np.float64), percentiles, axis=0)))
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------------------
 
 
-def to_json(found: Sequence[Fingerprint]) -> dict[str, Any]:
+def to_json(found: Sequence[DatasetFingerprint]) -> dict[str, Any]:
     """What a file of fingerprints holds.
 
     Args:
@@ -306,31 +296,34 @@ def to_json(found: Sequence[Fingerprint]) -> dict[str, Any]:
     return {"format": FORMAT, "sites": [json.loads(json.dumps(dataclasses.asdict(item))) for item in found]}
 
 
-def read_fingerprints(paths: Iterable[Path]) -> list[Fingerprint]:
+def from_json(value: Any) -> DatasetFingerprint:
+    """One of the sites of `to_json`, checked.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        return TypeAdapter(DatasetFingerprint).validate_json(json.dumps(value))
+    except ValidationError as error:
+        raise DataError(f"no fingerprint: {one_line(error)}") from error
+
+
+def read_fingerprints(paths: Iterable[Path]) -> list[DatasetFingerprint]:
     """All sites of several files, in their order.
 
     Raises:
         DataError: a file that cannot be read or is none of fingerprints, or a site that is given twice.
     """
-    found: dict[str, tuple[Path, Fingerprint]] = {}
+    found: dict[str, DatasetFingerprint] = {}
     for path in paths:
-        for item in _read(path):
-            if item.site in found:
-                raise DataError(f"{path}: site {item.site} is also in {found[item.site][0]}; give each site once")
-            found[item.site] = (path, item)
-    return [item for _, item in found.values()]
-
-
-def _read(path: Path) -> list[Fingerprint]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: file not found; {_REMEDY}") from error
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not readable as JSON ({error}); {_REMEDY}") from error
-    if not isinstance(content, Mapping) or content.get("format") != FORMAT or not isinstance(content.get("sites"), list):
-        raise DataError(f"{path}: no file of fingerprints ({FORMAT!r}); {_REMEDY}")
-    return [
-        checked(Fingerprint, item if isinstance(item, Mapping) else {}, f"{path} sites[{number}]", error=DataError, remedy=_REMEDY)
-        for number, item in enumerate(content["sites"])
-    ]
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"no file of fingerprints ({FORMAT!r})")
+            items = [from_json(item) for item in content["sites"]]
+        except (OSError, LookupError, TypeError, ValueError, DataError) as error:
+            raise DataError(f"{path}: no fingerprints ({one_line(error)}); write it anew with medflare data fingerprint") from error
+        for item in items:
+            if found.setdefault(item.site, item) is not item:
+                raise DataError(f"{path}: site {item.site} is given twice; give each site once")
+    return list(found.values())

@@ -11,7 +11,7 @@ import numpy as np
 
 from medflare.core.errors import ConfigError
 from medflare.data.checking import rules
-from medflare.data.checking.fingerprint import Fingerprint, Spread
+from medflare.data.checking.fingerprint import DatasetFingerprint, Spread
 from medflare.data.geometry import by
 from medflare.networks.dry_run import check_network, step_bytes
 from medflare.tasks.config import load_task
@@ -65,7 +65,7 @@ class Plan:
 
 
 def plan(
-    found: Sequence[Fingerprint],
+    found: Sequence[DatasetFingerprint],
     *,
     modality: Modality = "mr",
     memory: float = 8.0,
@@ -127,12 +127,12 @@ def pooled(spreads: Sequence[Spread], images: Sequence[int], percentile: float) 
     return tuple(axis(number) for number in range(len(spreads[0].median)))
 
 
-def _mean(found: Sequence[Fingerprint], numbers: Sequence[float]) -> float:
+def _mean(found: Sequence[DatasetFingerprint], numbers: Sequence[float]) -> float:
     """Of a number of each site, by its images."""
     return float(np.average(numbers, weights=[item.images for item in found]))
 
 
-def _learnt(found: Sequence[Fingerprint]) -> dict[str, Any]:
+def _learnt(found: Sequence[DatasetFingerprint]) -> dict[str, Any]:
     """What all of them were made with."""
     if not found:
         raise ConfigError("no fingerprint to plan from; write one with medflare data fingerprint")
@@ -164,7 +164,7 @@ class _Geometry:
     choices: tuple[Choice, ...]
 
 
-def _geometry(found: Sequence[Fingerprint], dimensions: int, voxels: bool) -> _Geometry:
+def _geometry(found: Sequence[DatasetFingerprint], dimensions: int, voxels: bool) -> _Geometry:
     images = [item.images for item in found]
     spacings = [item.spacings for item in found if item.spacings is not None]
     extents = [item.extents for item in found if item.extents is not None]
@@ -188,7 +188,7 @@ def _geometry(found: Sequence[Fingerprint], dimensions: int, voxels: bool) -> _G
 # -- what memory decides ---------------------------------------------------------------------------------------------------
 
 
-def _sized(found: Sequence[Fingerprint], settings: dict[str, Any], geometry: _Geometry, memory: float) -> list[Choice]:
+def _sized(found: Sequence[DatasetFingerprint], settings: dict[str, Any], geometry: _Geometry, memory: float) -> list[Choice]:
     """Patch, network and batch."""
     budget = memory * 2**30 * _COUNTED
     size, network = _fitting(settings, geometry, budget, memory)
@@ -251,7 +251,7 @@ def _dynunet(levels: rules.Topology) -> dict[str, Any]:
 # -- intensities and training ----------------------------------------------------------------------------------------------
 
 
-def intensity(found: Sequence[Fingerprint], modality: Modality) -> Choice:
+def intensity(found: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
     """The intensity transform.
 
     Args:
@@ -275,7 +275,7 @@ def intensity(found: Sequence[Fingerprint], modality: Modality) -> Choice:
     return Choice("intensity", {"name": "NormalizeIntensity", "nonzero": without, "channel_wise": True}, reason)
 
 
-def _of_ct(found: Sequence[Fingerprint]) -> Choice:
+def _of_ct(found: Sequence[DatasetFingerprint]) -> Choice:
     """Clipping and scaling by the foreground of all sites together."""
     shown = [(item, channel.foreground) for item in found for channel in item.channels[:1] if channel.foreground is not None]
     if any(len(item.channels) > 1 for item in found) or not shown:

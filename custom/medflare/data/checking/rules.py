@@ -51,10 +51,6 @@ def target_spacing(median: Sequence[float], tenth: Sequence[float], extent: Sequ
 def anisotropic(spacing: Sequence[float], extent: Sequence[float]) -> bool:
     """Whether one axis is so coarse, and so short in voxels, that `target_spacing` treats it by itself.
 
-    Args:
-        spacing: millimetres between voxels, by axis.
-        extent: of the volumes in millimetres, by axis.
-
     Examples:
         >>> anisotropic((1, 1, 5), (200, 200, 100)), anisotropic((1, 1, 5), (200, 200, 1000)), anisotropic((4, 4, 1), (200, 200, 100))
         (True, False, False)
@@ -84,11 +80,7 @@ class Topology:
         return tuple(math.prod(column) for column in zip(*self.strides, strict=True))
 
     def padded(self, size: Sequence[int]) -> Sides:
-        """The next larger size that the network takes.
-
-        Args:
-            size: sides of a patch.
-        """
+        """The next larger size that the network takes."""
         return tuple(math.ceil(side / divisor) * divisor for side, divisor in zip(size, self.divisors, strict=True))
 
 
@@ -135,10 +127,6 @@ def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
 def first_patch(median: Sequence[float], spacing: Sequence[float]) -> Sides:
     """The patch to begin with: equally long in millimetres along all axes, 256 ** 3 voxels or 2048 ** 2 pixels, within the median image.
 
-    Args:
-        median: sides of the median image.
-        spacing: millimetres between its voxels.
-
     Examples:
         >>> first_patch((512, 512, 100), (0.8, 0.8, 5.0)), first_patch((3000, 500), (1, 1))
         ((472, 472, 75), (2048, 500))
@@ -152,11 +140,6 @@ def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[floa
     """The next smaller patch, where one does not fit into memory: the axis that is longest for its median loses a step.
 
     A step is what the network of the smaller patch divides that axis by, so that no size which it takes is skipped.
-
-    Args:
-        size: sides of the patch.
-        median: sides of the median image.
-        spacing: millimetres between voxels.
 
     Examples:
         >>> smaller((128, 128, 128), (150, 190, 160), (1, 1, 1)), smaller((256, 64, 64), (256, 64, 64), (1, 1, 1))
@@ -173,10 +156,6 @@ def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[floa
 
 def features(levels: int, dimensions: int) -> Sides:
     """Feature maps by level: 32, doubled from level to level, at most 320 (3-D) or 512 (2-D).
-
-    Args:
-        levels: of the network.
-        dimensions: 2 or 3.
 
     Examples:
         >>> features(5, 3)

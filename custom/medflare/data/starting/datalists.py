@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from medflare.core.errors import DataError
 from medflare.data.datalist import FILE, SHARES, SPLITS
@@ -69,37 +68,35 @@ class Written:
     def render(self) -> str:
         """What was recognised and a table of what was made."""
         total = sum(map(len, self.sites.values()))
-        lines = [f"{total} images, {self.found.kind} ({self.found.by})", "", *self._table(), ""]
-        lines += [f"note: {note}" for note in self.found.notes]
-        lines += [f"left out: {line}" for line in self.left_out[:_SHOWN]]
-        lines += [f"left out: ... and {len(self.left_out) - _SHOWN} more"] if len(self.left_out) > _SHOWN else []
-        lines += [f"WARNING: {warning}" for warning in self.warnings]
-        return "\n".join([*lines, *(f"written: {folder_of(self.home, site) / FILE}" for site in self.sites)])
-
-    def _table(self) -> list[str]:
         names = list(self.found.labels.values()) if self.found.kind == "classification" else []
-        head = ["site"] * ("" not in self.sites) + ["split", "images", "patients", *names]
-        rows = [head]
+        rows = [["site"] * ("" not in self.sites) + ["split", "images", "patients", *names]]
         for site, items in self.sites.items():
             for split in SPLITS:
                 chosen = [item for item in items if item.split == split]
                 patients = len({item.patient or item.files for item in chosen})
-                classes = [_showing(chosen, number) for number in range(len(names))]
-                rows.append([site] * bool(site) + [split, *map(str, (len(chosen), patients, *classes))])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        words = 2 if len(head) > len(names) + 3 else 1
-        return ["  ".join(_cell(row[n], width, n < words) for n, width in enumerate(widths)).rstrip() for row in rows]
+                shown = [item.label if isinstance(item.label, list) else [item.label == n for n in range(len(names))] for item in chosen]
+                counts = [sum(map(bool, column)) for column in zip(*shown, strict=True)] if shown and names else [0] * len(names)
+                rows.append([site] * bool(site) + [split, *map(str, (len(chosen), patients, *counts))])
+        lines = [f"{total} images, {self.found.kind} ({self.found.by})", "", aligned(rows, words=1 if "" in self.sites else 2), ""]
+        lines += [f"note: {note}" for note in self.found.notes]
+        lines += [f"left out: {line}" for line in self.left_out]
+        lines += [f"WARNING: {warning}" for warning in self.warnings]
+        return "\n".join([*lines, *(f"written: {folder_of(self.home, site) / FILE}" for site in self.sites)])
 
 
-_SHOWN: Final = 5  # lines of what was left out
+def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A table as text.
 
-
-def _cell(text: str, width: int, word: bool) -> str:
-    return text.ljust(width) if word else text.rjust(width)
-
-
-def _showing(items: Sequence[Item], number: int) -> int:
-    return sum(bool(item.label[number]) if isinstance(item.label, list) else item.label == number for item in items)
+    Args:
+        rows: the first is the header.
+        words: how many columns are words, on the left; the others are numbers, on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(text.ljust(width) if n < words else text.rjust(width) for n, (text, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+    return "\n".join(map(str.rstrip, lines))
 
 
 def init(root: Path, wishes: Wishes = Wishes()) -> Written:
@@ -143,16 +140,15 @@ def init(root: Path, wishes: Wishes = Wishes()) -> Written:
 
 
 def _by_site(items: list[Item], sites: int | None, columns: Columns, seed: int) -> list[tuple[str, list[Item]]]:
-    if columns.site:
-        folders: dict[str, str] = {}  # -> the first name that gives it
-        named: dict[str, list[Item]] = {}
-        for item in items:
-            folder = re.sub(r"[^\w-]+", "-", item.site).strip("-") or "unknown"
-            if (first := folders.setdefault(folder, item.site)) != item.site:
-                both = f"{first!r} and {item.site!r} would both be the folder {folder}"
-                raise DataError(
-                    f"--site-column {columns.site}: {both}; write one name for one site, and for two sites names of other letters"
-                )
-            named.setdefault(folder, []).append(item)
-        return sorted(named.items())
-    return [("", items)] if sites is None else list(deal(items, sites, seed).items())
+    if not columns.site:
+        return [("", items)] if sites is None else list(deal(items, sites, seed).items())
+    names: dict[str, str] = {}  # folder -> the first name that gives it
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        folder = re.sub(r"[^\w-]+", "-", item.site).strip("-") or "unknown"
+        if (first := names.setdefault(folder, item.site)) != item.site:
+            raise DataError(
+                f"--site-column {columns.site}: {first!r} and {item.site!r} would both be the folder {folder}; write one name for one site"
+            )
+        found.setdefault(folder, []).append(item)
+    return sorted(found.items())

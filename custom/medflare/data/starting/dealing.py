@@ -4,8 +4,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
-from typing import Final
 
 import numpy as np
 
@@ -13,9 +11,6 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_random_state
 from medflare.data.datalist import SPLITS
 from medflare.data.starting.finding import Holdings, Item
-
-_FINEST: Final = 10  # folds that a share is put together from
-_SERIAL: Final = re.compile(r"^(.+?)[ _-]+[A-Za-z]{0,3}\d+$")  # p01_2, case7-slice12
 
 
 def with_patients(items: Sequence[Item], held: Holdings, pattern: str = "") -> tuple[list[Item], str]:
@@ -33,7 +28,7 @@ def with_patients(items: Sequence[Item], held: Holdings, pattern: str = "") -> t
         The images, and a warning where nobody says whose they are; else "".
 
     Raises:
-        ConfigError: no regular expression, or one that fits no name.
+        ConfigError: no regular expression.
         DataError: names that it does not fit, or rows of a table without a patient.
     """
     if pattern:
@@ -45,7 +40,10 @@ def with_patients(items: Sequence[Item], held: Holdings, pattern: str = "") -> t
     if len(unknown) < len(known):
         some = f"{len(unknown)} of {len(known)} images have no patient, the first is {held.named(unknown[0].first)}"
         raise DataError(f"{some}; complete them, or name patients by file name: --patient '^(p\\d+)'")
-    return known, _warning(items)
+    return known, (
+        "nobody says whose the images are: each counts as a patient, and two of one person may be on both sides of the split; "
+        "name patients with --patient '^(p\\d+)' or --patient-column"
+    )
 
 
 def _matched(items: Sequence[Item], held: Holdings, pattern: str) -> list[Item]:
@@ -63,15 +61,6 @@ def _matched(items: Sequence[Item], held: Holdings, pattern: str) -> list[Item]:
     if failed:
         raise DataError(f"--patient '{pattern}' fits {len(items) - len(failed)} of {len(items)} names, not {failed[0]!r}; widen it")
     return found
-
-
-def _warning(items: Sequence[Item]) -> str:
-    text = "nobody says whose the images are: each counts as a patient, and two of one person may be on both sides of the split"
-    stems = [item.first.name.partition(".")[0] for item in items]
-    groups = {match[1] for name in stems if (match := _SERIAL.match(name))}
-    if len(groups) > 1 and 2 * len(groups) <= len(stems):
-        return f"{text}; names such as {items[0].first.name} look like several of one: --patient '^(.+?)[ _-]+[A-Za-z]{{0,3}}\\d+\\.'"
-    return f"{text}; name patients with --patient '^(p\\d+)' or --patient-column"
 
 
 def shares_in(text: str) -> dict[str, float]:
@@ -100,9 +89,6 @@ def deal(items: Sequence[Item], sites: int, seed: int) -> dict[str, list[Item]]:
         sites: how many; they are called site-1, site-2, ...
         seed: of the draw.
 
-    Returns:
-        Site -> its images.
-
     Raises:
         ConfigError: fewer than one site.
         DataError: fewer patients than sites.
@@ -115,6 +101,8 @@ def deal(items: Sequence[Item], sites: int, seed: int) -> dict[str, list[Item]]:
 
 def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], seed: int) -> list[Item]:
     """The images with their splits: those that the folder names, and whatever it does not name drawn from the training patients.
+
+    A split is one fold of as many as come nearest to its share.
 
     Args:
         items: of one site, with their patients.
@@ -133,10 +121,12 @@ def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], s
     rest = sum(shares[split] for split in ("training", *missing))
     for split in missing:
         pool = [number for number, item in enumerate(named) if item.split == "training"]
-        drawn = _part([named[number] for number in pool], shares[split] / rest, seed, f"{site} {split}")
+        chosen = [named[number] for number in pool]
+        folds = max(2, min(round(rest / shares[split]), len({_patient(item) for item in chosen})))
+        drawn = _folds(chosen, folds, [item.stratum for item in chosen], seed, f"{site} {split}")
         rest -= shares[split]
-        for number, taken in zip(pool, drawn, strict=True):
-            if taken:
+        for number, fold in zip(pool, drawn, strict=True):
+            if fold == 0:
                 named[number] = replace(named[number], split=split)
     return named
 
@@ -144,22 +134,10 @@ def draw_splits(items: Sequence[Item], site: str, shares: Mapping[str, float], s
 def _refuse_crossing(items: Sequence[Item]) -> None:
     home: dict[str, Item] = {}
     for item in items:
-        first = home.setdefault(item.patient or str(item.first), item)
+        first = home.setdefault(_patient(item), item)
         if first.split != item.split:
             both = f"{first.first.name} ({first.split}) and {item.first.name} ({item.split})"
             raise DataError(f"patient {item.patient} is in two splits: {both}; draw the split anew with --redraw")
-
-
-def _part(items: Sequence[Item], share: float, seed: int, key: str) -> list[bool]:
-    """Which images make up a share of the patients: whole folds, as many as come nearest to it."""
-    patients = len({_patient(item) for item in items})
-    if patients < 2:
-        remedy = "add patients, ask for fewer --sites, or name patients otherwise (--patient)"
-        raise DataError(f"{key}: {patients} patient(s) cannot be split; {remedy}")
-    most = min(_FINEST, patients)
-    part = min(max(Fraction(share).limit_denominator(most), Fraction(1, most)), Fraction(most - 1, most))
-    numbers = _folds(items, part.denominator, [item.stratum for item in items], seed, key)
-    return [bool(number < part.numerator) for number in numbers]
 
 
 def _folds(items: Sequence[Item], folds: int, strata: Sequence[str], seed: int, key: str) -> np.ndarray:
@@ -168,7 +146,8 @@ def _folds(items: Sequence[Item], folds: int, strata: Sequence[str], seed: int, 
 
     patients = [_patient(item) for item in items]
     if len(set(patients)) < folds:
-        raise DataError(f"{key}: {len(set(patients))} patients for {folds} parts; add patients, or ask for fewer")
+        remedy = "add patients, ask for fewer --sites, or name patients otherwise (--patient)"
+        raise DataError(f"{key}: {len(set(patients))} patient(s) cannot be split in {folds}; {remedy}")
     if folds == 1:
         return np.zeros(len(items), np.int64)
     names, classes = np.unique(strata, return_inverse=True)

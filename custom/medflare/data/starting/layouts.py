@@ -2,16 +2,15 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from medflare.core.errors import DataError
 from medflare.data.reading import NIFTI, suffix
-from medflare.data.starting.finding import Holdings, Item
+from medflare.data.starting.finding import FileName, Holdings, Item, read_name, split_folder
 from medflare.data.starting.tables import GUESSED, Columns, read_table, sorted_labels, suits
-from medflare.data.starting.words import FileName, read_name, split_folder
 
 Kind: TypeAlias = Literal["segmentation", "classification"]
 Key: TypeAlias = tuple[str, ...]
@@ -60,17 +59,16 @@ def recognise(held: Holdings, *, kind: str = "", table: Path | None = None, colu
     """
     said = table is not None or columns != GUESSED
     chosen = table or _only_table(held, said)
-    notes = tuple(f"{held.named(path)} is not used: it names no image of the folder" for path in held.tables if path != chosen and not said)
     if chosen is not None:
-        return replace(_of_table(chosen, held, columns, kind), notes=notes)
+        return _of_table(chosen, held, columns, kind)
+    notes = tuple(f"{held.named(path)} is not used: it names no image of the folder" for path in held.tables)
     names = {image: read_name(image.relative_to(held.root)) for image in held.images}
     masks = sum(name.mask for name in names.values())
     if kind == "segmentation" or (masks and kind != "classification"):
         found = _pairs(held, names)
         return replace(found, notes=(*notes, *found.notes))
-    pictures = [image for image, name in names.items() if not (masks and name.mask)]
-    found = _class_folders(held, pictures, sure=kind == "classification", passed=notes)
-    return replace(found, notes=(*notes, f"{masks} masks are not used") if masks else notes)
+    found = _class_folders(held, [image for image, name in names.items() if not name.mask], sure=kind == "classification", passed=notes)
+    return replace(found, notes=(*notes, *([f"{masks} masks are not used"] if masks else [])))
 
 
 def _only_table(held: Holdings, said: bool) -> Path | None:
@@ -87,7 +85,7 @@ def _only_table(held: Holdings, said: bool) -> Path | None:
 def _of_table(path: Path, held: Holdings, columns: Columns, kind: str) -> Found:
     read = read_table(path, held, columns, kind=kind)
     segments = bool(read.items and read.items[0].masks)
-    labels: dict[str, Any] = {} if segments and not read.labels else {str(number): name for number, name in enumerate(read.labels)}
+    labels = {str(number): name for number, name in enumerate(read.labels)}
     return Found("segmentation" if segments else "classification", read.items, labels, {}, f"{path.name}: {read.by}", missing=read.missing)
 
 
@@ -95,106 +93,72 @@ def _of_table(path: Path, held: Holdings, columns: Columns, kind: str) -> Found:
 
 
 def _pairs(held: Holdings, names: Mapping[Path, FileName]) -> Found:
-    """Every mask with its image; the channels of an image may lie in files of their own."""
-    masks = _keyed(held, {path: name for path, name in names.items() if name.mask})
+    """Every mask with its image; the channels of an image may lie in files of their own.
+
+    An image has the mask of the same split, folders and name; else the only one of its name that no other image has so, and of no other
+    split.
+    """
+    masks: dict[Key, Path] = {}
+    for path, name in names.items():
+        if name.mask and masks.setdefault(name.key, path) is not path:
+            both = f"{held.named(masks[name.key])} and {held.named(path)}"
+            raise DataError(f"{both}: two masks of one image; list them in a table and say --mask-column with a column for each")
     pictures = {path: name for path, name in names.items() if not name.mask}
-    free = _free(masks, pictures.values())
+    taken = {key for name in pictures.values() for key in (name.key, *(name.channel or ())[:1])}
+    free = [key for key in masks if key not in taken]
+
+    def mask_of(key: Key) -> Key | None:
+        if key in masks:
+            return key
+        same = [other for other in free if other[-1] == key[-1] and (other[0] == key[0] or "" in (other[0], key[0]))]
+        nearer = [other for other in same if other[1:] == key[1:]] or same
+        return nearer[0] if len(nearer) == 1 else None
+
     images: dict[Key, dict[str, Path]] = {}
     for path, name in pictures.items():
-        key, channel = _image_of(path, name, masks, free)
-        others = images.setdefault(key, {})
-        if channel in others:
-            raise DataError(f"{held.named(path)} and {held.named(others[channel])} go by one name; rename one, or list them in a table")
-        others[channel] = path
+        key, channel = name.key, ""
+        # pictures have channels by number alone: their names end with words
+        if mask_of(key) is None and name.channel and (name.channel[1].isdecimal() or suffix(path) in NIFTI) and mask_of(name.channel[0]):
+            key, channel = name.channel
+        if (other := images.setdefault(key, {}).setdefault(channel, path)) is not path:
+            raise DataError(f"{held.named(path)} and {held.named(other)} go by one name; rename one, or list them in a table")
+    masked = {key: place for key in images if (place := mask_of(key)) is not None}
+    channels = sorted({channel for key in masked for channel in images[key]})
     items: list[Item] = []
     used: dict[Key, Path] = {}
-    without = []
-    channels = sorted({channel for key, files in images.items() if _place(key, masks, free) for channel in files})
-    for key, files in images.items():
-        place = _place(key, masks, free)
-        first = next(iter(files.values()))
-        if place is None:
-            without.append(first)
-            continue
-        mask = masks[place]
+    for key, place in masked.items():
+        first = next(iter(images[key].values()))
         if used.setdefault(place, first) is not first:
-            both = f"{held.named(used[place])} and {held.named(first)} would both have the mask {held.named(mask)}"
+            both = f"{held.named(used[place])} and {held.named(first)} would both have the mask {held.named(masks[place])}"
             raise DataError(f"{both}; lay images and masks in folders of the same names, or list them in a table")
-        items.append(Item(tuple(map(files.get, channels)), mask, split=names[first].split or names[mask].split))
+        split = names[first].split or names[masks[place]].split
+        items.append(Item(tuple(map(images[key].get, channels)), masks[place], split=split))
     if not items:
         raise DataError(f"{held.root}: {len(masks)} masks and none belongs to an image by its name; I know {_SHAPES}")
     if len(channels) > 1 and "" in channels:
         raise DataError(f"{held.root}: some images have a file for each channel ({channels[1]}) and some do not; list them in a table")
+    without = [next(iter(files.values())) for key, files in images.items() if key not in masked]
     unlabelled = [path for path in without if names[path].split == "test" and not any(item.split == "test" for item in items)]
     missing = [f"{held.named(path)}: no mask" for path in without if path not in unlabelled]
     missing += [f"{held.named(masks[key])}: a mask without an image" for key in sorted(masks.keys() - used.keys())]
-    own = f", a file for each channel ({', '.join(channels)})" if len(channels) > 1 else ""
     notes = (f"{len(unlabelled)} test images without masks are not used",) if unlabelled else ()
-    header = _header(held)
-    named = _header_channels(header) or {str(number): name for number, name in enumerate(channels) if not name.isdecimal() and name}
-    return Found("segmentation", tuple(items), _header_labels(header), named, f"images and masks by name{own}", notes, tuple(missing))
+    own = f", a file for each channel ({', '.join(channels)})" if len(channels) > 1 else ""
+    labels, named = _header(held)
+    named = named or {str(number): name for number, name in enumerate(channels) if name and not name.isdecimal()}
+    return Found("segmentation", tuple(items), labels, named, f"images and masks by name{own}", notes, tuple(missing))
 
 
-def _image_of(path: Path, name: FileName, masks: Mapping[Key, Path], free: Mapping[str, Sequence[Key]]) -> tuple[Key, str]:
-    """The image that a file belongs to, and the channel that it holds; "" where it holds all. Pictures have channels by number alone."""
-    if _place(name.key, masks, free) is None and name.channel is not None:
-        key, channel = name.channel
-        if _place(key, masks, free) is not None and (channel.isdecimal() or suffix(path) in NIFTI):
-            return key, channel
-    return name.key, ""
-
-
-def _keyed(held: Holdings, masks: Mapping[Path, FileName]) -> dict[Key, Path]:
-    keyed: dict[Key, Path] = {}
-    for path, name in masks.items():
-        if keyed.setdefault(name.key, path) is not path:
-            both = f"{held.named(keyed[name.key])} and {held.named(path)}"
-            raise DataError(f"{both}: two masks of one image; list them in a table and say --mask-column with a column for each")
-    return keyed
-
-
-def _free(masks: Mapping[Key, Path], images: Iterable[FileName]) -> dict[str, list[Key]]:
-    """Name -> the masks of that name which no image has by split, folders and name."""
-    taken = {key for image in images for key in (image.key, *(image.channel or ())[:1])}
-    free: dict[str, list[Key]] = {}
-    for key in masks:
-        if key not in taken:
-            free.setdefault(key[-1], []).append(key)
-    return free
-
-
-def _place(key: Key, masks: Mapping[Key, Path], free: Mapping[str, Sequence[Key]]) -> Key | None:
-    """The key of an image's mask: the same, or of those that no other image has the only one of that name and of no other split.
-
-    One in folders of the same names comes before one in others.
-    """
-    if key in masks:
-        return key
-    same = [other for other in free.get(key[-1], ()) if other[0] == key[0] or "" in (other[0], key[0])]
-    nearer = [other for other in same if other[1:] == key[1:]] or same
-    return nearer[0] if len(nearer) == 1 else None
-
-
-def _header(held: Holdings) -> dict[str, Any]:
-    """What dataset.json says, where there is one."""
+def _header(held: Holdings) -> tuple[dict[str, Any], dict[str, str]]:
+    """Labels and names of channels that a dataset.json has; empty where there is none."""
     for path in (held.root / _HEADER, *sorted(held.root.glob(f"*/{_HEADER}"))):
         if path.is_file():
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise DataError(f"{path}: not valid JSON ({error}); correct it or delete it") from error
-            return content if isinstance(content, dict) else {}
-    return {}
-
-
-def _header_labels(header: Mapping[str, Any]) -> dict[str, Any]:
-    labels = header.get("labels")
-    return dict(labels) if isinstance(labels, Mapping) else {}
-
-
-def _header_channels(header: Mapping[str, Any]) -> dict[str, str]:
-    named = header.get("channel_names", header.get("modality"))
-    return {str(number): str(name) for number, name in named.items()} if isinstance(named, Mapping) else {}
+                channels = content.get("channel_names", content.get("modality")) or {}
+                return dict(content.get("labels") or {}), {str(number): str(name) for number, name in channels.items()}
+            except (AttributeError, ValueError) as error:
+                raise DataError(f"{path}: no header of a dataset ({error}); correct it or delete it") from error
+    return {}, {}
 
 
 # -- a folder per class ----------------------------------------------------------------------------------------------------
@@ -220,10 +184,9 @@ def _class_folders(held: Holdings, images: Sequence[Path], *, sure: bool, passed
         some = ", ".join(sorted(counts)[:3])
         raise DataError(f"{held.root}: {len(counts)} folders ({some}, ...), too many for classes; if they are, say --kind classification")
     names = sorted_labels(counts)
-    place = {name: number for number, name in enumerate(names)}
-    labelled = tuple(replace(item, label=place[name]) for name, item in items)
+    labelled = tuple(replace(item, label=names.index(name)) for name, item in items)
     missing = tuple(f"{held.named(image)}: in no class folder" for image in loose)
-    labels = {str(number): name for name, number in place.items()}
+    labels = {str(number): name for number, name in enumerate(names)}
     return Found("classification", labelled, labels, {}, f"a folder per class: {', '.join(names)}", missing=missing)
 
 

@@ -116,8 +116,8 @@ def _classes(entries: Sequence[Entry], header: Mapping[str, Any], said: Said, la
     found = len(label) if several else 1 + max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
     named = {number: name for name, numbers in names_in(header.get("labels")).items() for number in numbers}
     labels = said.labels or tuple(named.get(number, f"class_{number}") for number in range(max(found, len(named))))
-    if len(labels) < found or (several and said.labels and len(labels) > found):
-        raise ConfigError(f"--labels {','.join(labels)}: {len(labels)} names for {found} classes; name each")
+    if len(labels) < found or several:
+        _refuse_other_count(said, found, "classes")
     yield Choice("target", "multilabel" if several else "multiclass", "any of several findings" if several else "one class an image")
     yield Choice("labels", list(labels), "as said" if said.labels else "names from the datalist" if named else "the datalist names none")
     called = {name: label for number, label in enumerate(labels) if (name := named.get(number, str(number))) != str(number)}
@@ -135,27 +135,20 @@ def _structures(entries: Sequence[Entry], header: Mapping[str, Any], said: Said,
     names = names_in(header.get("labels"))
     if isinstance(label, list):
         labels = said.labels or tuple(names_of_masks(names)) or tuple(f"structure_{number + 1}" for number in range(len(label)))
-        if said.labels and len(labels) != len(label):
-            raise ConfigError(f"--labels {','.join(labels)}: {len(labels)} names for {len(label)} mask files of an image; name each")
+        _refuse_other_count(said, len(label), "mask files of an image")
         yield Choice("target", "multilabel", "a mask file for each structure")
         yield Choice("labels", list(labels), "as said" if said.labels else "in the order of the mask files")
         return
-    reason, known = "as the datalist says", {name: values for name, values in names.items() if values != [0]}
-    meant = known
-    if not known:
+    known = {name: values for name, values in names.items() if values != [0]}
+    if known:
+        _refuse_other_count(said, len(known), f"structures of the datalist ({', '.join(known)})")
+        meant, reason = dict(zip(said.labels or known, known.values(), strict=True)), "as the datalist says"
+    else:
         values = _mask_values(entries)
         shown = ", ".join(map(str, values))
-        if said.labels and len(said.labels) != len(values):
-            rare = f'say in {FILE} which value is which: "labels": {{"1": "{said.labels[0]}", ...}}'
-            remedy = "name each" if len(said.labels) < len(values) else f"{len(entries)} were looked at; name what they hold, or {rare}"
-            differ = f"{len(said.labels)} names for the values {shown} of the masks"
-            raise ConfigError(f"--labels {','.join(said.labels)}: {differ}; {remedy}")
-        meant = dict(zip(said.labels or _names(values), ([value] for value in values), strict=True))
-        reason = f"masks hold 0 and {shown}"
-    elif said.labels:
-        if len(said.labels) != len(meant):
-            raise ConfigError(f"--labels {','.join(said.labels)}: the datalist knows {len(meant)} ({', '.join(meant)}); name each")
-        meant = dict(zip(said.labels, meant.values(), strict=True))
+        _refuse_other_count(said, len(values), f'values ({shown}) in {len(entries)} masks; {FILE} may say which is which in "labels"')
+        default = ("foreground",) if len(values) == 1 else tuple(f"structure_{value}" for value in values)
+        meant, reason = dict(zip(said.labels or default, ([value] for value in values), strict=True)), f"masks hold 0 and {shown}"
     renamed = bool(known) and _in_part(dict(zip(known, meant, strict=True)))
     regions = any(len(listed) > 1 for listed in meant.values())
     if regions or len(meant) == 1:
@@ -170,8 +163,9 @@ def _structures(entries: Sequence[Entry], header: Mapping[str, Any], said: Said,
         yield Choice("label_values", values_of, _RENAMED if renamed else "the values that files use")
 
 
-def _names(values: Sequence[int]) -> tuple[str, ...]:
-    return ("foreground",) if len(values) == 1 else tuple(f"structure_{value}" for value in values)
+def _refuse_other_count(said: Said, count: int, what: str) -> None:
+    if said.labels and len(said.labels) != count:
+        raise ConfigError(f"--labels {','.join(said.labels)}: {len(said.labels)} names for {count} {what}; name each")
 
 
 def _mask_values(entries: Sequence[Entry]) -> list[int]:
@@ -183,8 +177,7 @@ def _mask_values(entries: Sequence[Entry]) -> list[int]:
             raise DataError(f"{entry.masks[0]}: a mask of {len(mask)} colour channels; store numbers of labels in one grey mask")
         found |= set(np.unique(mask).tolist()) - {0}
         if len(found) > _MOST_VALUES:
-            soft = "soft edges, as JPEG makes them?"
-            raise DataError(f"{entry.masks[0]}: masks hold {len(found)} values and more ({soft}); store whole numbers of labels as PNG")
+            raise DataError(f"{entry.masks[0]}: masks hold {len(found)} values and more (soft edges?); store numbers of labels as PNG")
     if not found:
         raise DataError(f"{entries[0].place}: none of {len(entries)} masks marks anything; are these the masks?")
     return sorted(found)
@@ -213,10 +206,11 @@ def _channel_names(count: int, header: Mapping[str, Any], said: Said, file: Path
     if said.channels not in (None, count):
         raise ConfigError(f"--channels {said.channels}: images have {count} files, one for each channel; leave it out")
     given = header.get("channel_names") or {}
-    named = {str(number): name for number, name in enumerate(given)} if isinstance(given, list) else given
+    named = dict(enumerate(given)) if isinstance(given, list) else given
     if not isinstance(named, Mapping) or not all(isinstance(name, str | int) for name in named.values()):
         raise DataError(f'{file}: channel_names must be an object like {{"0": "T1", "1": "T2"}}, got {json.dumps(given)[:80]}; correct it')
-    return [str(named.get(str(number), f"channel_{number}")) for number in range(count)]
+    named = {str(number): str(name) for number, name in named.items()}
+    return [named.get(str(number), f"channel_{number}") for number in range(count)]
 
 
 def _stored(entry: Entry) -> tuple[int, tuple[int, ...]]:

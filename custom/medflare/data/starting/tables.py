@@ -3,35 +3,26 @@
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import StringIO
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final
 
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.datalist import patient_id
 from medflare.data.reading import stem
-from medflare.data.starting.finding import Holdings, Item
-from medflare.data.starting.words import says_images, split_folder, split_named, words
+from medflare.data.starting.finding import Holdings, Item, split_folder, split_named, words
 
-Folders: TypeAlias = tuple[str, ...]
-
-_WHOLE: Final = "/"  # no folder's name
 _MOST_CLASSES: Final = 30  # a column with more different values says something else
 _EMPTY: Final = frozenset(("", "na", "nan", "none", "null"))
+_TRUTH: Final[Mapping[str, int]] = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "False": 0, "True": 1, "false": 0, "true": 1}
 # Column -> names that it goes by, the likelier first; compared as words.
 _GUESSES: Final[dict[str, tuple[str, ...]]] = {
-    "image": (
-        *("image", "image path", "image file", "image name", "image id", "img", "img path", "filename", "file name", "file"),
-        *("path", "filepath", "file path", "id"),
-    ),
-    "label": ("label", "labels", "class", "class name", "diagnosis", "dx", "category", "target", "grade", "retinopathy grade", "finding"),
-    "mask": ("mask", "mask path", "mask file", "mask name", "segmentation", "seg", "annotation"),
-    "patient": (
-        *("patient", "patient id", "subject", "subject id", "participant", "participant id", "case", "case id", "person"),
-        *("lesion", "lesion id"),  # of dermoscopy, where no patient is told: pictures of one lesion stay together
-    ),
-    "split": ("split", "set", "subset", "partition"),
+    "image": ("image", "image path", "image file", "image name", "image id", "filename", "file name", "file", "path", "file path", "id"),
+    "label": ("label", "class", "diagnosis", "dx", "category", "target", "grade", "retinopathy grade", "finding"),
+    "mask": ("mask", "mask path", "mask file", "mask name", "segmentation"),
+    # lesions are of dermoscopy, where no patient is told: pictures of one lesion stay together
+    "patient": ("patient", "patient id", "subject", "subject id", "participant id", "case", "case id", "lesion", "lesion id"),
+    "split": ("split", "set", "subset"),
 }
 
 
@@ -88,95 +79,80 @@ def read_table(path: Path, held: Holdings, columns: Columns, *, kind: str = "") 
     Raises:
         DataError: no such column, none that can be guessed, or values that are no labels.
     """
-    header, rows = _rows(path)
-    used = _used(path, header, columns, kind)
+    rows = read_rows(path)
+    used = _used(path, list(rows[0]), columns, kind)
     find = _Finder(held, path.parent)
-    items: list[tuple[str, Item]] = []
+    items: list[Item] = []
     missing: list[str] = []
-    values = "mask" if used["mask"] else "label"
+    masked = bool(used["mask"])
     for line, row in enumerate(rows, start=2):
-        place = f"{path} line {line}"
-        image = find(row[used["image"][0]], place)
-        cells = [row[column].strip() for column in used[values]]
-        masks = [find(cell, place) for cell in cells] if values == "mask" else []
-        if image is None or None in masks or any(cell.lower() in _EMPTY for cell in cells):
-            lacks = f"no file for {row[used['image'][0]]!r}" if image is None else f"no {values}"
-            missing.append(f"{place}: {lacks}")
+        cell = {what: row[names[0]].strip() if names else "" for what, names in used.items()}
+        cells = [row[column].strip() for column in used["mask"] or used["label"]]
+        image = find(cell["image"], f"{path} line {line}")
+        label: list[Any] = [find(name, f"{path} line {line}") for name in cells] if masked else cells
+        if image is None or None in label or any(text.lower() in _EMPTY for text in cells):
+            lacks = f"no file for {cell['image']!r}" if image is None else f"no {'mask' if masked else 'label'}"
+            missing.append(f"{path} line {line}: {lacks}")
             continue
-        patient = patient_id(row[used["patient"][0]]) if used["patient"] else ""
-        site = row[used["site"][0]].strip() if used["site"] else ""
-        split = split_named(row[used["split"][0]]) if used["split"] else ""
-        label = (masks[0] if len(masks) == 1 else masks) if values == "mask" else cells
-        items.append((place, Item((image,), label, patient, split, site)))
-    labels: tuple[str, ...] = tuple(used["mask"]) if len(used["mask"]) > 1 else ()
-    named = tuple(item for _, item in items)
-    if values == "label" and named:
-        named, labels = _labelled(path, items, used["label"])
-    return Table(named, labels, tuple(missing), ", ".join(f"{name} {'+'.join(found)}" for name, found in used.items() if found))
+        patient, split = str(patient_id(cell["patient"])), split_named(cell["split"])
+        items.append(Item((image,), label[0] if masked and len(label) == 1 else label, patient, split, cell["site"]))
+    names = tuple(used["mask"]) if len(used["mask"]) > 1 else ()
+    if items and not masked:
+        labels, names = _labelled(path, [item.label for item in items], used["label"])
+        items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
+    return Table(tuple(items), names, tuple(missing), ", ".join(f"{what} {'+'.join(found)}" for what, found in used.items() if found))
 
 
 def suits(path: Path, held: Holdings) -> bool:
-    """Whether a table speaks of the folder's images: columns that can be guessed, and a file for one of its first rows.
-
-    Args:
-        path: of the table.
-        held: the folder's files.
-    """
+    """Whether a table speaks of the folder's images: columns that can be guessed, and a file for one of its first rows."""
     try:
-        header, rows = _rows(path)
-        used, find = _used(path, header, Columns(), ""), _Finder(held, path.parent)
+        rows = read_rows(path)
+        used, find = _used(path, list(rows[0]), GUESSED, ""), _Finder(held, path.parent)
         return any(find(row[used["image"][0]], str(path)) for row in rows[:20])
     except DataError:
         return False
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a table that must have some columns.
+def read_rows(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The rows of a table, one at least.
 
     Args:
-        path: a CSV or TSV file.
-        columns: names that it has beside others.
+        path: a CSV file with commas, semicolons or tabs, in UTF-8.
+        columns: names that it must have.
 
     Raises:
-        DataError: not readable, or a column is missing.
+        DataError: not readable, empty, or a column is missing.
     """
-    header, rows = _rows(path)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            head = file.readline()
+            file.seek(0)
+            rows = list(csv.DictReader(file, delimiter=max(",;\t", key=head.count), restval=""))
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"{path}: not readable as a table ({error}); save it as CSV in UTF-8, or name another with --table") from error
+    if not rows:
+        raise DataError(f"{path}: a table without rows; name another with --table")
+    for row in rows:
+        row.pop(None, None)  # cells beyond the header
     for name in columns:
-        if name not in header:
-            raise DataError(no_such("column", name, header, str(path)))
+        if name not in rows[0]:
+            raise DataError(no_such("column", name, list(rows[0]), str(path)))
     return rows
-
-
-def _rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not readable as text ({error}); save it as CSV in UTF-8") from error
-    try:
-        dialect: type[csv.Dialect] = csv.Sniffer().sniff(text[:4096], delimiters=",;\t")
-    except csv.Error:
-        dialect = csv.excel
-    reader = csv.DictReader(StringIO(text, newline=""), dialect=dialect, restval="")
-    try:
-        return [name for name in reader.fieldnames or [] if name], list(reader)
-    except csv.Error as error:
-        remedy = "close its quotation marks, take longer cells out, or name another table with --table"
-        raise DataError(f"{path} line {reader.reader.line_num}: not readable as a table ({error}); {remedy}") from error
 
 
 def _used(path: Path, header: list[str], columns: Columns, kind: str) -> dict[str, list[str]]:
     """What -> the columns that say it."""
     used: dict[str, list[str]] = {}
+    spelt = {" ".join(words(name)): name for name in reversed(header)}
     for what in ("image", "label", "mask", "patient", "site", "split"):
         said = [name.strip() for name in getattr(columns, what).split(",") if name.strip()]
         for name in said:
             if name not in header:
                 raise DataError(no_such("column", name, header, f"{path}: --{what}-column"))
-        used[what] = said or _guessed(what, header)
-    for what, other in (("label", "mask"), ("mask", "label")):  # one of them is enough, and what was asked for counts
-        if (getattr(columns, other) and not getattr(columns, what)) or kind == {"mask": "classification", "label": "segmentation"}[what]:
-            used[what] = []
-    if used["mask"]:
+        used[what] = said or [spelt[guess] for guess in _GUESSES.get(what, ()) if guess in spelt][:1]
+    if kind == "classification" or (columns.label and not columns.mask):
+        used["mask"] = []
+    if used["mask"] or kind == "segmentation":
         used["label"] = []
     for what, found in (("image", used["image"]), ("label", used["label"] or used["mask"])):
         if not found:
@@ -184,22 +160,16 @@ def _used(path: Path, header: list[str], columns: Columns, kind: str) -> dict[st
     return used
 
 
-def _guessed(what: str, header: list[str]) -> list[str]:
-    spelt = {" ".join(words(name)): name for name in reversed(header)}
-    return [spelt[guess] for guess in _GUESSES.get(what, ()) if guess in spelt][:1]
-
-
 class _Finder:
-    """The file that a cell means: by its path, else its name, else its name without suffix.
+    """The file that a cell means: by its path from the table or the folder, else by its name, with or without suffix.
 
-    A path may begin above or below the folder that was given: of the shorter one all folders must be the last of the other. A path of
-    another machine (`D:\\export\\001.png`) says nothing about folders here: there a file in a folder such as "images" fits as well.
+    Where the cell names folders, too, they must be the last ones of the file, or those of the file below the folder that was given the
+    last ones of the cell, and no other split may be named: `test/1.png` is not `train/1.png`.
     """
 
     def __init__(self, held: Holdings, home: Path):
         self._root, self._home, self._images = held.root, home, frozenset(held.images)
         self._names: dict[str, list[Path]] = {}
-        self._ends: dict[str, dict[Folders, list[Path]]] = {}  # of the names that were asked for, see `_by_end`
         for image in held.images:
             for name in {image.name, stem(image)}:
                 self._names.setdefault(name, []).append(image)
@@ -211,73 +181,42 @@ class _Finder:
         for folder in (self._home, self._root):
             if (folder / text) in self._images:
                 return folder / text
-        found = self._fitting(text)
-        if len(found) > 1:
-            both = " and ".join(path.relative_to(self._root).as_posix() for path in found[:2])
-            raise DataError(f"{place}: {cell!r} may be {both}; write the path in the table")
-        return found[0] if found else None
-
-    def _fitting(self, text: str) -> list[Path]:
-        """The files of that name whose folders fit best; all of them where the cell names no folder."""
         parent, _, name = text.rpartition("/")
-        folders = tuple(part for part in parent.casefold().split("/") if part not in ("", ".", ".."))
-        named = self._names.get(name, [])
-        if not folders:
-            return named
-        ends = self._by_end(name)
-        above = (ends.get((_WHOLE, *folders[start:])) for start in range(1, len(folders) + 1))
-        found = ends.get(folders) or next(filter(None, above), [])
-        if not found and (text.startswith("/") or text[1:2] == ":"):
-            found = [path for path in named if all(part in folders or says_images(part) for part in self._inner(path))]
-        return [path for path in found if _of_one_split(folders, (self._root.resolve().name, *self._inner(path)))]
+        folders = [part for part in parent.casefold().split("/") if part not in ("", ".", "..")]
+        found = [(common, path) for path in self._names.get(name, []) if (common := self._common(folders, path)) is not None]
+        best = [path for common, path in found if common == max(found)[0]]
+        if len(best) > 1:
+            both = " and ".join(path.relative_to(self._root).as_posix() for path in best[:2])
+            raise DataError(f"{place}: {cell!r} may be {both}; write the path in the table")
+        return best[0] if best else None
 
-    def _by_end(self, name: str) -> dict[Folders, list[Path]]:
-        """The last folders of a path -> the files of that name in such; all its folders below the root with _WHOLE before them."""
-        if name not in self._ends:
-            ends = self._ends[name] = {}
-            for path in self._names.get(name, []):
-                inner = self._inner(path)
-                below = (self._root.resolve().name.casefold(), *inner)
-                for key in ((_WHOLE, *inner), *(below[start:] for start in range(len(below)))):
-                    ends.setdefault(key, []).append(path)
-        return self._ends[name]
-
-    def _inner(self, path: Path) -> Folders:
-        return tuple(part.casefold() for part in path.parent.relative_to(self._root).parts)
+    def _common(self, folders: Sequence[str], path: Path) -> int | None:
+        """How many folders cell and file have in common from the end; None where they contradict each other."""
+        inner = [part.casefold() for part in path.parent.relative_to(self._root).parts]
+        below = [self._root.resolve().name.casefold(), *inner]
+        for shorter, longer in ((folders, below), (below, folders), (inner, folders)):
+            if list(shorter) == list(longer)[len(longer) - len(shorter) :] and len(shorter) <= len(longer):
+                first, second = (next(filter(None, map(split_folder, reversed(parts))), "") for parts in (folders, below))
+                return len(shorter) if not first or not second or first == second else None
+        return None
 
 
-def _of_one_split(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether the folders of two paths name the same split, or one of them none; the innermost that names one counts."""
-    first, second = (next(filter(None, map(split_folder, reversed(parts))), "") for parts in (one, other))
-    return not first or not second or first == second
-
-
-def _labelled(path: Path, items: Sequence[tuple[str, Item]], columns: Sequence[str]) -> tuple[tuple[Item, ...], tuple[str, ...]]:
+def _labelled(path: Path, cells: Sequence[Sequence[str]], columns: Sequence[str]) -> tuple[list[Any], tuple[str, ...]]:
     """Cells as numbers, and the names of the numbers."""
-    cells = [item.label for _, item in items]
     if len(columns) == 1:
         names = sorted_labels({row[0] for row in cells})
         if len(names) > _MOST_CLASSES:
             many = f"column {columns[0]} has {len(names)} different values, for example {names[0]!r} and {names[-1]!r}"
             raise DataError(f"{path}: {many}; say which column holds the class with --label-column")
-        place = {name: number for number, name in enumerate(names)}
-        return _with(items, [place[row[0]] for row in cells]), tuple(names)
-    for (where, _), row in zip(items, cells, strict=True):
-        if wrong := next((cell for cell in row if cell not in _TRUTH), None):
-            raise DataError(f"{where}: {wrong!r} in a column of {', '.join(columns)}; several label columns hold 0 or 1 each")
+        return [names.index(row[0]) for row in cells], tuple(names)
+    if wrong := next((cell for row in cells for cell in row if cell not in _TRUTH), None):
+        raise DataError(f"{path}: {wrong!r} in a column of {', '.join(columns)}; several label columns hold 0 or 1 each")
     rows = [[_TRUTH[cell] for cell in row] for row in cells]
-    single = all(sum(row) == 1 for row in rows)
-    return _with(items, [row.index(1) for row in rows] if single else rows), tuple(columns)
-
-
-_TRUTH: Final[Mapping[str, int]] = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "False": 0, "True": 1, "false": 0, "true": 1}
+    return ([row.index(1) for row in rows] if all(sum(row) == 1 for row in rows) else rows), tuple(columns)
 
 
 def sorted_labels(names: Iterable[str]) -> list[str]:
     """Names of classes in the order of their numbers: as numbers where they are some, else by the alphabet.
-
-    Args:
-        names: as the table or the folders have them.
 
     Examples:
         >>> sorted_labels({"10", "9"}), sorted_labels({"nv", "mel"})
@@ -287,7 +226,3 @@ def sorted_labels(names: Iterable[str]) -> list[str]:
         return sorted(names, key=float)
     except ValueError:
         return sorted(names)
-
-
-def _with(items: Sequence[tuple[str, Item]], labels: Sequence[int | list[int]]) -> tuple[Item, ...]:
-    return tuple(replace(item, label=label) for (_, item), label in zip(items, labels, strict=True))

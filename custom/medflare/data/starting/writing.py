@@ -80,16 +80,7 @@ def _size(path: Path) -> tuple[int, ...]:
 
 
 def refuse_existing(home: Path, sites: Iterable[str], *, force: bool) -> None:
-    """Nothing where datalists may be written.
-
-    Args:
-        home: folder of the sites.
-        sites: their names, or "" alone where `home` is the one site.
-        force: datalists of the same sites are written anew.
-
-    Raises:
-        DataError: a datalist exists, or one of a site that is none of these: its patients would be at two sites.
-    """
+    """DataError where a datalist of these sites exists (unless `force`), or one of another site: its patients would be at two sites."""
     names = list(sites)
     for site in names:
         path = folder_of(home, site) / FILE
@@ -113,7 +104,7 @@ def write_datalist(
         items: with their splits; those without are left out.
         root: the folder that was given.
         splits: lists to write; one that is not there is drawn when the data are read.
-        tables: more of the Decathlon layout: "labels", "channel_names"; empty ones are left out.
+        tables: "labels" and "channel_names" of the Decathlon layout; empty ones are left out.
     """
     content: dict[str, Any] = {"name": root.resolve().name}
     content |= {name: dict(values) for name, values in (tables or {}).items() if values}

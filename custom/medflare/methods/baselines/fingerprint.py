@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import DataError
 from medflare.core.manifest import Fact, Phase
 from medflare.core.message import Message
-from medflare.core.settings import STRICT, checked
-from medflare.data.checking.fingerprint import Channel, Fingerprint, Presence, fingerprint_of, learnt_of, to_json
+from medflare.core.settings import STRICT
+from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, from_json, learnt_of, to_json
 from medflare.methods.aggregation import Aggregation, WeightedMean
 from medflare.methods.base import ServerHalf, SiteHalf, SiteHyper, Step
 from medflare.methods.method import Method
@@ -33,8 +33,8 @@ FILE: Final = "fingerprints.json"
 _KNOWN: Final = ("site", "learnt")  # of a fingerprint, what the server knows without asking
 
 
-def _whole(value: Mapping[str, Any], site: str, learnt: dict[str, Any]) -> Fingerprint:
-    return checked(Fingerprint, {**value, "site": site, "learnt": learnt}, "is wrong", error=DataError)
+def _whole(value: Mapping[str, Any], site: str, learnt: dict[str, Any]) -> DatasetFingerprint:
+    return from_json({**value, "site": site, "learnt": learnt})
 
 
 def _numbers(value: object) -> str | None:
@@ -116,8 +116,8 @@ class FingerprintServer(ServerHalf[Any]):
         return Message()
 
     @property
-    def _found(self) -> list[Fingerprint]:
-        return [checked(Fingerprint, item, FILE) for _, item in sorted(self.memory.facts["fingerprints"].items())]
+    def _found(self) -> list[DatasetFingerprint]:
+        return [from_json(item) for _, item in sorted(self.memory.facts["fingerprints"].items())]
 
     def documents(self) -> dict[str, Any]:
         """The file of fingerprints."""
@@ -129,7 +129,7 @@ class FingerprintServer(ServerHalf[Any]):
         return {"Training images": {**rows, **{found.site: row_of(found) for found in self._found}}}
 
 
-def _unlike(found: Fingerprint, task: TaskConfig, images: int) -> str:
+def _unlike(found: DatasetFingerprint, task: TaskConfig, images: int) -> str:
     """In what a fingerprint is not one of this task and this site, "" where it is."""
     names = task.labels if task.kind == "segmentation" else task.classes
     axes = {len(spread.median) for spread in (found.sizes, found.spacings, found.extents) if spread is not None}
@@ -140,10 +140,7 @@ def _unlike(found: Fingerprint, task: TaskConfig, images: int) -> str:
     return "" if found.classes.keys() == set(names) else "its classes are not the task's"
 
 
-# -- the table -------------------------------------------------------------------------------------------------------------
-
-
-def row_of(found: Fingerprint) -> dict[str, Any]:
+def row_of(found: DatasetFingerprint) -> dict[str, Any]:
     """A fingerprint as a row of a table: column -> number or text.
 
     Args:
@@ -153,25 +150,17 @@ def row_of(found: Fingerprint) -> dict[str, Any]:
         Counts; medians of size and spacing by axis; median intensity of every channel with its percentiles 0.5 and 99.5; images that show
         a class, with its share of all voxels.
     """
-    row: dict[str, Any] = {"images": found.images, "patients": found.patients, "size": _by(found.sizes.median)}
-    row["spacing, mm"] = "unknown" if found.spacings is None else _by(found.spacings.median)
+
+    def by(sides: Sequence[float]) -> str:
+        return " x ".join(f"{side:.4g}" for side in sides)
+
+    row: dict[str, Any] = {"images": found.images, "patients": found.patients, "size": by(found.sizes.median)}
+    row["spacing, mm"] = "unknown" if found.spacings is None else by(found.spacings.median)
     names = found.learnt.get("channels")
     labels = names if isinstance(names, list | tuple) else [str(number) for number in range(len(found.channels))]
-    for label, channel in zip(labels, found.channels, strict=True):
-        row[f"channel {label}"] = _intensities(channel)
-    return row | {f"class {name}": _presence(presence) for name, presence in found.classes.items()}
-
-
-def _by(sides: Sequence[float]) -> str:
-    return " x ".join(f"{side:.4g}" for side in sides)
-
-
-def _intensities(channel: Channel) -> str:
-    seen = channel.overall
-    return f"{seen.median:.4g} ({seen.p0_5:.4g} to {seen.p99_5:.4g})"
-
-
-def _presence(presence: Presence) -> str:
-    if presence.images is None:
-        return "not told"
-    return f"{presence.images}" if presence.share is None else f"{presence.images} ({presence.share:.1%})"
+    for label, seen in zip(labels, (channel.overall for channel in found.channels), strict=True):
+        row[f"channel {label}"] = f"{seen.median:.4g} ({seen.p0_5:.4g} to {seen.p99_5:.4g})"
+    for name, presence in found.classes.items():
+        share = "" if presence.share is None else f" ({presence.share:.1%})"
+        row[f"class {name}"] = "not told" if presence.images is None else f"{presence.images}{share}"
+    return row

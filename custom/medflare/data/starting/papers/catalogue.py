@@ -4,19 +4,20 @@ from collections.abc import Mapping
 from typing import Final
 
 from medflare.core.settings import unknown
-from medflare.data.starting.papers import camelyon17, dermoscopy, fed_isic2019, fundus, gdrbench, midog2022, prostate
-from medflare.data.starting.papers.preparation import IMAGES, PATIENTS, TEST, TRAINED_ON, Preparation
+from medflare.data.starting.papers import dermoscopy, pathology, prostate, retina
+from medflare.data.starting.papers.preparing import IMAGES, PATIENTS, TEST, TRAINED_ON, Preparation
 
 PREPARATIONS: Final = {
     preparation.name: preparation
     for preparation in (
-        fed_isic2019.PREPARATION,
+        dermoscopy.FED_ISIC,
         *prostate.PREPARATIONS,
-        *fundus.PREPARATIONS,
-        dermoscopy.PREPARATION,
-        camelyon17.PREPARATION,
-        gdrbench.PREPARATION,
-        midog2022.PREPARATION,
+        retina.FOUR,
+        retina.SIX,
+        dermoscopy.PRR,
+        pathology.CAMELYON,
+        retina.GRADES,
+        pathology.MIDOG,
     )
 }
 

@@ -9,7 +9,7 @@ from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.data.starting.finding import Item, holdings
 from medflare.data.starting.layouts import recognise
-from medflare.data.starting.papers.preparation import IMAGES, NO_TEST, WITHOUT_TEST, Download, Preparation, expected, files_in
+from medflare.data.starting.papers.preparing import IMAGES, NO_TEST, WITHOUT_TEST, Download, Preparation, expected, files_in
 
 # Site -> the names of its folder; the release was renamed once, ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
 _FOLDERS: Final = {
@@ -47,14 +47,7 @@ def _saml(root: Path, sites: Sequence[str]) -> list[Item]:
 
 
 def find_six(root: Path) -> list[Item]:
-    """The volumes of SAML's six sites.
-
-    Args:
-        root: holds a folder for each.
-
-    Raises:
-        DataError: a folder or a mask is missing.
-    """
+    """The volumes of SAML's six sites."""
     return _saml(root, tuple(_FOLDERS))
 
 
@@ -64,14 +57,7 @@ def find_five(root: Path) -> list[Item]:
 
 
 def find_fedsm(root: Path) -> list[Item]:
-    """The volumes of FedSM's six sources, with masks by name as `medflare data init` finds them.
-
-    Args:
-        root: holds `dataset` with a folder for each.
-
-    Raises:
-        DataError: a folder is missing, or not all of its images have a mask.
-    """
+    """The volumes of FedSM's six sources, with masks by name as `medflare data init` finds them."""
     dataset = expected(root, "dataset", download=_FLARE)
     items = []
     for site in _FEDSM:

@@ -1,4 +1,4 @@
-"""Optic disc and cup in retinal photographs: the four sites that came with DoFE (Wang et al., TMI 2020), and FedSM's six with RIGA+."""
+"""Retinal photographs: disc and cup of DoFE (Wang et al., TMI 2020) and RIGA+, and the grades of GDRBench (Che et al., MICCAI 2023)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,16 @@ from typing import Any, Final
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.data.starting.finding import Item
-from medflare.data.starting.papers.preparation import IMAGES, NO_TEST, WITHOUT_TEST, Download, Preparation, expected, files_in
+from medflare.data.starting.papers.preparing import (
+    IMAGES,
+    NO_TEST,
+    WITHOUT_TEST,
+    Download,
+    Preparation,
+    expected,
+    files_in,
+    items_of,
+)
 
 _DOFE: Final = Download("Fundus (DoFE's dataset, folders Domain1 ... Domain4)", "https://github.com/emma-sjwang/Dofe")
 _RIGA: Final = Download("RIGAPlus (folders RIGA and RIGA-mask)", "https://zenodo.org/record/6325549")
@@ -28,26 +37,12 @@ _RIGA_OF_SIX: Final = {
 
 
 def find_four(root: Path) -> list[Item]:
-    """The images of DoFE's four domains.
-
-    Args:
-        root: holds DoFE's dataset.
-
-    Raises:
-        DataError: a folder or a mask is missing.
-    """
+    """The images of DoFE's four domains."""
     return _dofe(root, _FOUR)
 
 
 def find_six(root: Path) -> list[Item]:
-    """The images of FedSM's six clients.
-
-    Args:
-        root: holds DoFE's dataset and RIGA+.
-
-    Raises:
-        DataError: a folder or a mask is missing.
-    """
+    """The images of FedSM's six clients, of DoFE's dataset and RIGA+."""
     items = _dofe(root, _DOFE_OF_SIX)
     photographs = expected(root, "RIGAPlus/RIGA", "RIGA", download=_RIGA)
     masks = expected(root, "RIGAPlus/RIGA-mask", "RIGA-mask", download=_RIGA)
@@ -125,25 +120,69 @@ FOUR: Final = Preparation(
     recode=recode,
     notes=(NO_TEST, _EYES, _MASKS),
 )
-PREPARATIONS: Final = (
+
+SIX: Final = replace(
     FOUR,
-    replace(
-        FOUR,
-        name="fundus_fedsm",
-        title="Optic disc and cup: FedSM's six sites",
-        papers="FedSM, Tables 3 and 5-7",
-        licence="those of Drishti-GS, RIM-ONE r3, REFUGE and RIGA; research only",
-        downloads=(_DOFE, _RIGA),
-        find=find_six,
-        shares=dict(zip(SPLITS, (0.5, 0.25, 0.25), strict=True)),
-        splits=SPLITS,
-        counts={site: {IMAGES: count} for site, count in _SIX_COUNTS.items()},
-        source="FedSM, Table 1: training, validation and test images together",
-        notes=(
-            _EYES,
-            _MASKS,
-            f"FedSM does not say which of RIGA's six readers it follows; masks are those of reader {_READER}",
-            "RIGA+ leaves photographs of RIGA out and has them cropped: expect a few more or fewer at RIGA-Magrabia and RIGA-MESSIDOR",
-        ),
+    name="fundus_fedsm",
+    title="Optic disc and cup: FedSM's six sites",
+    papers="FedSM, Tables 3 and 5-7",
+    licence="those of Drishti-GS, RIM-ONE r3, REFUGE and RIGA; research only",
+    downloads=(_DOFE, _RIGA),
+    find=find_six,
+    shares=dict(zip(SPLITS, (0.5, 0.25, 0.25), strict=True)),
+    splits=SPLITS,
+    counts={site: {IMAGES: count} for site, count in _SIX_COUNTS.items()},
+    source="FedSM, Table 1: training, validation and test images together",
+    notes=(
+        _EYES,
+        _MASKS,
+        f"FedSM does not say which of RIGA's six readers it follows; masks are those of reader {_READER}",
+        "RIGA+ leaves photographs of RIGA out and has them cropped: expect a few more or fewer at RIGA-Magrabia and RIGA-MESSIDOR",
     ),
+)
+
+
+# -- GDRBench --------------------------------------------------------------------------------------------------------------
+
+_RELEASE: Final = Download("images and splits", "https://github.com/chehx/DGDR/tree/main/GDRBench")
+_SOURCES: Final = ("APTOS", "DEEPDR", "FGADR", "IDRID", "MESSIDOR", "RLDR")
+_GRADES: Final = ("nodr", "mild_npdr", "moderate_npdr", "severe_npdr", "pdr")
+_LISTS: Final = {"train": "training", "crossval": "validation"}
+
+
+def find_grades(root: Path) -> list[Item]:
+    """The images of the split files, a site for each source."""
+    images = expected(root, "images", download=_RELEASE)
+    items: list[Item] = []
+    for source in _SOURCES:
+        for name, split in _LISTS.items():
+            file = expected(root, f"splits/{source}_{name}.txt", download=_RELEASE)
+
+            def item(text: str, source: str = source, split: str = split) -> Item:
+                path, _, grade = text.strip().rpartition(" ")
+                _GRADES[int(grade)]
+                if Path(path).parts[:1] != (source,):
+                    raise ValueError(f"{text!r} is no '{source}/GRADE/FILE NUMBER'")
+                return Item((images / path,), int(grade), "", split, source)
+
+            lines = [text for text in file.read_text(encoding="utf-8").splitlines() if text.strip()]
+            items += items_of(file, lines, item)
+    return items
+
+
+GRADES: Final = Preparation(
+    name="gdrbench",
+    title="GDRBench: five grades of diabetic retinopathy, six sources",
+    papers="FedDAG, Table III",
+    licence="of each source its own; FGADR and Messidor-2 are given on request only",
+    downloads=(_RELEASE,),
+    find=find_grades,
+    kind="classification",
+    classes=_GRADES,
+    shares={"training": 0.8, "validation": 0.2},
+    splits=WITHOUT_TEST,
+    counts={"APTOS": {IMAGES: 3662}, "FGADR": {IMAGES: 1842}, "IDRID": {IMAGES: 516}, "RLDR": {IMAGES: 1593}},
+    total=11_357,
+    source="GDRBench/README.md; all six together: FedDAG, Sec. IV-A1",
+    notes=(_EYES, NO_TEST),
 )
