@@ -1,5 +1,6 @@
 """The small tasks of the tests, each of which takes them with its own difference: what trains in a moment and still learns something."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ from medflare.data.sites.fitting import Predictor
 from medflare.data.sites.site import Site
 from medflare.data.splits import Samples, Split
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.metrics import Images, Portion, Scores, measure
 
 SEGMENTATION: dict[str, Any] = {
     "name": "squares",
@@ -57,3 +59,14 @@ def predicted(site: Site, predictor: Predictor, split: str = "test") -> Any:
 def stacked(samples: Samples) -> Split:
     """A split of pictures, which are one tensor."""
     return cast(Split, samples)
+
+
+def score(
+    probabilities: Images, targets: Images, patients: Sequence[str], task: TaskConfig, metrics: Sequence[str], spacings: Sequence[Any] = ()
+) -> Scores:
+    """The named metrics of whole splits: pictures of one size all at once, volumes and images of many sizes one by one."""
+    portions: list[Portion] = [(probabilities, targets, None)]
+    if not (isinstance(probabilities, torch.Tensor) and isinstance(targets, torch.Tensor) and len(targets) and not spacings):
+        every = zip(probabilities, targets, spacings or [None] * len(targets), strict=True)
+        portions = [(one[None], target[None], spacing) for one, target, spacing in every]
+    return measure(portions, task, metrics).scores(patients)

@@ -6,10 +6,8 @@ import pytest
 
 from medflare.evaluation.presentation import (
     format_bytes,
-    format_metric,
     format_seconds,
     format_setting,
-    metric_label,
     model_columns,
 )
 
@@ -28,14 +26,6 @@ def test_bytes(count: float, shown: str) -> None:
 )
 def test_seconds(seconds: float, shown: str) -> None:
     assert format_seconds(seconds) == shown
-
-
-def test_metrics() -> None:
-    assert format_metric("dice", 0.12345) == "0.123"
-    assert format_metric("hd95", 12.345) == "12.3"
-    assert format_metric("dice", None) == "–"
-    assert metric_label("auc_macro") == "AUC (macro)"
-    assert metric_label("new_metric") == "new metric"
 
 
 def test_settings_as_a_command_line_takes_them() -> None:

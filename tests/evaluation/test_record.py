@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from medflare.evaluation.contract import validate_results
-from medflare.evaluation.record import RunRecord, SiteRecord, build_results, json_ready, mean_of_defined
+from medflare.evaluation.record import RunRecord, build_results, json_ready
 from medflare.tasks.config import TaskConfig
 
 
@@ -122,19 +122,6 @@ def test_json_ready() -> None:
     assert json_ready(odd) == {"1": [2, 0.5, None], "path": "a/b", "flag": True, "set": ["a", "b"], "none": None}
     with pytest.raises(TypeError, match="object"):
         json_ready({"x": object()})
-
-
-def test_mean_of_defined() -> None:
-    assert mean_of_defined([1.0, None, math.nan, 3.0]) == 2.0
-    assert mean_of_defined([None, math.inf]) is None
-    assert mean_of_defined([]) is None
-
-
-def test_site_record_needs_nothing_but_a_role(task: TaskConfig) -> None:
-    results = build_results(RunRecord("fedavg", task, 0, 1, {"A": SiteRecord("inside")}))
-    validate_results(results)
-    assert results["configuration"]["hyper"] == {"site": {}, "server": {}}
-    assert results["sites"]["A"]["n"] == {"train": None, "validation": None, "test": None}
 
 
 def test_costs_of_sites_are_for_those_who_know_of_them(record: RunRecord) -> None:

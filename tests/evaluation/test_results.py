@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from medflare.core.errors import StateError
@@ -75,11 +73,6 @@ def test_a_repeated_step_counts_once_in_its_last_form(tmp_path: Path, history: l
     for line in (*history[:2], {**history[1], "seconds": 9.0}, history[2]):
         append_round(tmp_path, line)
     assert [(line["round"], line["seconds"]) for line in read_rounds(tmp_path)] == [(0, 1.5), (1, 9.0), (2, 0.2)]
-
-
-def test_nan_becomes_null_in_a_line(tmp_path: Path) -> None:
-    append_round(tmp_path, {"step": 0, "phase": "train", "round": 0, "sites": {"A": {"loss": math.nan, "gradient": np.float32(0.5)}}})
-    assert read_rounds(tmp_path)[0]["sites"]["A"] == {"loss": None, "gradient": 0.5}
 
 
 # -- while a run goes on ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import torch
 
 from evaluation.pages import faults
 from medflare.evaluation import site_report
-from medflare.evaluation.figures import patients_plot
 from medflare.evaluation.site_report import SiteReport, deployed_heading, mean_interval, patient_values, render_site_report, worst
 from medflare.tasks.cases import Cases
 from small import small_task
@@ -67,13 +66,6 @@ def test_an_interval_needs_two_patients_and_lies_within_them() -> None:
     low, high = mean_interval(values) or (0.0, 0.0)
     assert 0.3 < low < 0.475 < high < 0.65, "about 1.96 x 0.288 / sqrt(20) on either side"
     assert mean_interval(dict(reversed(values.items()))) == (low, high), "whatever the order"
-
-
-def test_thousands_of_patients_are_one_picture() -> None:
-    few, many = ({str(place): place / count for place in range(count)} for count in (10, 1000))
-    points, picture = (patients_plot({"deployed": values}, {"deployed": None}, "Dice") or "" for values in (few, many))
-    assert "<image" not in points and "<image" in picture and len(picture) < 10 * len(points)
-    assert patients_plot({}, {}, "Dice") is None
 
 
 def test_the_lowest_are_those_of_the_deployed_model() -> None:

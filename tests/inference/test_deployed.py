@@ -77,14 +77,6 @@ def test_weights_of_another_network_are_refused_by_name(message: Message) -> Non
         network_with(TASK, {**state, name: torch.zeros(1)})
 
 
-def test_a_network_by_its_own_specification(message: Message) -> None:
-    small = {**TASK.network, "channels": [8, 16]}
-    state = initial_network(TASK, 0, "selector", small, 5).state_dict()
-    assert network_with(TASK, state, small, 5)(torch.rand(1, 3, 64, 64)).shape == (1, 5, 64, 64)
-    with pytest.raises(StateError, match="unet"):
-        network_with(TASK, state)
-
-
 def _damage(folder: Path, name: str) -> None:
     content = bytearray((folder / name).read_bytes())
     content[len(content) // 2] ^= 1
@@ -120,15 +112,6 @@ def test_another_schema_is_refused(tmp_path: Path, message: Message, monkeypatch
     save_model(tmp_path, TASK, message, {})
     monkeypatch.undo()
     with pytest.raises(StateError, match="schema"):
-        load_model(tmp_path)
-
-
-def test_an_edited_task_in_the_card_is_an_error_not_a_crash(tmp_path: Path, message: Message) -> None:
-    save_model(tmp_path, TASK, message, {})
-    card = json.loads((tmp_path / "card.json").read_text())
-    card["task"]["channels"] = "three"
-    (tmp_path / "card.json").write_text(json.dumps(sealed(card)))
-    with pytest.raises(StateError, match="channels"):
         load_model(tmp_path)
 
 

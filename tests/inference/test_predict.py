@@ -31,8 +31,7 @@ from medflare.inference.predict import Prepared, predict, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.tasks.metrics import score
-from small import predicted
+from small import predicted, score
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:

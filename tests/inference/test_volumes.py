@@ -25,9 +25,8 @@ from medflare.inference.predict import fit, predict, prediction_model, predictio
 from medflare.methods.catalogue import build_deployed, method_names
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.tasks.metrics import score
 from small import SEGMENTATION as SLICES
-from small import predicted
+from small import predicted, score
 from volumes import PATCHES, SHAPE, affine, cube_task, dicom_series, make_sites, write
 
 

@@ -9,11 +9,10 @@ import torch
 from medflare.data.sites.constant import answers_of
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.data.targets import Targets
 from medflare.evaluation.contract import validate_results
 from medflare.federation.local.loop import run_local
 from medflare.studies import references
-from medflare.studies.references import CONSTANT, batch_statistics, centralised, constant_answer, pooled, single_site
+from medflare.studies.references import CONSTANT, batch_statistics, constant_answer, pooled, single_site
 from medflare.studies.setting import Setting
 from medflare.tasks.config import TaskConfig, load_task
 from small import small_task, stacked, tiny_phantom
@@ -30,31 +29,6 @@ def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
     assert [len(both.split(name)) for name in ("train", "validation", "test")] == [5, 2, 3]
     assert set(both.train.patients) == {"0/p", "1/p"}
     assert stacked(both.train).images.flatten(1).mean(1).tolist() == [0, 0, 1, 1, 1]
-
-
-@pytest.mark.parametrize("reference", [single_site, centralised])
-@pytest.mark.parametrize(
-    ("given", "used"),
-    [
-        (None, {}),
-        ({"site": {"reset_optimizer": True}, "server": {"selection": "last"}},) * 2,
-    ],
-)
-def test_what_a_row_does_not_say_is_fedavgs_default(
-    reference: Any, given: dict[str, Any] | None, used: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Started(Exception):
-        pass
-
-    def run(method: str, *_: Any, **settings: Any) -> None:
-        assert method == "fedavg"
-        assert {half: settings[half] for half in ("site", "server") if half in settings} == used
-        assert settings["seed"] == 3
-        raise Started
-
-    monkeypatch.setattr(references, "recorded_run", run)
-    with pytest.raises(Started):
-        reference(Setting(load_task("phantom"), ("A", "B"), 1), 3, hyper=given)
 
 
 def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
@@ -169,17 +143,3 @@ def test_answers_of_segmentation() -> None:
     assert [answer.flatten().tolist() for answer in answers_of(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
     binary.fit = "patch"
     assert len(list(answers_of(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of many sizes have no mean"  # type: ignore[arg-type]
-
-
-def test_masks_that_are_read_one_by_one_give_the_same_answers() -> None:
-    """A mean mask does not depend on whether masks are in memory."""
-    masks = torch.rand(7, 16, 16, generator=torch.Generator().manual_seed(0)).gt(0.6).long()
-    several: dict[str, Any] = {"target": "multiclass", "labels": ["background", "square"]}
-    for changes in ({}, several):
-        at_once, one_by_one = (list(answers_of(small_task(**changes), targets)) for targets in (masks, Targets(7, masks.__getitem__)))
-        assert len(at_once) == len(one_by_one) > 2 and all(map(torch.equal, at_once, one_by_one))
-    binary = list(answers_of(small_task(), masks))
-    assert all(
-        torch.equal(answer[0], (masks.float().mean(dim=0) > share).float())
-        for answer, share in zip(binary[2:], (0.1, 0.2, 0.3, 0.4, 0.5), strict=True)
-    )

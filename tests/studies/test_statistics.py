@@ -23,8 +23,7 @@ from medflare.studies.statistics import (
     values_of,
     weighted_metric,
 )
-from medflare.tasks.metrics import score
-from small import small_task
+from small import score, small_task
 
 
 def leaving_out(site: str, value: float, run: Run) -> Run:

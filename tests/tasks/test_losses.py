@@ -61,16 +61,6 @@ def test_batch_dice_does_not_punish_empty_images(make_task: TaskOf) -> None:
     assert pooled(logits, targets_missed).item() == pytest.approx(1 - 8 / 9, abs=1e-4)
 
 
-def test_multiclass_dice_and_background(make_task: TaskOf) -> None:
-    settings = {"target": "multiclass", "labels": ["background", "a"]}
-    targets = torch.tensor([[[0, 0, 0, 1]]])
-    logits = 200 * functional.one_hot(torch.tensor([[[0, 0, 0, 0]]]), 2).movedim(-1, 1).float()
-    with_background = build_loss(make_task(**settings, loss={"name": "dice"}))(logits, targets)
-    without = build_loss(make_task(**settings, loss={"name": "dice", "include_background": False}))(logits, targets)
-    assert with_background.item() == pytest.approx(((1 - 6 / 7) + 1) / 2, abs=1e-4)
-    assert without.item() == pytest.approx(1, abs=1e-4)
-
-
 def test_sum_of_dice_and_cross_entropy(make_task: TaskOf) -> None:
     logits, targets = torch.randn(2, 1, 4, 4), torch.randint(0, 2, (2, 4, 4))
     dice, entropy, both = (
@@ -114,15 +104,6 @@ def test_focal_has_a_gradient_where_the_network_is_certain(make_task: TaskOf, ki
     targets = torch.zeros(2, dtype=torch.long) if kind == "classification" else torch.ones(2, 4, 4, dtype=torch.long)
     build_loss(make_task(kind, loss={"name": "focal", "gamma": gamma}))(logits, targets).backward()
     assert logits.grad is not None and logits.grad.isfinite().all()
-
-
-def test_focal_without_focus_is_cross_entropy(make_task: TaskOf) -> None:
-    logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 0])
-    focal = build_loss(make_task("classification", loss={"name": "focal", "gamma": 0.0}))(logits, targets)
-    torch.testing.assert_close(focal, functional.cross_entropy(logits, targets))
-    pixels, mask = torch.randn(2, 1, 4, 4), torch.randint(0, 2, (2, 4, 4))
-    binary = build_loss(make_task(loss={"name": "focal", "gamma": 0.0}))(pixels, mask)
-    torch.testing.assert_close(binary, functional.binary_cross_entropy_with_logits(pixels[:, 0], mask.float()))
 
 
 def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -55,25 +55,6 @@ class Scores:
         self.values[metric] = None if math.isnan(value) else value
         if math.isnan(value):
             self.undefined[metric] = reason
-
-
-def score(
-    probabilities: Images,
-    targets: Images,
-    patients: Sequence[str],
-    task: TaskConfig,
-    metrics: Sequence[str],
-    spacings: Sequence[Spacing | None] = (),
-) -> Scores:
-    """The named metrics of `task.metrics`.
-
-    Args:
-        probabilities: what `task.probabilities` gives: (N, outputs, H, W) or (N, outputs); where images have sizes of their own, one
-            (outputs, H, W) or (outputs, X, Y, Z) each.
-        patients: patient of every image; segmentation is scored per patient, classification per image.
-        spacings: of every volume, millimetres between its voxels, None where unknown; none at all for pictures.
-    """
-    return measure(_portions(probabilities, targets, spacings), task, metrics).scores(patients)
 
 
 @dataclass(frozen=True)
@@ -313,15 +294,6 @@ def patient_mean(values: Tensor) -> float:
     """
     per_patient = values.nanmean(dim=1)
     return float(per_patient.nanmean())
-
-
-def _portions(probabilities: Images, targets: Images, spacings: Sequence[Spacing | None]) -> Iterator[Portion]:
-    """What is scored together: pictures of one size all at once, volumes and images of many sizes one by one."""
-    if isinstance(probabilities, Tensor) and isinstance(targets, Tensor) and len(targets) and not spacings:
-        yield probabilities, targets, None
-        return
-    for p, target, spacing in zip(probabilities, targets, spacings or [None] * len(targets), strict=True):
-        yield p[None], target[None], spacing
 
 
 def _overlaps_and_distances(

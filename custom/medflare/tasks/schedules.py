@@ -13,70 +13,44 @@ from medflare.core.settings import STRICT, checked, unknown
 
 @dataclass(frozen=True, config=STRICT)
 class Constant:
-    """The task's rate in every round.
-
-    Attributes:
-        warmup_rounds: first rounds, in which the rate grows evenly; what comes after is spread over the rounds that are left.
-    """
+    """The task's rate, after `warmup_rounds` in which it grows evenly; a schedule is spread over the rounds that are left then."""
 
     warmup_rounds: Annotated[int, Field(ge=0)] = 0
 
     def at(self, round: int, rounds: int) -> float:
-        """The factor of a round after the warm-up.
-
-        Args:
-            round: 0-based, counted from the end of the warm-up.
-            rounds: how many there are from there on.
-        """
+        """The factor of a round, 0-based and counted from the end of the warm-up, of so many rounds from there on."""
         return 1.0
 
 
 @dataclass(frozen=True, config=STRICT)
 class Step(Constant):
-    """Times `factor` after every `every` rounds.
-
-    Attributes:
-        every: rounds of one rate.
-        factor: what it is multiplied by then.
-    """
+    """factor ** (round // every)."""
 
     every: Annotated[int, Field(ge=1)] = 10
     factor: Annotated[float, Field(gt=0, le=1)] = 0.1
 
     def at(self, round: int, rounds: int) -> float:
-        """factor ** (round // every)."""
         return self.factor ** (round // self.every)
 
 
 @dataclass(frozen=True, config=STRICT)
 class Cosine(Constant):
-    """Half a cosine from 1 to `minimum`.
-
-    Attributes:
-        minimum: the factor that is reached after the last round.
-    """
+    """minimum + (1 - minimum) (1 + cos(π round / rounds)) / 2."""
 
     minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def at(self, round: int, rounds: int) -> float:
-        """minimum + (1 - minimum) (1 + cos(π round / rounds)) / 2."""
         return self.minimum + (1 - self.minimum) * (1 + math.cos(math.pi * round / rounds)) / 2
 
 
 @dataclass(frozen=True, config=STRICT)
 class Polynomial(Constant):
-    """A power of what is left of the rounds, from 1 to `minimum`.
-
-    Attributes:
-        power: 1 is a straight line; nnU-Net has 0.9.
-        minimum: the factor that is reached after the last round.
-    """
+    """minimum + (1 - minimum) (1 - round / rounds) ** power: 1 is a straight line, nnU-Net has 0.9."""
 
     power: Annotated[float, Field(gt=0)] = 0.9
     minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def at(self, round: int, rounds: int) -> float:
-        """minimum + (1 - minimum) (1 - round / rounds) ** power."""
         return self.minimum + (1 - self.minimum) * (1 - round / rounds) ** self.power
 
 

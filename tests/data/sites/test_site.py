@@ -14,9 +14,8 @@ from medflare.data.sites.scoring import scoring_batch
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import score
 from pictures import numbered_site
-from small import predicted
+from small import predicted, score
 
 TaskOf = Callable[..., TaskConfig]
 
