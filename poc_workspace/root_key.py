@@ -20,37 +20,37 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 OPEN, LOCKED = "cert.json", "cert.json.locked"
 VARIABLE = "MEDFLARE_ROOT_PASSPHRASE"
 _COST = {"n": 2**16, "r": 8, "p": 1}  # 64 MiB and a fraction of a second for every guess
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)  # what half a JSON file, or another one, comes to
 
 
 def main() -> None:
     if len(sys.argv) != 3 or sys.argv[1] not in ("lock", "unlock"):
         sys.exit("usage: root_key.py lock|unlock WORKSPACE")
-    passphrase = os.environ.get(VARIABLE, "")
+    passphrase, workspace = os.environ.get(VARIABLE, ""), Path(sys.argv[2])
     if len(passphrase) < 12:
         sys.exit(f"{VARIABLE} must hold a passphrase of at least 12 characters")
-    workspace = Path(sys.argv[2])
-    if sys.argv[1] == "lock":
-        if not workspace.is_dir():
-            sys.exit(f"{workspace}: no such folder; name the workspace of nvflare provision")
-        if problems := [said for file in sorted(workspace.glob(f"*/state/{OPEN}")) if (said := lock(file, passphrase))]:
-            sys.exit("\n".join(problems))
-    else:
-        unlock(sorted(workspace.glob(f"*/state/{LOCKED}")), passphrase)
+    if sys.argv[1] == "lock" and not workspace.is_dir():
+        sys.exit(f"{workspace}: no such folder; name the workspace of nvflare provision")
+    pattern, act = (OPEN, lock) if sys.argv[1] == "lock" else (LOCKED, unlock)
+    problems = []
+    for file in sorted(workspace.glob(f"*/state/{pattern}")):
+        try:
+            act(file, passphrase)
+        except InvalidToken:
+            problems.append(f"{file}: wrong passphrase, or a damaged file; nothing was changed")
+        except OSError as error:
+            problems.append(f"{file}: cannot be {sys.argv[1]}ed ({error.strerror or error}); nothing was changed")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # what half a JSON file, or another one, comes to
+            problems.append(f"{file}: {error if isinstance(error, AnotherKey) else 'damaged; take your backup of it'}; nothing was changed")
+    if problems:
+        sys.exit("\n".join(problems))
 
 
-def lock(file: Path, passphrase: str) -> str:
-    """The encrypted file beside the open one, then the open one overwritten and removed; gives what kept it from that, or ""."""
-    try:
-        _lock(file, passphrase)
-    except OSError as error:
-        return f"{file}: the root key still lies open there, it cannot be locked ({error.strerror or error}); mend that and lock it"
-    except _DAMAGE:
-        return f"{file}: damaged, nothing was locked; move it away, and take your backup of {LOCKED}"
-    return ""
+class AnotherKey(ValueError):
+    """Two root keys must not be mixed: kits of one never join those of the other."""
 
 
-def _lock(file: Path, passphrase: str) -> None:
+def lock(file: Path, passphrase: str) -> None:
+    """Write the encrypted file beside the open one, then overwrite and remove the open one."""
     salt, opened = secrets.token_bytes(16), file.read_bytes()
     _root_key(opened)  # what an interrupted run left half written must not replace a whole one
     token = _cipher(passphrase, salt).encrypt(opened)
@@ -64,36 +64,15 @@ def _lock(file: Path, passphrase: str) -> None:
     file.unlink()
 
 
-def unlock(files: list[Path], passphrase: str) -> None:
-    """The open file beside every encrypted one, which stays; of several all or none."""
-    opened = {file.with_name(OPEN): _decrypted(file, passphrase) for file in files}
-    for file, found in opened.items():
-        try:
-            other = file.exists() and _root_key(file.read_bytes()) != _root_key(found)
-        except _DAMAGE:
-            sys.exit(f"{file}: damaged; move it away, the locked one beside it is whole")
-        if other:
-            sys.exit(f"{file}: another root key than the locked one beside it; move away that which the kits in use do not come from")
-    missing = [file for file in opened if not file.exists()]  # one that an interrupted run left is the newer one
-    try:
-        for file in missing:
-            _write(file, opened[file])
-    except OSError as error:
-        for file in missing:
-            file.unlink(missing_ok=True)
-        sys.exit(f"{file}: cannot be written ({error.strerror or error}); nothing was unlocked")
-
-
-def _decrypted(file: Path, passphrase: str) -> bytes:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return _cipher(passphrase, base64.b64decode(content["salt"])).decrypt(content["token"].encode())
-    except InvalidToken:
-        sys.exit(f"{file}: wrong passphrase, or a damaged file; nothing was changed")
-    except OSError as error:
-        sys.exit(f"{file}: cannot be read ({error.strerror}); run it as the account that locked it")
-    except _DAMAGE:
-        sys.exit(f"{file}: damaged; take your backup of it; nothing was changed")
+def unlock(file: Path, passphrase: str) -> None:
+    """Write the open file beside the encrypted one, which stays; an open one that an interrupted run left is the newer one and stays."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    found = _cipher(passphrase, base64.b64decode(content["salt"])).decrypt(content["token"].encode())
+    place = file.with_name(OPEN)
+    if not place.exists():
+        _write(place, found)
+    elif _root_key(place.read_bytes()) != _root_key(found):
+        raise AnotherKey(f"{OPEN} beside it holds another root key; move away that which the kits in use do not come from")
 
 
 def _root_key(content: bytes) -> str:

@@ -120,7 +120,7 @@ def test_parties_that_allow_code_run_it_and_the_others_refuse(
     federation.provision()
     parties, leads = (SERVER, *federation.sites), federation.environment
     for party in parties:
-        federation.command(sys.executable, SCRIPTS / "install_local.py", federation.kit(party), "--bring-code")
+        federation.command(sys.executable, SCRIPTS / "party.py", "setup", federation.kit(party), "--bring-code")
     closed = federation.kit("site-2") / "local" / "authorization.json"
     allowed = closed.read_text()
     closed.write_text((SCRIPTS / "local" / "site" / "authorization.json").read_text())

@@ -222,7 +222,7 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     federation.command(*provision)
     later = type(federation)(federation.folder, ["site-4"])
     later.environment, later.kits = federation.environment, federation.kits.with_name("prod_01")
-    later.command(sys.executable, SCRIPTS / "install_local.py", later.kit("site-4"))
+    later.command(sys.executable, SCRIPTS / "party.py", "setup", later.kit("site-4"))
     job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=3, out=tmp_path / "job")
     try:
         later.start("site-4")

@@ -38,7 +38,7 @@ def test_keys_are_for_one_account_alone(provisioned: ProvisionedFederation) -> N
 def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFederation) -> None:
     kit = provisioned.kit("site-1")
     provisioned.command("nvflare", "deploy", "prepare", kit, "--config", SCRIPTS / "runtime" / "docker.yaml")
-    subprocess.run([sys.executable, SCRIPTS / "install_local.py", kit / "prepared" / "docker"], capture_output=True, check=True)
+    subprocess.run([sys.executable, SCRIPTS / "party.py", "setup", kit / "prepared" / "docker"], capture_output=True, check=True)
     resources = json.loads((kit / "prepared" / "docker" / "local" / "resources.json").read_text())
     assert "medflare.flare.executors.FedSMExecutor" in resources["class_allow_list"]
     assert any("docker" in component["path"].lower() for component in resources["components"])

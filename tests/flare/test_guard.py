@@ -18,8 +18,6 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeJobError
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from nvflare.apis.utils.task_utils import apply_filters
-from nvflare.app_common.filters.exclude_vars import ExcludeVars
-from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from nvflare.private.fed.client.client_runner import ClientRunnerConfig, TaskRouter
 from nvflare.private.privacy_manager import Scope
 
@@ -291,18 +289,6 @@ def test_the_wire_of_the_run_is_part_of_what_is_declared(spec: ParticipantSpec, 
     assert "float32" in kept_back(OutboundGuard().process(sent, prepared(spec, Message(update.states))))
 
 
-def test_a_fingerprint_leaves_as_facts_alone(spec: ParticipantSpec) -> None:
-    survey = replace(spec, method="fingerprint")
-    fl_ctx = prepared(survey, Message())
-    fl_ctx.set_prop(SITE_TASK, SiteTask("describe", 0, to_shareable(Message()), survey), private=True, sticky=False)
-    assert to_message(OutboundGuard().process(to_shareable(Message({}, {"fingerprint": {}})), fl_ctx)).facts == {"fingerprint": {}}
-    (row,) = report(survey)
-    assert (row["phase"], row["entry"], row["sent"]) == ("describe", "fingerprint", "yes")
-    assert "'fingerprint'" in kept_back(OutboundGuard().process(to_shareable(Message({}, {"fingerprint": {"images": 3}})), fl_ctx))
-    extra = to_shareable(Message({"scan": {"x": torch.ones(3)}}, {"fingerprint": {}}))
-    assert "scan" in kept_back(OutboundGuard().process(extra, fl_ctx))
-
-
 def test_headers_carry_no_data(context: FLContext, update: Message) -> None:
     shareable = to_shareable(update)
     shareable.set_header("notes", torch.ones(4))
@@ -377,12 +363,6 @@ class TestTheSitesOwnList:
 class TestPrivacyFiltersOfFlare:
     """They look at every DXO of the collection, so that nothing which holds tensors escapes them."""
 
-    def test_percentile_privacy_on_whole_models_is_why_update_privacy_exists(self, context: FLContext, update: Message) -> None:
-        """FLARE's filter reaches the tensors, and clips the weights themselves: what is left is no model."""
-        filtered = to_message(PercentilePrivacy(percentile=0, gamma=0.01).process(to_shareable(update), context))
-        floats = [tensor for tensor in filtered.states["model"].values() if torch.as_tensor(tensor).ndim]
-        assert floats and all(torch.as_tensor(tensor).abs().max() <= 0.01 for tensor in floats)
-
     def test_update_privacy_clips_the_change(self, spec: ParticipantSpec, update: Message) -> None:
         incoming = {name: tensor - 0.5 if tensor.is_floating_point() else tensor for name, tensor in update.states["model"].items()}
         context = prepared(spec, Message({"model": incoming}))
@@ -402,17 +382,6 @@ class TestPrivacyFiltersOfFlare:
                 assert torch.equal(tensor, torch.full_like(tensor, 0.25)), "of a change of 0.5"
         assert OutboundGuard().process(sent, context).get_return_code() == ReturnCode.OK
 
-    def test_svt_sends_part_of_the_change(self, spec: ParticipantSpec, update: Message) -> None:
-        incoming = {name: tensor - 0.5 if tensor.is_floating_point() else tensor for name, tensor in update.states["model"].items()}
-        context = prepared(spec, Message({"model": incoming}))
-        sent = UpdatePrivacy("svt", {"fraction": 0.3, "epsilon": 10.0, "gamma": 1.0, "tau": 0.1, "replace": False}).process(
-            to_shareable(update), context
-        )
-        weights = [(tensor, incoming[name]) for name, tensor in to_message(sent).states["model"].items() if tensor.is_floating_point()]
-        changed = sum(int((tensor != before).sum()) for tensor, before in weights) / sum(tensor.numel() for tensor, _ in weights)
-        assert 0.2 < changed < 0.4
-        assert OutboundGuard().process(sent, context).get_return_code() == ReturnCode.OK
-
     def test_what_cannot_be_protected_is_not_sent(self, context: FLContext, update: Message) -> None:
         kept = UpdatePrivacy("percentile").process(to_shareable(update), context)
         assert "model" in kept_back(kept)
@@ -424,10 +393,3 @@ class TestPrivacyFiltersOfFlare:
             UpdatePrivacy("percentile", {"gama": 0.1})
         with pytest.raises(ConfigError, match="tau"):
             UpdatePrivacy("svt", {"tau": 0.1})
-
-    def test_exclude_vars_reaches_the_tensors_and_the_guard_says_what_is_missing(self, context: FLContext, update: Message) -> None:
-        context.set_prop(FLContextKey.CURRENT_JOB_ID, "job")
-        name = next(iter(update.states["model"]))
-        filtered = ExcludeVars(exclude_vars=[name]).process(to_shareable(update), context)
-        assert name not in to_message(filtered).states["model"] or not to_message(filtered).states["model"][name].any()
-        assert name in kept_back(OutboundGuard().process(filtered, context))

@@ -89,7 +89,7 @@ def test_another_project_whose_key_is_offline_stops_nobody(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", ['{"format": "medflare ro', "{}", "[]", '{"salt": "AAAA", "token": 3}', "\udcff"])
-def test_a_damaged_file_is_said_to_be_one(tmp_path: Path, state: Path, content: str) -> None:
+def test_a_damaged_file_is_named_and_stays(tmp_path: Path, state: Path, content: str) -> None:
     script = (sys.executable, SCRIPTS / "root_key.py")
     _run(*script, "lock", tmp_path)
     whole = (state / "cert.json.locked").read_bytes()
@@ -104,20 +104,16 @@ def test_a_damaged_file_is_said_to_be_one(tmp_path: Path, state: Path, content: 
     assert (state / "cert.json.locked").read_bytes() == whole
 
 
-def test_a_key_that_cannot_be_locked_is_said_to_lie_open(tmp_path: Path, state: Path) -> None:
-    """A disk without room for it; the part that was written goes."""
+def test_on_a_full_disk_nothing_changes(tmp_path: Path, state: Path) -> None:
     script = f"ulimit -f 0; trap '' XFSZ; exec '{sys.executable}' -B '{SCRIPTS / 'root_key.py'}'"
-    done = _run("bash", "-c", f"{script} lock '{tmp_path}'")
-    assert done.returncode == 1 and str(state / "cert.json") in done.stderr
-    assert [path.name for path in state.iterdir()] == ["cert.json"] and SECRET in (state / "cert.json").read_text()
-    _run(sys.executable, SCRIPTS / "root_key.py", "lock", tmp_path)
-    done = _run("bash", "-c", f"{script} unlock '{tmp_path}'")
-    assert done.returncode == 1 and str(state / "cert.json") in done.stderr
-    assert [path.name for path in state.iterdir()] == ["cert.json.locked"]
+    for action, kept in (("lock", "cert.json"), ("unlock", "cert.json.locked")):
+        done = _run("bash", "-c", f"{script} {action} '{tmp_path}'")
+        assert done.returncode == 1 and str(state / kept) in done.stderr
+        assert [path.name for path in state.iterdir()] == [kept]
+        _run(sys.executable, SCRIPTS / "root_key.py", "lock", tmp_path)
 
 
 def test_a_workspace_that_is_not_there(tmp_path: Path) -> None:
     script = (sys.executable, SCRIPTS / "root_key.py")
-    done = _run(*script, "lock", tmp_path / "nowhere")
-    assert done.returncode == 1 and "nowhere" in done.stderr
+    assert _run(*script, "lock", tmp_path / "nowhere").returncode == 1
     assert _run(*script, "unlock", tmp_path / "nowhere").returncode == 0, "the first provisioning makes it"

@@ -166,11 +166,6 @@ def error_reply(text: str) -> Shareable:
     return failed(ReturnCode.EXECUTION_EXCEPTION, text)
 
 
-def unexpected(error: Exception, phase: str, round: int) -> str:
-    """The line of an error that is no MedflareError."""
-    return f"{type(error).__name__} in '{phase}' of round {round}: {error}; the site's log has the traceback"
-
-
 def outward(error: Exception, phase: str, round: int) -> str:
     """What an error may tell outside the site: nothing that may name an image or a patient, and no folder.
 
@@ -310,12 +305,8 @@ def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
         try:
             tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.require(value, requirements=["C", "W"]))
         except (TypeError, ValueError) as error:
-            raise UpdateError(f"{entry}/{name} is no tensor but {_kind(value)}") from error
+            raise UpdateError(f"{entry}/{name} is no tensor but {type(value).__name__}: {error}") from error
         if name in odd and tensor.dtype != torch.int16:
             raise UpdateError(f"{entry}/{name} is said to be bfloat16 but travels as {tensor.dtype}")
         state[name] = tensor.view(torch.bfloat16) if name in odd else tensor
     return state
-
-
-def _kind(value: object) -> str:
-    return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__

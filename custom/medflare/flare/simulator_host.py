@@ -39,7 +39,6 @@ from medflare.flare.messages import (
     to_message,
     to_shareable,
     together_to_bytes,
-    unexpected,
 )
 from medflare.flare.participants import DATA_ROOT, DEVICES, ParticipantSpec, anchor, load_ahead
 from medflare.flare.server_run import Ending, ServerSpec
@@ -165,7 +164,7 @@ class SiteWorker:
         except MedflareError as error:
             problem = str(error)
         except Exception as error:
-            problem = unexpected(error, asked["phase"], asked["round"])
+            problem = f"{type(error).__name__}: {error}"
             trace = traceback.format_exc()
         else:
             connection.send_bytes(b"{}")

@@ -23,6 +23,7 @@ from medflare.data.progress import counted
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.montage import contact_sheet
 from medflare.data.sites.opening import refuse_large_batch, refuse_large_task
+from medflare.data.sources import FileSource
 from medflare.data.splits import SiteData, middle_slice
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation, Preprocessing
