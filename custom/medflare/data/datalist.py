@@ -73,9 +73,6 @@ class Entry:
 def site_folders(root: Path) -> list[Path]:
     """The folders of the sites below a data root: itself where it is one's, else those within it, sorted.
 
-    Args:
-        root: holds datalist.json itself, or folders that do.
-
     Raises:
         DataError: there is none.
     """
@@ -168,9 +165,6 @@ def _refuse_elsewhere(file: Path, homes: Sequence[Path], place: str) -> None:
 def content_of(path: Path) -> Any:
     """What a datalist holds, unchecked, but with every patient's id written one way, see `patient_id`.
 
-    Args:
-        path: of the file, in UTF-8; editors of Windows begin it with a mark.
-
     Raises:
         OSError: it cannot be read.
         ValueError: it is no JSON, or no UTF-8.
@@ -185,9 +179,6 @@ def _with_one_id(found: dict[str, Any]) -> dict[str, Any]:
 
 def patient_id(value: Any) -> Any:
     """A patient's id without what programs add to it: spaces around it, and the ".0" of whole numbers that pandas reads beside empty cells.
-
-    Args:
-        value: as a file has it.
 
     Examples:
         >>> patient_id(7.0), patient_id(" 7"), patient_id("7.0"), patient_id("v7.0"), patient_id(7.5)
@@ -220,9 +211,6 @@ def names_in(labels: Any) -> dict[str, list[int]]:
 
 def names_of_masks(names: Mapping[str, Sequence[int]]) -> list[str]:
     """Structures that have a mask file each, in the order of the files: that of their numbers, without a background.
-
-    Args:
-        names: see `names_in`.
 
     Examples:
         >>> names_of_masks({"cup": [2], "disc": [1], "background": [0]})
@@ -280,9 +268,6 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Entry:
 
 def check_patients(entries: Iterable[Entry]) -> None:
     """Refuse what would let training see a test patient.
-
-    Args:
-        entries: of one site, with their splits.
 
     Raises:
         DataError: a patient stands in two splits, or an image is listed twice, be it as channels of another patient's.

@@ -340,9 +340,6 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
     Linear discriminant analysis with shrinkage on what the network sees (of a volume its middle slice), three-fold cross-validation by
     patient. 1 / sites means that nothing tells them apart.
 
-    Args:
-        data: site -> its splits.
-
     Returns:
         The figure and "", or None and the reason.
     """

@@ -288,11 +288,7 @@ def _spread(rows: Any, minimum: int) -> Spread:
 
 
 def to_json(found: Sequence[DatasetFingerprint]) -> dict[str, Any]:
-    """What a file of fingerprints holds.
-
-    Args:
-        found: of one site or several.
-    """
+    """What a file of fingerprints holds."""
     return {"format": FORMAT, "sites": [json.loads(json.dumps(dataclasses.asdict(item))) for item in found]}
 
 

@@ -106,11 +106,6 @@ def pooled(spreads: Sequence[Spread], images: Sequence[int], percentile: float) 
 
     Between the five numbers that are known of a site its images are taken to lie evenly.
 
-    Args:
-        spreads: of the sites.
-        images: how many each has.
-        percentile: 0 to 100.
-
     Examples:
         >>> one, other = (Spread(*[(side, 2 * side)] * 5) for side in (10.0, 20.0))
         >>> pooled([one, other], [3, 2], 50), pooled([one, other], [2, 3], 50)
@@ -253,10 +248,6 @@ def _dynunet(levels: rules.Topology) -> dict[str, Any]:
 
 def intensity(found: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
     """The intensity transform.
-
-    Args:
-        found: fingerprints of all sites.
-        modality: see `plan`.
 
     Raises:
         ConfigError: CT without foreground, or with several channels.

@@ -85,12 +85,7 @@ class Written:
 
 
 def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """A table as text.
-
-    Args:
-        rows: the first is the header.
-        words: how many columns are words, on the left; the others are numbers, on the right.
-    """
+    """A table as text, the first row its header; so many columns are words, the others numbers on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(text.ljust(width) if n < words else text.rjust(width) for n, (text, width) in enumerate(zip(row, widths, strict=True)))
@@ -101,10 +96,6 @@ def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> str:
 
 def init(root: Path, wishes: Wishes = Wishes()) -> Written:
     """Makes the datalists of a folder of images; nothing is written before everything fits.
-
-    Args:
-        root: the folder, see `layouts.recognise` for what it may look like.
-        wishes: see there.
 
     Raises:
         ConfigError: a wish that means nothing.

@@ -84,11 +84,6 @@ def shares_in(text: str) -> dict[str, float]:
 def deal(items: Sequence[Item], sites: int, seed: int) -> dict[str, list[Item]]:
     """The images of simulated sites, each patient at one.
 
-    Args:
-        items: with their patients.
-        sites: how many; they are called site-1, site-2, ...
-        seed: of the draw.
-
     Raises:
         ConfigError: fewer than one site.
         DataError: fewer patients than sites.

@@ -89,12 +89,7 @@ def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | 
 
 
 def head_task(task: TaskConfig, width: int) -> TaskConfig:
-    """The task that trains a head on features: what is learnt and how as before, of images only that they are one row of numbers.
-
-    Args:
-        task: of the images.
-        width: numbers of an image.
-    """
+    """The task that trains a head on features: what is learnt and how as before, of images only that they are one row of numbers."""
     whole = task.to_dict()
     kept = {name: whole[name] for name in _LEARNT}
     origin = f"features of {task.network['name']} from {task.network['weights']['file']}; {task.source}".removesuffix("; ")

@@ -220,9 +220,6 @@ def split_folder(name: str) -> str:
 def read_name(path: Path) -> FileName:
     """What the place and name of an image say.
 
-    Args:
-        path: relative to the folder that was given.
-
     Examples:
         >>> read_name(Path("imagesTr/a_0001.nii.gz")).channel, read_name(Path("labelsTr/a.nii.gz")).key
         ((('training', '', 'a'), '0001'), ('training', '', 'a'))

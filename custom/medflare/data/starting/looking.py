@@ -55,10 +55,6 @@ class Said:
 def look(root: Path, said: Said) -> Seen:
     """What the datalists and files below a data root tell.
 
-    Args:
-        root: one site's folder, or a folder with one folder per site.
-        said: what need not be looked for.
-
     Raises:
         ConfigError: labels that do not fit, or sites that name different ones.
         DataError: no datalist, an empty one, or files that cannot be read or understood.

@@ -46,10 +46,6 @@ class Answers(Said):
 def propose(root: Path, answers: Answers) -> Plan:
     """A task for the images below a data root, which `medflare data check` accepts.
 
-    Args:
-        root: one site's folder, or a folder with one folder per site.
-        answers: what need not be proposed.
-
     Raises:
         ConfigError: an answer that does not fit, or images that no network of the rules takes.
         DataError: no datalist, or files that cannot be read or understood.

@@ -116,10 +116,6 @@ def suits(path: Path, held: Holdings) -> bool:
 def read_rows(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
     """The rows of a table, one at least.
 
-    Args:
-        path: a CSV file with commas, semicolons or tabs, in UTF-8.
-        columns: names that it must have.
-
     Raises:
         DataError: not readable, empty, or a column is missing.
     """

@@ -143,9 +143,6 @@ def _unlike(found: DatasetFingerprint, task: TaskConfig, images: int) -> str:
 def row_of(found: DatasetFingerprint) -> dict[str, Any]:
     """A fingerprint as a row of a table: column -> number or text.
 
-    Args:
-        found: of one site.
-
     Returns:
         Counts; medians of size and spacing by axis; median intensity of every channel with its percentiles 0.5 and 99.5; images that show
         a class, with its share of all voxels.

@@ -116,11 +116,6 @@ def files_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
 def items_of(table: Path, rows: Sequence[Row], item: Callable[[Row], Item | None]) -> list[Item]:
     """The images of a table's rows, or of a list's lines.
 
-    Args:
-        table: its file, for messages.
-        rows: in their order.
-        item: row -> its image, None for a row that is left out; ValueError or LookupError for one that is none of the release's.
-
     Raises:
         DataError: such a row.
     """
@@ -260,11 +255,6 @@ def _split(preparation: Preparation, site: str, items: Sequence[Item], seed: int
 
 def beside_the_paper(preparation: Preparation, counts: Mapping[str, Mapping[str, int]], sites: Sites) -> tuple[str, list[str]]:
     """What was found beside what was published.
-
-    Args:
-        preparation: what is counted, and the published total.
-        counts: the published ones, site by site.
-        sites: site -> its images.
 
     Returns:
         A table, "found" or "found (published)" in a cell where they differ, and a line for every difference.
