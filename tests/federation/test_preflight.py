@@ -48,7 +48,6 @@ class StyleSite(SiteHalf[Any]):
 class StyleServer(ServerHalf[Any]):
     """Averages the intensities."""
 
-    aggregation_class = FedAvgServer.aggregation_class
     mean = torch.zeros(1)
 
     def configure(self, step: Step, site: str) -> Message:

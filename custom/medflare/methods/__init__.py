@@ -1,34 +1,35 @@
-"""Methods: a room for each paper, a shelf of baselines, and what a method is made of.
+"""Methods: a room for each paper, the baselines, and what a method is made of.
 
 What an author of a method needs can be imported from here: `Method`, the halves `SiteHalf` and `ServerHalf`, FedAvg's halves to
-start from, and the words of their declarations.
+start from, the words of their declarations, and the training loop.
 """
 
 from typing import Any
 
 from medflare.core.facade import public
 
-_PUBLIC = {
-    "Aggregation": "aggregation",
-    "FedAvgServer": "fedavg.server",
-    "FedAvgServerHyper": "fedavg.server",
-    "FedAvgSite": "fedavg.site",
-    "FedAvgSiteHyper": "fedavg.site",
-    "Entry": "medflare.core.manifest",
-    "Fact": "medflare.core.manifest",
-    "Kept": "base",
-    "Method": "method",
-    "Phase": "medflare.core.manifest",
-    "Plan": "base",
-    "ServerContext": "base",
-    "ServerHalf": "base",
-    "ServerHyper": "base",
-    "SiteHalf": "base",
-    "SiteHyper": "base",
-    "Step": "base",
-    "get_method": "catalogue",
-    "param": "medflare.core.hyper",
+_MODULES = {
+    "aggregation": "Aggregation SiteModel WeightedMean site_models states_of",
+    "base": "LOSS MEASURED N_SAMPLES VALIDATION Kept Plan ServerContext ServerHalf ServerHyper SiteHalf SiteHyper Step",
+    "catalogue": "build_deployed get_method method_names",
+    "fedavg.partial": "PartialSite",
+    "fedavg.server": "FedAvgServer FedAvgServerHyper",
+    "fedavg.site": "GLOBAL MODEL SELECTED_ROUND TRAIN VALIDATE FedAvgHyper FedAvgSite FedAvgSiteHyper received trained_model",
+    "method": "Method",
+    "parts.partial": "LocalPart",
+    "parts.proximal": "pull",
+    "parts.selection": "Best Election",
+    "parts.steps": "Steps",
+    "parts.training": "epochs finite_or_none run_epochs train_epochs trainable",
+    "medflare.core.hyper": "param",
+    "medflare.core.manifest": "Entry Fact Phase count listing number table text",
+    "medflare.core.message": "Message",
+    "medflare.core.settings": "STRICT",
+    "medflare.core.states": "StateDict blend copy_state weighted_mean",
+    "medflare.privacy.settings": "PrivacyHyper",
 }
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from medflare.core.errors import UpdateError
+from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.parts.robust import RobustLimits, combined
@@ -109,6 +109,18 @@ class Aggregation(ABC, Generic[V]):
 
     def unpack(self, message: Message) -> None:
         """Take up what `pack` stored."""
+
+
+class NoAggregation(Aggregation[Any]):
+    """Of a server half that averages no models."""
+
+    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+        """Nothing to average.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("the method's server half averages no models; run it with its own server half")
 
 
 class WeightedMean(Aggregation[Any]):

@@ -16,7 +16,8 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
-from medflare.methods.aggregation import Aggregation
+from medflare.methods.aggregation import Aggregation, NoAggregation
+from medflare.methods.method import Capability
 from medflare.methods.parts.measured import images, mean_loss, metric_value
 from medflare.methods.parts.selection import Election, Selection
 from medflare.methods.parts.training import finite_or_none
@@ -179,8 +180,8 @@ class SiteHalf(ABC, Generic[S]):
         server_hyper: the class of hyper-parameters without which a server half cannot serve this one: what it reads of them, or relies on.
         phases: what the half answers and what its answers hold; each has a method of its name, (round, message) -> reply.
         delivery: what the server's message with the final models holds; None: the half does not say.
-        freezes: whether the half can leave parts of the network at rest, see `TaskConfig.freeze`; a subclass says so anew.
-        plain_steps: whether all its steps are those of `parts.steps`, which know `TaskConfig.accumulate` and fp16; a subclass says so anew.
+        capabilities: "accumulate": all steps are those of `parts.steps`, which know `TaskConfig.accumulate` and fp16; "freeze": parts of
+            the network can stay as they are, see `TaskConfig.freeze`. A subclass that trains in another way takes them back.
         unprotected: why the half cannot train with differential privacy, where its `Hyper` is no `privacy.PrivacyHyper`.
         memory: states and facts that survive until the next task; empty where every round starts from the incoming message alone.
         account: what the site has given away of its patients' privacy; the participant that owns it puts it on disk.
@@ -191,8 +192,7 @@ class SiteHalf(ABC, Generic[S]):
     server_hyper: ClassVar[type] = ServerHyper
     phases: ClassVar[tuple[Phase, ...]] = ()
     delivery: ClassVar[Phase | None] = None
-    freezes: ClassVar[bool] = False
-    plain_steps: ClassVar[bool] = False
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     unprotected: ClassVar[str] = "its training takes no gradient of each patient's own"
 
     def __init__(self, site: Site, plan: Plan[S, Any]):
@@ -326,16 +326,16 @@ class ServerHalf(ABC, Generic[V]):
     Attributes:
         Hyper: the hyper-parameters that this half owns.
         site_hyper: the class of hyper-parameters without which this half cannot serve a site half: what it reads of them, or relies on.
-        aggregation_class: the formula that the half aggregates models with; FLARE's aggregators run the same one.
-        freezes: as of a site half.
+        aggregation_class: the formula that the half aggregates models with, if it does; FLARE's aggregators run the same one.
+        capabilities: "freeze", as of a site half.
         site_extension: what the half asks of any site beside training, as a class that is mixed into the site half (see `method.extended`).
         memory: everything a new server process needs to go on after the last finished step.
     """
 
     Hyper: ClassVar[type] = ServerHyper
     site_hyper: ClassVar[type] = SiteHyper
-    aggregation_class: ClassVar[type[Aggregation[Any]]]
-    freezes: ClassVar[bool] = False
+    aggregation_class: ClassVar[type[Aggregation[Any]]] = NoAggregation
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     site_extension: ClassVar[type[SiteHalf[Any]] | None] = None
 
     def __init__(self, context: ServerContext):

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import Halved, build_hyper, halved, plain
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
+Capability: TypeAlias = Literal["accumulate", "freeze"]  # what a half can do beyond plain training
 MODEL_ROLES: Final = ("global", "personal", "deployed")  # the final models of a site, as results name them
 
 
@@ -98,7 +99,7 @@ class Method:
             )
         if task.freeze["parts"]:
             self._check_freeze(task, network)
-        if not vars(self.site_class).get("plain_steps"):
+        if "accumulate" not in self.site_class.capabilities:
             refuse_other_steps(task, f"method {self.name!r} takes steps of its own")
         self.site_class.check(task, site, server)
 
@@ -106,7 +107,7 @@ class Method:
         """ConfigError where a half does not know of parts at rest, or the network has no such parts."""
         from medflare.methods.parts.partial import LocalPart
 
-        if not all(vars(half).get("freezes") for half in (self.site_class, self.server_class)):
+        if "freeze" not in self.site_class.capabilities & self.server_class.capabilities:
             raise ConfigError(f"method {self.name!r} trains all of the network from the first round; leave out task.freeze, or run fedavg")
         try:
             shared = LocalPart.of_paths(network, task.freeze["parts"]).shared(network.state_dict())

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,11 +9,9 @@ import torch
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines import moon
-from medflare.methods.baselines.moon import MoonServer, MoonSite, contrastive_loss
-from medflare.methods.fedavg import FedAvgServer
-from medflare.methods.grace.local_model import LocalModelSite
-from medflare.methods.grace.server import GraceServer
-from medflare.methods.grace.site import GraceSite
+from medflare.methods.baselines.moon import MoonSite, contrastive_loss
+from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods.fedavg.site import FedAvgSite
 from methods import squares
 from small import stacked
 
@@ -46,19 +43,19 @@ def test_agreeing_models_give_log_two_without_a_gradient() -> None:
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
 def test_contrast_sets_in_with_the_second_round(kind: str) -> None:
     task = squares.task(kind)
-    assert squares.equal(squares.trained(MoonSite, task)[0], squares.trained(LocalModelSite, task)[0])
+    assert squares.equal(squares.trained(MoonSite, task)[0], squares.trained(FedAvgSite, task)[0])
     second = squares.trained(MoonSite, task, rounds=2)[0]
-    assert not squares.equal(second, squares.trained(LocalModelSite, task, rounds=2)[0])
+    assert not squares.equal(second, squares.trained(FedAvgSite, task, rounds=2)[0])
     assert not squares.equal(second, squares.trained(MoonSite, task, rounds=2, temperature=2.0)[0])
     # without weight only rounding is left of the contrast
-    plain, weightless = squares.trained(LocalModelSite, task, rounds=2)[0], squares.trained(MoonSite, task, rounds=2, mu=0.0)[0]
+    plain, weightless = squares.trained(FedAvgSite, task, rounds=2)[0], squares.trained(MoonSite, task, rounds=2, mu=0.0)[0]
     assert squares.equal(plain, weightless)
 
 
 def test_it_draws_features_from_the_previous_to_the_global_model() -> None:
     """Five rounds of contrast alone, from the same global model: nearer to it than without."""
     half, start = squares.half(MoonSite, mu=5.0), squares.start()
-    free = squares.half(LocalModelSite)
+    free = squares.half(FedAvgSite)
     images = stacked(squares.site().data.train).images
 
     def similarity(state: StateDict) -> float:
@@ -97,28 +94,19 @@ def test_all_three_models_look_in_one_mode_of_normalisation(monkeypatch: pytest.
         assert squares.equal({**half._networks[purpose].state_dict()}, state)
 
 
-def test_server_is_fedavgs_unless_graces_is_asked_for() -> None:
-    models = {}
-    for name, server in [
-        ("moon", squares.server(MoonServer)),
-        ("fedavg", squares.server(FedAvgServer)),
-        ("moon+grace", squares.server(MoonServer, consistency=True)),
-        ("grace", squares.server(GraceServer)),
-    ]:
-        models[name] = squares.play(server, squares.halves(MoonSite)).model
-    assert squares.equal(models["moon"], models["fedavg"])
-    assert squares.equal(models["moon+grace"], models["grace"])
-    assert not squares.equal(models["moon"], models["grace"])
+def test_inside_the_best_local_model_outside_the_global_one() -> None:
+    half, start = squares.half(MoonSite), squares.start()
+    incoming = Message({"model": start})
+    assert squares.equal(half.deliver(incoming)["deployed"].states["model"], start), "a site that never trained"
+    values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
+    half.validation = lambda model: next(values)  # global, personal, ... of three rounds
+    states = [half.perform("train", round, Message({"model": copy_state(start)})).states["model"] for round in range(3)]
+    delivered = half.deliver(incoming)
+    assert squares.equal(delivered["global"].states["model"], start) and squares.equal(delivered["personal"].states["model"], states[1])
+    outside = squares.half(MoonSite, "O").deliver(incoming)
+    assert outside.keys() == {"global", "deployed"} and squares.equal(outside["deployed"].states["model"], start)
 
 
-def test_two_steps_are_graces_with_another_alignment() -> None:
-    assert squares.equal(squares.trained(MoonSite, two_step=True)[0], squares.trained(GraceSite, client="meta")[0])
-    second = squares.trained(MoonSite, rounds=2, two_step=True)[0]
-    assert not squares.equal(second, squares.trained(GraceSite, rounds=2, client="meta")[0])
-    assert not squares.equal(second, squares.trained(MoonSite, rounds=2)[0])
-
-
-@pytest.mark.parametrize("hyper", [{}, {"two_step": True}], ids=["moon", "two steps"])
-def test_new_process_for_every_task(hyper: Any, tmp_path: Path) -> None:
-    kept, renewed = (squares.play(squares.server(MoonServer), squares.halves(MoonSite, **hyper), store=store) for store in (None, tmp_path))
+def test_a_restart_after_every_step_changes_nothing(tmp_path: Path) -> None:
+    kept, renewed = (squares.play(squares.server(FedAvgServer), squares.halves(MoonSite), store=store) for store in (None, tmp_path))
     assert squares.equal(kept.model, renewed.model)

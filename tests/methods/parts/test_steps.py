@@ -131,11 +131,6 @@ def test_methods_of_other_steps_say_so(name: str) -> None:
     method.check({}, squares.task(precision="bf16"))
 
 
-def test_moon_in_two_steps_is_another() -> None:
-    with pytest.raises(ConfigError, match=r"^two_step takes a step within every step, one for every batch"):
-        get_method("moon").check({"two_step": True}, squares.task(accumulate=2))
-
-
 @pytest.mark.parametrize("name", sorted(method_names()))
 def test_every_method_trains_in_bf16(name: str) -> None:
     """What leaves a site is finite and in no half precision."""

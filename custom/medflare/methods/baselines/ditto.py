@@ -17,7 +17,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.methods.base import Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
-from medflare.methods.method import Method
+from medflare.methods.method import Capability, Method
 from medflare.methods.parts.proximal import pull
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none, train_epochs
@@ -48,7 +48,7 @@ class DittoSite(FedAvgSite[DittoHyper]):
     """FedAvg's site half and a personal model, of the best round by the site's own validation."""
 
     Hyper: ClassVar[type] = DittoHyper
-    plain_steps: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     unprotected = "the personal model learns from the same images without noise, and its validation metric leaves the site"
     personal = Kept("personal")  # v_k, None before the first training
 

@@ -29,7 +29,6 @@ class FedBNSite(PartialSite[FedAvgSiteHyper]):
     """Keeps weights and running statistics of every batch-normalisation layer."""
 
     Hyper: ClassVar[type] = FedAvgSiteHyper
-    plain_steps: ClassVar[bool] = True
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:

@@ -40,8 +40,6 @@ class FedProxSite(FedAvgSite[FedProxHyper]):
     """FedAvg's site half with a pull to the model that the round began with."""
 
     Hyper: ClassVar[type] = FedProxHyper
-    freezes: ClassVar[bool] = True
-    plain_steps: ClassVar[bool] = True
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
         """Epochs of the task's loss, every gradient with μ (w - w_g) added; returns the mean task loss."""

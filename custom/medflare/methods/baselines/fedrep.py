@@ -59,7 +59,6 @@ class FedRepSite(PartialSite[FedRepHyper]):
     """Keeps the network's head; trains the head first and the body after it."""
 
     Hyper: ClassVar[type] = FedRepHyper
-    plain_steps: ClassVar[bool] = True
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:

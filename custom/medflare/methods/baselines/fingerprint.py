@@ -16,7 +16,6 @@ from medflare.core.manifest import Fact, Phase
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.data.checking.fingerprint import DatasetFingerprint, fingerprint_of, from_json, learnt_of, to_json
-from medflare.methods.aggregation import Aggregation, WeightedMean
 from medflare.methods.base import ServerHalf, SiteHalf, SiteHyper, Step
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig
@@ -85,7 +84,6 @@ class FingerprintServer(ServerHalf[Any]):
     """Collects the fingerprints into a file that `medflare plan` reads, and into a table."""
 
     Hyper: ClassVar[type] = FingerprintServerHyper
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = WeightedMean  # every half names one; nothing is aggregated here
 
     def steps(self) -> list[Step]:
         """One question to all."""

@@ -1,8 +1,10 @@
-"""MOON (Li et al., "Model-Contrastive Federated Learning", CVPR 2021) as GRACE's Table 4 compares it, with either server.
+"""MOON (Li et al., "Model-Contrastive Federated Learning", CVPR 2021).
 
-A site's features are drawn to those of the global model and pushed away from those of its own model of the round before.
+A site's features are drawn to those of the global model and pushed away from those of its own model of the round before. As GRACE's Tables
+2 and 4 compare it, a site uses the local model that it trained itself; `--server-half grace` is their "+ GRACE".
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,29 +12,26 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
-from medflare.methods.base import Kept
-from medflare.methods.fedavg.site import MODEL
-from medflare.methods.grace.hyper import GraceServerHyper, LocalModelHyper
-from medflare.methods.grace.local_model import LocalModelSite
-from medflare.methods.grace.server import GraceServer
-from medflare.methods.grace.two_step import Penalty
-from medflare.methods.method import Method, refuse_other_steps
+from medflare.data.sites.site import Site
+from medflare.methods.base import VALIDATION, Kept, Plan
+from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
+from medflare.methods.method import Capability, Method
 from medflare.methods.parts.normalisation import batch_statistics
+from medflare.methods.parts.selection import Best
+from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork
-from medflare.privacy.settings import PrivacyHyper, is_private
-from medflare.tasks.config import TaskConfig
+from medflare.privacy.settings import PrivacyHyper
 
 METHOD = Method(
     name="moon",
     title="Model-contrastive training",
     paper="Li et al., MOON, CVPR 2021",
     site="medflare.methods.baselines.moon:MoonSite",
-    server="medflare.methods.baselines.moon:MoonServer",
+    server="medflare.methods.fedavg.server:FedAvgServer",
 )
 
 
@@ -64,59 +63,43 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 
 
 @dataclass(frozen=True, config=STRICT)
-class MoonSiteHyper(PrivacyHyper, LocalModelHyper):
+class MoonHyper(PrivacyHyper, FedAvgSiteHyper):
     """The contrastive loss."""
 
     mu: float = param(1.0, "weight of the contrastive loss", symbol="μ", source="MOON, Eq. 4", low=0)
     temperature: float = param(0.5, "of the contrastive loss", symbol="τ", source="MOON, Eq. 3", low=1e-6)
-    two_step: bool = param(False, "GRACE's meta-train and meta-update with this loss as alignment", source="GRACE's code")
 
 
-@dataclass(frozen=True, config=STRICT)
-class MoonServerHyper(GraceServerHyper):
-    """FedAvg's, or GRACE's."""
+class MoonSite(FedAvgSite[MoonHyper]):
+    """Adds the contrastive loss from the second round on, when there is a previous model; keeps the local model of the best round."""
 
-    consistency: bool = param(False, "GRACE's weights by consistency; false: FedAvg's", source="GRACE, Table 4")
-
-
-class MoonSite(LocalModelSite[MoonSiteHyper]):
-    """Adds the contrastive loss to local training from the second round on, when there is a previous model."""
-
-    Hyper: ClassVar[type] = MoonSiteHyper
-    plain_steps: ClassVar[bool] = True
+    Hyper: ClassVar[type] = MoonHyper
+    phases = (TRAIN, VALIDATE)
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
 
     previous = Kept("previous")
 
-    @classmethod
-    def check(cls, task: TaskConfig, hyper: MoonSiteHyper, server_hyper: Any) -> None:
-        """Refuse differential privacy beside what would go around it, and other steps than those of `two_step`.
-
-        Raises:
-            ConfigError: one of both.
-        """
-        super().check(task, hyper, server_hyper)
-        if hyper.two_step:
-            refuse_other_steps(task, "two_step takes a step within every step")
-        if is_private(hyper) and (hyper.two_step or hyper.probe):
-            reason = "meta-train follows a gradient without noise" if hyper.two_step else "the A-distance is measured on training images"
-            raise ConfigError(f"dp_noise: {reason}; set two_step=false probe=false")
+    def __init__(self, site: Site, plan: Plan[MoonHyper, Any]):
+        super().__init__(site, plan)
+        self.best = Best(self.memory, "personal")
 
     @classmethod
-    def needs_features(cls, hyper: MoonSiteHyper) -> bool:
+    def needs_features(cls, hyper: MoonHyper) -> bool:
         """Features are what is contrasted."""
         return True
 
     def train(self, round: int, incoming: Message) -> Message:
-        """Training as in `LocalModelSite`; the trained model is kept as the next round's previous one."""
+        """FedAvg's training; the local model is measured, a candidate for delivery, and the next round's previous one."""
         reply = super().train(round, incoming)
         self.previous = reply.states[MODEL]
+        value = finite_or_none(self.validation(self.network("model", self.previous)))
+        reply.facts[VALIDATION]["personal"] = value
+        self.best.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, self.previous)
         return reply
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
         """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round; returns the mean loss."""
         penalty = None if self.previous is None else self._contrast(model, self.previous)
-        if self.hyper.two_step:
-            return self.two_steps(model, optimizer, round, penalty)
         if penalty is None:
             return super().fit(model, optimizer, round)
         contrast = penalty
@@ -127,7 +110,7 @@ class MoonSite(LocalModelSite[MoonSiteHyper]):
 
         return self.descend(model, optimizer, round, loss)
 
-    def _contrast(self, model: FeatureNetwork, previous: StateDict) -> Penalty:
+    def _contrast(self, model: FeatureNetwork, previous: StateDict) -> Callable[[Tensor, Tensor], Tensor]:
         """μ L_con. All three models normalise by the same batch, or their features would differ by the mode of batch normalisation."""
         others = [self.frozen(model.state_dict()), self.frozen(previous, "previous")]
 
@@ -138,8 +121,10 @@ class MoonSite(LocalModelSite[MoonSiteHyper]):
 
         return penalty
 
-
-class MoonServer(GraceServer):
-    """FedAvg's server unless GRACE's is asked for ("+GRACE" in GRACE's Table 4)."""
-
-    Hyper: ClassVar[type] = MoonServerHyper
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        """Inside: the local model (the global one where the site never trained). Outside: the global one."""
+        shared = received(incoming)
+        if not self.inside:
+            return {"global": shared, "deployed": shared}
+        own = shared if self.best.state is None else trained_model(self.best.state, self.best.round)
+        return {"global": shared, "personal": own, "deployed": own}

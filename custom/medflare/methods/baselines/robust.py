@@ -46,4 +46,3 @@ class RobustServer(FedAvgServer[RobustHyper]):
 
     Hyper: ClassVar[type] = RobustHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = RobustAggregation
-    freezes: ClassVar[bool] = True

@@ -30,7 +30,7 @@ from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
 from medflare.methods.base import MEASURED, Kept, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
-from medflare.methods.method import Method
+from medflare.methods.method import Capability, Method
 from medflare.methods.parts.training import samples_of_pass, train_epochs
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
@@ -143,6 +143,7 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
         Phase("train", sends=(GLOBAL, CONTROL), tells=(COUNTED,), answers=(MODEL, UPDATE), reports=MEASURED),
         VALIDATE,
     )
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     unprotected = "its control variates are means of gradients without noise"
     control, update = Kept("control"), Kept("update")
 
@@ -217,6 +218,7 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
     Hyper: ClassVar[type] = ScaffoldServerHyper
     site_hyper: ClassVar[type] = ScaffoldSiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = SteppedMean
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     controls = Kept("controls")
 
     def __init__(self, context: ServerContext):

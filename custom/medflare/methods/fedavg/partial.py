@@ -5,7 +5,7 @@ inside site sends its part once, after the last round, and the outside site gets
 every site half that declares a smaller model.
 """
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.methods.base import MEASURED, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
+from medflare.methods.method import Capability
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.tasks.config import TaskConfig
@@ -29,6 +30,7 @@ class PartialSite(FedAvgSite[F]):
     The site keeps its model of the best round by its own validation, both parts together.
     """
 
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     unprotected = "the part that stays at home is trained on the same images and is not counted"
     own = Kept("own")  # the part that stays
 

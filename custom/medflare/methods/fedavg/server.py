@@ -13,6 +13,7 @@ from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
 from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving, trained_model
+from medflare.methods.method import Capability
 from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import Election
 
@@ -48,7 +49,7 @@ class FedAvgServer(ServerHalf[G]):
 
     Hyper: ClassVar[type] = FedAvgServerHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = WeightedMean
-    freezes: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"freeze"})
 
     def __init__(self, context: ServerContext):
         super().__init__(context)

@@ -17,6 +17,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import MEASURED, Plan, SiteHalf, SiteHyper
+from medflare.methods.method import Capability
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.training import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
@@ -89,8 +90,7 @@ class FedAvgSite(SiteHalf[F]):
     Hyper: ClassVar[type] = FedAvgHyper
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, TRAIN_PART, VALIDATE)
     delivery: ClassVar[Phase | None] = DELIVERY
-    freezes: ClassVar[bool] = True
-    plain_steps: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate", "freeze"})
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)

@@ -17,6 +17,7 @@ from medflare.methods.base import SiteHalf
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.feddag.formulas import sharpness_perturbation
 from medflare.methods.feddag.hyper import SHAHyper
+from medflare.methods.method import Capability
 from medflare.methods.parts.training import finite_or_none, trainable
 from medflare.privacy.settings import is_private
 from medflare.tasks.config import TaskConfig
@@ -38,6 +39,7 @@ class ScoredSite(SiteHalf[Any]):
     `train` adds the perturbed model to the reply; `score` measures the perturbed models of other sites.
     """
 
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", answers=(PERTURBED,)),
         Phase("score", sends=(CANDIDATE,), reports=(SCORES,)),

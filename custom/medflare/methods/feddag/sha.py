@@ -30,6 +30,7 @@ from medflare.methods.feddag.formulas import (
 )
 from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.feddag.scoring import CANDIDATE, PERTURBED, SCORES, ScoredSite
+from medflare.methods.method import Capability
 from medflare.methods.parts.training import finite_or_none
 
 COMPANION = Entry("companion/")  # in the server's memory
@@ -112,6 +113,7 @@ class SHAServer(FedAvgServer[K]):
 
     Hyper: ClassVar[type] = SHAHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = HierarchicalAggregation
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     aggregation: HierarchicalAggregation
     site_extension: ClassVar[type[SiteHalf[Any]] | None] = ScoredSite
     warmup: int = 0  # first rounds without SHA, whose models are not offered for delivery

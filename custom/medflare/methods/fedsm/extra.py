@@ -29,6 +29,7 @@ from medflare.methods.fedsm.selector import SelectorLoss, ServerSelector, SiteSe
 from medflare.methods.fedsm.server import SoftPull, members, with_members
 from medflare.methods.fedsm.site import GLOBAL, MODEL, SUPER, UPDATE, delivered_models, other_super_model
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
+from medflare.methods.method import Capability
 from medflare.tasks.config import TaskConfig
 
 _FROZEN = Entry("frozen/")  # in a site's memory: the finished models, as the first selector round brought them
@@ -54,6 +55,7 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
     )
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, _COMBINE))
 
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     unprotected = "the selector's gradient leaves the site without noise"
 
     def __init__(self, site: Site, plan: Plan[FedSMExtraSiteHyper, Any]):
@@ -150,6 +152,7 @@ class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
     Hyper: ClassVar[type] = FedSMExtraServerHyper
     site_hyper: ClassVar[type] = FedSMExtraSiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = SoftPull
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
 
     def __init__(self, context: ServerContext):
         super().__init__(context)

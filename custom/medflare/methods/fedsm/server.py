@@ -14,6 +14,7 @@ from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import PERSONAL_OF, ServerPersonal
 from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
 from medflare.methods.fedsm.site import CALIBRATION, GAINS, UPDATE
+from medflare.methods.method import Capability
 from medflare.methods.parts.selection import Election
 
 SELECTOR = "selector"
@@ -34,6 +35,7 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
     Hyper: ClassVar[type] = FedSMServerHyper
     site_hyper: ClassVar[type] = FedSMSiteHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = SoftPull
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
 
     def __init__(self, context: ServerContext):
         super().__init__(context)

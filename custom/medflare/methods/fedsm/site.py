@@ -18,6 +18,7 @@ from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import ADAPTED, LOSSES, META, PERSONAL, PERSONAL_OF, SitePersonal
 from medflare.methods.fedsm.selector import STATISTICS, SiteSelector, is_ridge, selector_entries, selector_spec, site_statistics
 from medflare.methods.fedsm.super_model import gain_by_gamma, super_model
+from medflare.methods.method import Capability
 
 MODEL = Entry("model", "the site's locally trained global model, for the weighted mean")
 UPDATE = Fact("update", "number of the selector's update within a round", count())
@@ -61,6 +62,7 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
         Phase("tune", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, *CHOOSING), reports=(*MEASURED, GAINS)),
     )
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, PERSONAL_OF, _SELECTOR), tells=(*SUPER, *CHOOSING))
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     unprotected = "what the selector learns from (statistics of the images, or a gradient) leaves the site without noise"
 
     def __init__(self, site: Site, plan: Plan[FedSMSiteHyper, Any]):

@@ -20,6 +20,7 @@ from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAv
 from medflare.methods.grace.formulas import a_distance
 from medflare.methods.grace.hyper import LocalModelHyper
 from medflare.methods.grace.two_step import Penalty, train_two_steps
+from medflare.methods.method import Capability
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
@@ -39,6 +40,7 @@ class LocalModelSite(FedAvgSite[H]):
     """
 
     Hyper: ClassVar[type] = LocalModelHyper
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY, A_DISTANCE, STEPS)),
         VALIDATE,

@@ -9,6 +9,7 @@ from medflare.methods.base import ServerContext
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.grace.formulas import consistent_aggregate
 from medflare.methods.grace.hyper import GraceServerHyper
+from medflare.methods.method import Capability
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
@@ -58,6 +59,7 @@ class GraceServer(FedAvgServer[GraceServerHyper]):
 
     Hyper: ClassVar[type] = GraceServerHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = ConsistencyAggregation
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
 
     def __init__(self, context: ServerContext):
         super().__init__(context)

@@ -12,6 +12,7 @@ from medflare.methods.iop_fl.gate import ranges_of
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, SHARES
 from medflare.methods.iop_fl.site import ADAPTED
+from medflare.methods.method import Capability
 
 BEHIND: Final = "expert_rounds"  # in the half's memory: site -> rounds of training behind its P_k
 
@@ -20,6 +21,7 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
     """Asks for the local adapted models once, after the last round, and only for outside sites."""
 
     site_hyper: ClassVar[type] = IOPHyper
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
 
     @property
     def experts(self) -> dict[str, StateDict]:

@@ -16,6 +16,7 @@ from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
 from medflare.methods.iop_fl.routing import Statistics
+from medflare.methods.method import Capability
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 
@@ -26,7 +27,7 @@ class IOPSite(FedAvgSite[IOPHyper]):
     """FedAvg's site with a local adapted model P_k, chosen over the rounds by the site's own validation."""
 
     Hyper: ClassVar[type] = IOPHyper
-    plain_steps: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", answers=(ADAPTED,), reports=(N_SAMPLES, SELECTED_ROUND)))
     delivery: ClassVar[Phase | None] = Phase("deliver", sends=(GLOBAL, EXPERT), tells=(SELECTED_ROUND.maybe(), SHARES.maybe()))
     adapted = Kept("adapted")  # P_k

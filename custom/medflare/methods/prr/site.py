@@ -13,6 +13,7 @@ from medflare.data.sites.site import Site
 from medflare.inference.deployed import KEPT, MODEL, plain_message
 from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf
 from medflare.methods.fedavg.site import trained_model
+from medflare.methods.method import Capability
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
@@ -72,7 +73,7 @@ class PRRSite(SiteHalf[PRRSiteHyper]):
     """Deputy-Enhanced Transfer under the CPA loss. With DET off there is one model: the incoming one with the site's own normalisation."""
 
     Hyper: ClassVar[type] = PRRSiteHyper
-    plain_steps: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
     server_hyper: ClassVar[type] = PRRServerHyper
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", answers=(DEPUTY, PROTOTYPES), reports=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED), **_RECEIVED),
