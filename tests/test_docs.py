@@ -56,8 +56,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_generated_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    hooks = importlib.import_module("hooks")
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    hooks = importlib.import_module("docs_hooks")
     assert {name: made() for name, made in hooks.WRITTEN.items()} == {name: read("docs", name) for name in hooks.WRITTEN}
 
 

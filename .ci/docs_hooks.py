@@ -42,17 +42,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def tables(study: Path) -> str:
-    """The page of a study: its command, tables and figures."""
+    """The page of a study: its command and tables."""
     with zipfile.ZipFile(study) as archive:
         page = archive.read("tables.md").decode()
-    figures = [f"![{path.stem}]({study.parent.name}/{path.name})" for path in sorted(study.parent.glob("*.svg"))]
-    return "\n\n".join([page, *figures]) + "\n"
+    return page
 
 
 def benchmarks() -> str:
     """The page of measurements, from benchmarks.json."""
-    page = ["# Benchmarks", "", "Generated from `docs/benchmarks.json`. Ratios were measured in one run; compare only numbers of one table.", ""]
-    for measured in json.loads((ROOT / "docs" / "benchmarks.json").read_text(encoding="utf-8")):
+    page = ["# Benchmarks", "", "Generated from `benchmarks/results.json`. Ratios were measured in one run; compare only numbers of one table.", ""]
+    for measured in json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8")):
         page += [f"## {measured['title']}", "", f"`{measured['command']}`", ""]
         page += [f"Commit {measured['commit']}, {measured['date']}, {measured['machine']}. {measured['note']}", ""]
         page += [f"| {' | '.join(row)} |" for row in (measured["columns"], ["---"] * len(measured["columns"]), *measured["rows"])] + [""]
@@ -68,7 +67,7 @@ def task_settings() -> str:
     schema = TypeAdapter(TaskConfig).json_schema()
     described = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(TaskConfig) or "", re.MULTILINE)
     meaning = {name: " ".join(text.split()).replace("|", "\\|") for name, text in described}
-    rows = ["# All settings of a task", "", "Generated from `TaskConfig` by `python docs/hooks.py`.", "", "| setting | type and range | default | meaning |", "|---|---|---|---|"]
+    rows = ["# All settings of a task", "", "Generated from `TaskConfig` by `python .ci/docs_hooks.py`.", "", "| setting | type and range | default | meaning |", "|---|---|---|---|"]
     for name, setting in schema["properties"].items():
         default = "required" if name in schema["required"] else f"`{json.dumps(setting['default'])}`" if "default" in setting else "none"
         rows.append(f"| `{name}` | {json_type(setting)} | {default} | {meaning[name]} |")
