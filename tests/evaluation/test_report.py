@@ -58,7 +58,7 @@ def test_the_page_shows_gamma_its_candidates_all_votes_and_the_confusion(selecti
     assert faults(html) == []
 
 
-def test_what_a_method_tells_of_its_sites_is_a_table(record: RunRecord) -> None:
+def test_a_methods_tables_of_its_sites_are_shown(record: RunRecord) -> None:
     rows: dict[str, Any] = {"A": {"images": 4, "size": "8 x 8"}, "B": {"images": 5, "class <b>": 1}}
     page = Page(render_report(build_results(dataclasses.replace(record, tables={"Training images": rows}))))
     (table,) = (table for table, caption in zip(page.tables, page.captions, strict=True) if caption == "Training images by site")

@@ -118,7 +118,7 @@ def test_a_name_or_argument_that_the_package_lacks_is_refused(name: str, argumen
         build_network({"name": name, **arguments}, 1, 2)
 
 
-def test_other_networks_have_no_module() -> None:
+def test_a_network_of_ours_names_no_module() -> None:
     assert own_module({"name": "unet"}) == own_module({}) == "" and own_module({"name": "lab_nets.small:Plain"}) == "lab_nets.small"
     with pytest.raises(ConfigError):
         imported("lab_nets.small:Plain")

@@ -78,7 +78,7 @@ def test_a_body_goes_with_another_number_of_outputs(tmp_path: Path) -> None:
         starting_state(saying(path, "safetensors", **three), 0, path)
 
 
-def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_found_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "weights.safetensors"
     save_file(own_names(other_state()), path)
     task = saying(path, "safetensors")

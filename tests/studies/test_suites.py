@@ -137,7 +137,7 @@ def test_a_wrong_suite_is_refused(changes: dict[str, Any], named: str, tmp_path:
         load_suite(written(tmp_path, **changes))
 
 
-def test_what_a_suite_decides_is_not_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_the_suite_decides_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = written(tmp_path)
     for options in (["fedavg"], ["--leave-one-out"], ["--reference", "all"], ["--selection", "last"]):
         assert main(["study", *options, "--suite", suite, "--out", str(tmp_path / "out")]) == 1

@@ -61,7 +61,7 @@ def test_one_class_alone_has_counts_and_no_curve() -> None:
     assert class_report(cases([[0.9], [0.2]], [1, 1], "ab"), "binary", ["disc"]) == {"confusion": [[[0, 0], [1, 1]]], "roc": [EMPTY]}
 
 
-def test_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_images_or_classes_the_report_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     assert class_report(Cases(("a",), {"dice": torch.ones(1)}), "binary", ["disc"]) == {}, "segmentation"
     assert class_report(cases([], [], ""), "binary", ["disc"]) == {}
     many = [str(label) for label in range(17)]

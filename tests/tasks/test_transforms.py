@@ -24,6 +24,6 @@ def test_a_wrong_name_is_refused_when_the_task_is_loaded(changes: dict[str, Any]
         small_task(**changes)
 
 
-def test_what_is_known_without_monai_is_monais() -> None:
+def test_the_usual_transforms_are_among_monais() -> None:
     assert transforms._USUAL["intensity"] <= set(intensity_transforms())
     assert transforms._USUAL["augment"] <= {*spatial_augmentations(), *photometric_augmentations()}
