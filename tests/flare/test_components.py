@@ -73,7 +73,7 @@ def test_kits_list_the_table_by_full_names(kind: Any) -> None:
         "medflare.cli.command.main",
         f"{EXECUTOR}X",
         f"{EXECUTOR}.execute",
-        "medflare.flare.executors.Preload",
+        "medflare.flare.executors.Relay",
         "medflare.flare.executors",
         STREAMER,
         "TBWriter",

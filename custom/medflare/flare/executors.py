@@ -1,7 +1,7 @@
 """A site's part as FLARE executors: a class for each paper's method, so that a job names what it runs.
 
 The imports at the top are light. In FLARE's simulator they are all there is: the participants live elsewhere (`simulator`).
-In a site's own process torch, MONAI and the method are loaded by a thread while FLARE still connects (`Preload`).
+In a site's own process torch, MONAI and the method are loaded by a thread while FLARE still connects.
 """
 
 import os
@@ -73,7 +73,9 @@ class MedflareExecutor(Executor):
         share_cleanup_thread()
         self._relay = Relay(os.getppid())
         self._heartbeat = Heartbeat()
-        self._preload = Preload(self.method_name) if _serves_a_site() and not self._relay.there() else None
+        self._preload = threading.Thread(target=load_ahead, args=(self.method_name,), name="medflare_preload", daemon=True)
+        if _serves_a_site() and not self._relay.there():
+            self._preload.start()  # while FLARE still connects the site
         anchor(DATA_ROOT)
 
     @property
@@ -83,8 +85,8 @@ class MedflareExecutor(Executor):
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Import everything before the first task; wait for work before every poll; send heartbeats until the answer has been sent."""
-        if event_type == EventType.ABOUT_TO_START_RUN and self._preload is not None:
-            self._preload.finish()
+        if event_type == EventType.ABOUT_TO_START_RUN and self._preload.ident is not None:
+            self._preload.join()
         elif event_type == EventType.BEFORE_PULL_TASK:
             self._heartbeat.end()
             wait_for_work(fl_ctx)
@@ -137,15 +139,12 @@ class MedflareExecutor(Executor):
         return bool(self._abort_signal.triggered)
 
     def _spec(self, fl_ctx: FLContext) -> ParticipantSpec:
-        """Made once: nothing of it changes during a job, and finding what an interrupted one has left asks the disk."""
-        if self._known is None:
-            self._known = self._new_spec(fl_ctx)
-        return self._known
-
-    def _new_spec(self, fl_ctx: FLContext) -> ParticipantSpec:
+        """Made once: nothing of it changes during a job."""
+        if self._known is not None:
+            return self._known
         workspace: Workspace = fl_ctx.get_engine().get_workspace()
         job = fl_ctx.get_job_id()
-        return ParticipantSpec(
+        self._known = ParticipantSpec(
             name=fl_ctx.get_identity_name(),
             method=self.method_name,
             server_half=self.server_half,
@@ -156,28 +155,13 @@ class MedflareExecutor(Executor):
             hyper=self.hyper or {},
             resumed=left_behind(workspace, self.resume),
         )
+        return self._known
 
 
 def _serves_a_site() -> bool:
     """Whether FLARE started this process; others make executors only to write them into a job."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.startswith("nvflare.private.")
-
-
-class Preload:
-    """Imports what the first task needs, in a thread, while FLARE connects the site."""
-
-    def __init__(self, method: str):
-        self._method = method
-        self._thread = threading.Thread(target=self._load, name="medflare_preload", daemon=True)
-        self._thread.start()
-
-    def _load(self) -> None:
-        load_ahead(self._method)
-
-    def finish(self) -> None:
-        """Returns when everything is imported."""
-        self._thread.join()
 
 
 EXECUTORS = named_classes(MedflareExecutor, "executor", __name__)  # method -> executor
