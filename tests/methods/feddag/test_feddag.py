@@ -72,14 +72,6 @@ class TestSite:
             assert reply.states.keys() == half.manifest("train", half.plan).keys()
         assert half.manifest("warm_up", half.plan).keys() == {"model"} and half.manifest("score", half.plan) == {}
 
-    def test_teacher_stays_and_is_sent_in_type_3(self) -> None:
-        half, start = squares.half(FedDAGSite), squares.start()
-        teacher = half.perform("train", 0, Message({"model": start})).states["model"]
-        assert squares.equal(half.kept, teacher)
-        other = copy_state({name: tensor + 1 if tensor.is_floating_point() else tensor for name, tensor in start.items()})
-        begun = half._begin(Message({"model": other}))
-        assert squares.equal(weights(begun.teacher), teacher) and squares.equal(weights(begun.student), other)
-
     @pytest.mark.parametrize(
         ("hyper", "student", "teacher"),
         [

@@ -123,11 +123,6 @@ class TestAggregation:
         mean = averaged(aggregation(kappa=0), states, dict.fromkeys("ABC", 0.7))
         assert mean["weight"].item() == pytest.approx(3)
 
-    def test_identical_sites_are_a_fixed_point(self) -> None:
-        average = aggregation(beta=4.0)
-        for score in (0.2, 0.9, 0.5):
-            assert averaged(average, {"A": state(5), "B": state(5)}, {"A": score, "B": 0.4})["weight"].item() == pytest.approx(5)
-
     def test_higher_scores_weigh_more_and_earlier_models_come_back(self) -> None:
         average = aggregation(kappa=1)
         assert averaged(average, {"A": state(0), "B": state(1)}, {"A": 0.9, "B": 0.1})["weight"].item() == pytest.approx(0.1)
@@ -145,15 +140,6 @@ class TestAggregation:
         unknown = aggregation()
         averaged(unknown, {"A": state(0), "B": state(1), "C": state(2)}, {"A": 0.4, "B": math.nan, "C": 0.8})
         assert unknown.weights == pytest.approx({"A": 0.4 / 1.8, "B": 0.6 / 1.8, "C": 0.8 / 1.8})
-
-    def test_one_site_keeps_its_model(self) -> None:
-        assert averaged(aggregation(), {"A": state(3)}, {"A": math.nan})["weight"].item() == 3
-
-    def test_history_is_bounded_by_kappa(self) -> None:
-        average = aggregation(kappa=2)
-        for round in range(5):
-            averaged(average, {"A": state(round)}, {"A": 0.5})
-        assert [model["weight"].item() for model, _ in average.history["A"]] == [3, 4]
 
 
 class TestServer:

@@ -8,10 +8,9 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.core.states import StateDict, copy_state, weighted_mean
+from medflare.core.states import StateDict, copy_state
 from medflare.methods import grace
 from medflare.methods.base import Step
-from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.grace import formulas as grace_math
 from medflare.methods.grace.server import GraceServer, trainable_names
@@ -136,31 +135,11 @@ class TestServer:
         )
         assert not squares.equal(plain, changed)
 
-    def test_fedavgs_server_by_configuration(self, replies: dict[str, Message]) -> None:
-        ours, theirs = squares.server(GraceServer, consistency=False), squares.server(FedAvgServer)
-        assert squares.equal(self.aggregated(ours, replies), self.aggregated(theirs, replies))
-
     def test_identical_sites_are_a_fixed_point(self, replies: dict[str, Message]) -> None:
         server = squares.server(GraceServer)
         before = copy_state(server.model)
         same = {name: Message({"model": copy_state(before)}, reply.facts) for name, reply in replies.items()}
         assert squares.equal(self.aggregated(server, same), before)
-
-    def test_a_missing_site_is_left_out(self, replies: dict[str, Message]) -> None:
-        del replies["B"]
-        found = self.aggregated(squares.server(GraceServer), replies)
-        states = {name: reply.states["model"] for name, reply in replies.items()}
-        for name, tensor in weighted_mean(states, {"A": 10, "C": 30}).items():  # of two updates each agrees with the other as much
-            torch.testing.assert_close(found[name], tensor)
-
-    def test_trainable_names_are_parameters_in_order(self) -> None:
-        names = trainable_names(squares.SEGMENTATION)
-        assert names == [name for name, _ in squares.site().network().named_parameters()]
-        assert not any("running" in name for name in names)
-
-    def test_any_site_half_will_do(self) -> None:
-        assert get_method("fedavg", server="grace").server_class is GraceServer
-        squares.play(squares.server(GraceServer, rounds=1), squares.halves(FedAvgSite))
 
 
 class TestFederation:

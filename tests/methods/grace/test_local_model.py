@@ -7,8 +7,7 @@ import pytest
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.fedavg import FedAvgSite
-from medflare.methods.grace.local_model import LocalModelSite
+from medflare.methods.grace.site import GraceSite
 from methods import squares
 
 
@@ -16,14 +15,8 @@ def incoming(state: StateDict) -> Message:
     return Message({"model": copy_state(state)})
 
 
-@pytest.mark.parametrize("moments", [{}, {"reset_optimizer": True}])
-def test_trains_as_fedavg_does(moments: Any) -> None:
-    ours, theirs = (squares.trained(half, rounds=2, **moments)[0] for half in (LocalModelSite, FedAvgSite))
-    assert squares.equal(ours, theirs)
-
-
 def test_inside_the_best_local_model_outside_the_global_one() -> None:
-    half, start = squares.half(LocalModelSite), squares.start()
+    half, start = squares.half(GraceSite), squares.start()
     values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
     half.validation = lambda model: next(values)  # global, personal, ... of three rounds
     states = [half.perform("train", round, incoming(start)).states["model"] for round in range(3)]
@@ -31,30 +24,30 @@ def test_inside_the_best_local_model_outside_the_global_one() -> None:
     assert squares.equal(delivered["global"].states["model"], start)
     assert squares.equal(delivered["personal"].states["model"], states[1])
     assert delivered["deployed"] is delivered["personal"]
-    outside = squares.half(LocalModelSite, "O").deliver(incoming(start))
+    outside = squares.half(GraceSite, "O").deliver(incoming(start))
     assert outside.keys() == {"global", "deployed"} and squares.equal(outside["deployed"].states["model"], start)
 
 
 @pytest.mark.parametrize(("hyper", "counts"), [({"selection": "last"}, (12, 4, 5)), ({}, (12, 0, 5))], ids=["last", "no validation images"])
 def test_the_last_local_model(hyper: Any, counts: tuple[int, int, int]) -> None:
-    half, start = squares.half(LocalModelSite, counts=counts, **hyper), squares.start()
+    half, start = squares.half(GraceSite, counts=counts, **hyper), squares.start()
     states = [half.perform("train", round, incoming(start)).states["model"] for round in range(2)]
     assert squares.equal(half.deliver(incoming(start))["personal"].states["model"], states[1])
 
 
 def test_site_that_never_trained_uses_the_global_model() -> None:
     start = squares.start()
-    assert squares.equal(squares.half(LocalModelSite).deliver(incoming(start))["deployed"].states["model"], start)
+    assert squares.equal(squares.half(GraceSite).deliver(incoming(start))["deployed"].states["model"], start)
 
 
 def test_outside_adaptation_only_outside() -> None:
     start = squares.start()
     for tta, kind in (("none", "plain"), ("tent", "tent"), ("dsbn", "dsbn")):
-        delivered = {name: squares.half(LocalModelSite, name, tta=tta).deliver(incoming(start)) for name in "AO"}
+        delivered = {name: squares.half(GraceSite, name, tta=tta).deliver(incoming(start)) for name in "AO"}
         assert {name: models["deployed"].facts["kind"] for name, models in delivered.items()} == {"A": "plain", "O": kind}
         assert {models["global"].facts["kind"] for models in delivered.values()} == {"plain"}
     assert delivered["O"]["deployed"].states.keys() == {"model", "statistics"}
-    tent = squares.half(LocalModelSite, "O", tta="tent", tent_rate=0.02).deliver(incoming(start))
+    tent = squares.half(GraceSite, "O", tta="tent", tent_rate=0.02).deliver(incoming(start))
     assert tent["deployed"].facts["tent"]["rate"] == 0.02
 
 
@@ -62,12 +55,12 @@ def test_outside_adaptation_only_outside() -> None:
 def test_adaptation_without_batch_norm_is_refused_before_training(tta: str) -> None:
     task = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
     with pytest.raises(ConfigError, match="BatchNorm"):
-        squares.half(LocalModelSite, "A", task, tta=tta)
-    squares.half(LocalModelSite, "A", task)
+        squares.half(GraceSite, "A", task, tta=tta)
+    squares.half(GraceSite, "A", task)
 
 
 def test_facts_and_probe() -> None:
-    _, facts = squares.trained(LocalModelSite, probe=True)
+    _, facts = squares.trained(GraceSite, probe=True)
     assert 0 <= facts["validation"]["personal"] <= 1 and -2 <= facts["a_distance"] <= 2
-    assert "a_distance" not in squares.trained(LocalModelSite)[1]
-    assert squares.trained(LocalModelSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split
+    assert "a_distance" not in squares.trained(GraceSite)[1]
+    assert squares.trained(GraceSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split

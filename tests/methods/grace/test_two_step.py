@@ -112,28 +112,6 @@ def test_with_swapped_halves_every_image_is_in_the_update(norm: str) -> None:
     assert far > 1e-6
 
 
-@pytest.mark.parametrize("second_order", [True, False])
-def test_second_order_is_the_exact_gradient_and_first_order_is_not(second_order: bool) -> None:
-    """The gradient of L_meta along a direction against the difference quotient of L_meta itself."""
-    place = squares.site("A", squares.CLASSIFICATION)
-    network = place.network().double().eval()
-    images, targets, _ = next(iter(place.batches("train", 0, batch_size=12)))
-    loss = MetaLoss(network, place, None, lambda theta, first: meta_trained(theta, first, 0.5, second_order))
-    gradients = torch.autograd.grad(loss(network, images.double(), targets), trainable(network))
-    generator = torch.Generator().manual_seed(0)
-    direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in trainable(network)]
-    slope = float(sum((g * d).sum() for g, d in zip(gradients, direction, strict=True)))
-    origin, ends = copy_state(network.state_dict()), []
-    for length in (1e-6, -1e-6):
-        network.load_state_dict(origin)
-        with torch.no_grad():
-            for parameter, towards in zip(trainable(network), direction, strict=True):
-                parameter.add_(length * towards)
-        ends.append(loss(network, images.double(), targets).item())
-    quotient = (ends[0] - ends[1]) / 2e-6
-    assert (slope == pytest.approx(quotient, rel=1e-4)) is second_order
-
-
 def test_batch_norm_follows_both_halves_and_parameters_end_where_the_optimizer_put_them() -> None:
     place = squares.site("A")
     network = place.network().train()

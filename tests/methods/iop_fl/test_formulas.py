@@ -1,7 +1,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from medflare.methods.iop_fl.formulas import (
     neighbourhood_range,
     shape_loss,
     shape_loss_official,
-    site_step,
     total_loss,
     total_loss_official,
     turned,
@@ -73,21 +71,6 @@ def test_result_shares_no_memory_with_the_live_model() -> None:
     assert torch.equal(adapted["w"], torch.ones(2)) and adapted["n"] == 2
 
 
-def test_running_statistics_take_no_step() -> None:
-    """A variance that fell from 1 to 0.1: as a step it would lead another one, which is at 0.5, below 0."""
-    start = {"w": torch.tensor(1.0), "v": torch.tensor(1.0), "n": torch.tensor(0)}
-    local = {"w": torch.tensor(0.5), "v": torch.tensor(0.1), "n": torch.tensor(3)}
-    own = {"w": torch.tensor(1.0), "v": torch.tensor(0.5), "n": torch.tensor(0)}
-    step = site_step(local, start, ["w"])
-    explicit = local_adapted_explicit(own, local, step, 0.9, ["w"])
-    incremental = local_adapted_incremental(own, step, {name: 0 * tensor for name, tensor in step.items()}, 0.9, ["w"])
-    close(explicit["w"], 0.1)
-    close(incremental["w"], 0.55)
-    for found in (explicit, incremental):
-        close(found["v"], 0.1 * 0.5 + 0.9 * 0.1)
-        assert found["n"] == 3
-
-
 @pytest.mark.parametrize("local", [{}, {"w": torch.ones(1)}, torch.ones(2)])
 def test_a_model_that_does_not_fit_is_refused(local: Any) -> None:
     with pytest.raises(ValueError):
@@ -137,20 +120,6 @@ def test_totals(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor]) ->
     )
     official = total_loss_official(consistency_loss(p, noisy), shape_loss_official(p[:, 1:], 10), entropy_loss_official(p), 2)
     close(official, iop["tta/official_total_d10"])
-
-
-def test_shape_by_hand_at_the_border() -> None:
-    p = torch.tensor([[[[0.0, 1.0, 0.25, 0.25, 0.25]]]])  # one row: windows are clipped on all sides
-    expected = [1.0, 1.0, 0.75, 0.0, 0.0]
-    close(neighbourhood_range(p, 1)[0, 0, 0], expected)
-    close(shape_loss(torch.cat([1 - p, p], dim=1), 1), 2 * np.mean(expected))
-
-
-def test_square_window_equals_a_full_two_dimensional_search() -> None:
-    p = torch.rand(2, 3, 9, 7)
-    largest = torch.nn.functional.max_pool2d(p, 5, stride=1, padding=2)
-    smallest = -torch.nn.functional.max_pool2d(-p, 5, stride=1, padding=2)
-    assert torch.equal(neighbourhood_range(p, 2), largest - smallest)
 
 
 def test_a_cube_window_equals_a_full_three_dimensional_search_and_one_slice_is_a_picture() -> None:

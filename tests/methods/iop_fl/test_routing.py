@@ -93,17 +93,6 @@ def test_samples_have_weights_of_their_own() -> None:
     assert first.shape == (4, 3) and (first.std(dim=0) > 1e-3).all()
 
 
-def test_one_hot_coefficients_give_that_expert() -> None:
-    states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
-    routed = RoutedNetwork(Everything(), states)
-    with torch.no_grad():
-        for router in (module for module in routed.modules() if isinstance(module, MLPRouter)):
-            router.fc2.bias.copy_(torch.tensor([-200.0, 200.0, -200.0]))
-        chosen = Everything()
-        chosen.load_state_dict({**states[1], "act.weight": states[-1]["act.weight"]})
-        torch.testing.assert_close(routed(images), chosen(images))
-
-
 @pytest.mark.parametrize(("name", "entry"), [("conv", "e"), ("deconv", "u")])
 def test_reference_numbers(golden: Golden, name: str, entry: str) -> None:
     numbers = {key: torch.as_tensor(value) for key, value in golden("iop").items()}
@@ -179,19 +168,6 @@ def test_adapted_state_comes_back_and_foreign_ones_are_refused() -> None:
     assert torch.equal(first(images), second(images))
     with pytest.raises(StateError):
         RoutedNetwork(Everything(), states, Routing(per_layer=False)).load_adapted_state(first.adapted_state())
-
-
-def test_building_leaves_the_global_generator_and_the_network_alone() -> None:
-    network = Everything()
-    before, weights = torch.get_rng_state(), {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    RoutedNetwork(network, states_of_frozen(), Routing())
-    assert torch.equal(before, torch.get_rng_state())
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in network.state_dict().items())
-
-
-def states_of_frozen() -> list[StateDict]:
-    with torch.random.fork_rng():
-        return states_of(Everything, 2)
 
 
 def test_errors_name_the_offender() -> None:

@@ -109,34 +109,6 @@ def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options: d
     assert torch.equal(fourier_aggregate(weights, 0.4, **options), weights)
 
 
-def test_zero_weights_stay_zero() -> None:
-    options: dict[str, Any]
-    for options in VARIANTS.values():
-        assert torch.equal(fourier_aggregate(torch.zeros(3, 4, 6), 0.4, **options), torch.zeros(3, 4, 6))
-    one_silent = torch.stack([torch.zeros(4, 6), torch.ones(4, 6)])
-    for options in VARIANTS.values():
-        assert torch.isfinite(fourier_aggregate(one_silent, 0.4, **options)).all()
-
-
-def test_the_band_is_shared_and_the_rest_is_not() -> None:
-    weights = normal(3, 12, 10)
-    spectra = torch.fft.fft2(fourier_aggregate(weights, 0.25, phase_mean="circular"))
-    own = torch.fft.fft2(weights)
-    for k in (1, 2):
-        torch.testing.assert_close(spectra[k, 1:4, 1:3], spectra[0, 1:4, 1:3])
-        torch.testing.assert_close(spectra[k, 4:9], own[k, 4:9])
-        torch.testing.assert_close(spectra[k, :, 3:8], own[k, :, 3:8])
-    assert not torch.allclose(spectra[0, 1:4, 1:3], own[0, 1:4, 1:3])
-
-
-def test_opposite_numbers_average_to_nothing_in_the_circular_mean_and_to_a_right_angle_in_the_arithmetic_one() -> None:
-    weights = torch.tensor([1.0, -1.0]).reshape(2, 1, 1)  # one real bin, phases 0 and pi
-    assert fourier_aggregate(weights, 0.5, phase_mean="circular").abs().max() == 0
-    torch.testing.assert_close(fourier_aggregate(weights, 0.5), torch.zeros(2, 1, 1), rtol=0, atol=1e-7)
-    mostly_positive = torch.tensor([2.0, 2.0, 2.0, -2.0]).reshape(4, 1, 1)  # mean angle pi/4
-    torch.testing.assert_close(fourier_aggregate(mostly_positive, 0.5), torch.full((4, 1, 1), 2 / math.sqrt(2)))
-
-
 def test_half_precision_comes_back_as_half_precision() -> None:
     weights = normal(3, 8, 6, dtype=torch.float32)
     found = fourier_aggregate(weights.half(), 0.4)

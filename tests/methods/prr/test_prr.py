@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from medflare.core.manifest import violation
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import batch_norm_entries, split_state, weighted_mean
@@ -58,15 +57,6 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> No
             assert message.states.keys() <= {"model", "prototypes"}
     assert not equal(halves["A"].normalisation, halves["B"].normalisation)
     assert server.models() == {}  # no whole model is known to the server
-
-
-def test_replies_are_what_the_manifest_says() -> None:
-    half = squares.halves(PRRSite)["A"]
-    server = server_of({"A": half})
-    reply = half.perform("train", 0, server.configure(Step("train", 0), "A"))
-    assert violation(reply, half.manifest("train", half.plan)) is None
-    assert reply.states["prototypes"]["prototypes"].shape == (2, 4) and reply.states["prototypes"]["present"].tolist() == [True, True]
-    assert PRRSite.manifest("train", plan_of(PRRSite, PRRServer, cpa="global")).keys() == {"model"}
 
 
 # ---- aggregation --------------------------------------------------------------------------------------------------------------
@@ -211,13 +201,6 @@ def test_results_and_card_say_which_model_every_site_deploys(tmp_path: Path) -> 
         assert site["metrics"]["deployed"] == site["metrics"][card["model"]]
         assert card["validation"][card["model"]] == max(card["validation"].values())
     assert "reports" not in results["sites"]["site-3"] or "deployed" not in results["sites"]["site-3"]["reports"]
-
-
-def test_the_last_round_is_delivered_on_request() -> None:
-    _, server, halves = federation(rounds=3, selection="last")
-    models = halves["A"].deliver(server.configure_delivery("A"))
-    assert equal(models["personal"].states["model"], halves["A"].personal)
-    assert equal(models["global"].states["model"], {**halves["A"].normalisation, **server.aggregated["A"]})
 
 
 def outsider() -> PRRSite:

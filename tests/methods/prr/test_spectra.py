@@ -1,7 +1,6 @@
 """Changes to spectra in pieces: what whole transforms give, wherever blocks and tiles end and wherever the pieces lie."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -62,36 +61,6 @@ def test_axes_in_another_order_come_back_in_their_own(order: tuple[int, ...]) ->
     matrices = torch.stack([weight.flatten(2).flatten(0, 1) for weight in turned])
     expected = whole(matrices, 3, planes=True).view(2, *turned[0].shape)
     torch.testing.assert_close(torch.stack([target.permute(order) for target in found]), expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_what_is_not_changed_stays_to_the_bit() -> None:
-    weights = normal(2, 11, 60).float()
-    found = torch.empty_like(weights)
-
-    def nothing(parts: list[Tensor], columns: slice) -> None:
-        for part in parts:
-            part.zero_()
-
-    change_spectra(weights.unbind(), found.unbind(), 1, 21, nothing)
-    assert torch.equal(found, weights)
-
-
-@pytest.mark.parametrize(("columns", "kept", "expected"), [(60, 30, 0), (60, 31, 2), (61, 21, 2)])
-def test_the_spectra_lie_in_the_results_memory_where_they_fit(
-    columns: int, kept: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    empty = spectra.empty
-
-    def noted(*given: Any) -> Tensor:
-        made.append(given)
-        return empty(*given)
-
-    monkeypatch.setattr(spectra, "empty", noted)
-    weights = normal(2, 11, columns)
-    change_spectra(weights.unbind(), torch.empty_like(weights).unbind(), 1, kept, mixed)
-    assert len(made) == expected
 
 
 def test_large_layers_in_files_end_in_the_same_bits(tmp_path: Path) -> None:

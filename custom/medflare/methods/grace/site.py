@@ -12,15 +12,22 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
+from medflare.adaptation.registry import check_adaptable, dsbn_for, with_tent
 from medflare.core.errors import ConfigError
-from medflare.core.rng import seeded
+from medflare.core.manifest import Fact, Phase, number, table
+from medflare.core.message import Message
+from medflare.core.rng import derived_seed, seeded
 from medflare.core.states import copy_state
-from medflare.methods.base import Kept
-from medflare.methods.grace.formulas import adversarial, coral, mmd
+from medflare.data.sites.site import Site
+from medflare.inference.deployed import build
+from medflare.methods.base import MEASURED, VALIDATION, Kept, Plan
+from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
+from medflare.methods.grace.formulas import a_distance, adversarial, coral, mmd
 from medflare.methods.grace.hyper import GraceSiteHyper
-from medflare.methods.grace.local_model import LocalModelSite
-from medflare.methods.grace.two_step import Penalty
+from medflare.methods.grace.two_step import Penalty, train_two_steps
 from medflare.methods.parts.normalisation import batch_statistics
+from medflare.methods.parts.selection import Best
+from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 
@@ -28,22 +35,41 @@ _HIDDEN: Final = 64  # width of the two-layer discriminator
 _DISCRIMINATOR_RATE: Final = 7e-4  # of its Adam, as in the published code
 
 
-class GraceSite(LocalModelSite[GraceSiteHyper]):
-    """Two-step training with feature alignment; `client` chooses the paper's variants, "erm" is FedAvg's training."""
+A_DISTANCE = Fact("a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train")
+STEPS = Fact("steps", "mean length of two-step training's inner and outer step", table(number(0, optional=True)), "train")
+
+
+class GraceSite(FedAvgSite[GraceSiteHyper]):
+    """Two-step training with feature alignment; `client` chooses the paper's variants, "erm" is FedAvg's training.
+
+    The site keeps its local model after training, before the next broadcast overwrites it, of the best round by its own validation images.
+    """
 
     Hyper: ClassVar[type] = GraceSiteHyper
+    capabilities: ClassVar[frozenset[Any]] = frozenset()
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY, A_DISTANCE, STEPS)),
+        VALIDATE,
+    )
     unprotected = "its alignment compares the features of a whole batch, and meta-train follows a gradient without noise"
 
     discriminator = Kept("discriminator")
 
+    def __init__(self, site: Site, plan: Plan[GraceSiteHyper, Any]):
+        super().__init__(site, plan)
+        self.personal = Best(self.memory, "personal")
+        self._steps: dict[str, float | None] | None = None
+
     @classmethod
     def check(cls, task: TaskConfig, hyper: GraceSiteHyper, server_hyper: Any) -> None:
-        """Refuse a rate of a plain meta-train step where there is none.
+        """Refuse a rate of a plain meta-train step where there is none, and a network that cannot be adapted where it is to be.
 
         Raises:
-            ConfigError: `inner_rate` without inner=sgd.
+            ConfigError: one of both.
         """
         super().check(task, hyper, server_hyper)
+        if hyper.tta != "none":
+            check_adaptable(task)
         if hyper.inner_rate is not None and hyper.inner != "sgd":
             raise ConfigError("inner_rate is the rate of a plain gradient step; set inner=sgd, or leave inner_rate out")
 
@@ -51,6 +77,29 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
     def needs_features(cls, hyper: GraceSiteHyper) -> bool:
         """Two steps, alignment and the probe."""
         return hyper.client != "erm" or hyper.probe
+
+    def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training; the local model is measured, offered as the personal one and, where asked for, probed (A-distance)."""
+        self._steps = None
+        reply = super().train(round, incoming)
+        state = reply.states[MODEL]
+        local = self.network("model", state)
+        value = finite_or_none(self.validation(local))
+        reply.facts[VALIDATION]["personal"] = value
+        self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
+        if self.hyper.probe:
+            features = (self._features(model) for model in (self.frozen(incoming.states[GLOBAL]), local))
+            seed = derived_seed(self.site.seed, self.site.name, round, "probe") % 2**32
+            reply.facts[A_DISTANCE] = finite_or_none(a_distance(*features, seed=seed))
+        if self._steps is not None:
+            reply.facts[STEPS] = self._steps
+        return reply
+
+    @torch.no_grad()
+    def _features(self, model: FeatureNetwork) -> Tensor:
+        """Pooled features (N, D) of the site's training images."""
+        model.eval()
+        return torch.cat([pooled(model.features_and_output(batch.images)[0]).cpu() for batch in self.site.ordered("train")])
 
     def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
         """Two-step training with the alignment that `client` names; "erm" is FedAvg's training."""
@@ -67,7 +116,9 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
 
     def _two_steps(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int, penalty: Penalty | None = None) -> float:
         hyper = self.hyper
-        return self.two_steps(model, optimizer, round, penalty, inner=hyper.inner, rate=hyper.inner_rate, swap=hyper.swap)
+        options: dict[str, Any] = {"inner": hyper.inner, "rate": hyper.inner_rate, "swap": hyper.swap}
+        loss, self._steps = train_two_steps(model, optimizer, self.site, round, penalty, **options)
+        return loss
 
     def aligned(self, shared: FeatureNetwork, distance: Penalty) -> Penalty:
         """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2; nothing for a single row, which has no distribution to align.
@@ -109,6 +160,19 @@ class GraceSite(LocalModelSite[GraceSiteHyper]):
             handle.remove()
         self.optimizers.keep("discriminator", own)
         self.discriminator = copy_state(discriminator.state_dict())
+
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        """Inside: the local model (the global one where the site never trained). Outside: the global one, adapted as chosen."""
+        shared = received(incoming)
+        if self.inside:
+            own = shared if self.personal.state is None else trained_model(self.personal.state, self.personal.round)
+            return {"global": shared, "personal": own, "deployed": own}
+        adapted = shared
+        if self.hyper.tta == "tent":
+            adapted = with_tent(shared, self.site.task, rate=self.hyper.tent_rate)
+        elif self.hyper.tta == "dsbn":
+            adapted = dsbn_for(self.site, shared, partial(build, self.site.task))
+        return {"global": shared, "deployed": adapted}
 
 
 def build_discriminator(width: int) -> nn.Module:
