@@ -11,9 +11,8 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
-from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step
+from medflare.methods.base import Capability, ServerContext, ServerHalf, ServerHyper, Step
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving, trained_model
-from medflare.methods.method import Capability
 from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import Election
 

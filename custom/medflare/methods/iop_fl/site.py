@@ -11,12 +11,11 @@ from medflare.data.sites.site import Site
 from medflare.inference.adaptation import with_tent
 from medflare.inference.deployed import Repeated, plain_message
 from medflare.inference.routing import Statistics, routed_layers
-from medflare.methods.base import N_SAMPLES, Kept, Plan
+from medflare.methods.base import N_SAMPLES, Capability, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted, local_adapted_explicit, local_adapted_incremental, site_step
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
-from medflare.methods.method import Capability
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.catalogue import meta_network
