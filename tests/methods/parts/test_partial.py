@@ -28,12 +28,6 @@ def test_batch_norm_is_found_by_its_type() -> None:
     assert not any(name.startswith(("body.0", "head")) for name in names)
 
 
-def test_running_statistics_alone_leave_the_trained_entries_shared() -> None:
-    part, state = LocalPart.of_running_statistics(Small()), Small().state_dict()
-    assert part.names >= STATISTICS and {"body.1.weight", "body.1.bias"} <= part.shared(state).keys()
-    assert part.names == LocalPart.of_batch_norm(Small()).names - {"body.1.weight", "body.1.bias"}
-
-
 def test_a_path_is_a_module_and_all_below_it() -> None:
     assert LocalPart.of_paths(Small(), ["head"]).names == {"head.weight", "head.bias"}
     assert (

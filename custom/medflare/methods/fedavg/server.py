@@ -29,12 +29,7 @@ G = TypeVar("G", bound=ServerHyper)
 
 
 def warn_of_few(context: ServerContext, rule: str) -> None:
-    """An event where a robust rule has too few sites to be more than a mean.
-
-    Args:
-        context: names the sites.
-        rule: of `parts.robust`.
-    """
+    """An event where a robust rule has too few sites to be more than a mean."""
     if rule != "mean" and len(context.sites) < 3:
         context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
 
@@ -97,15 +92,7 @@ class FedAvgServer(ServerHalf[G]):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
     def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:
-        """What the sites' models become, by this half's formula; its weights are left in the record where they say something.
-
-        Args:
-            round: 0-based.
-            replies: site -> reply with its trained model.
-
-        Returns:
-            The entries that the sites sent, aggregated.
-        """
+        """The entries that the sites sent, aggregated by this half's formula, whose weights are left in the record."""
         model = self.aggregation.shared(site_models(replies, MODEL), round, self.model)
         self.context.note(weight=self.aggregation.weights)
         return model

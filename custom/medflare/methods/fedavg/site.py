@@ -132,7 +132,7 @@ class FedAvgSite(SiteHalf[F]):
         Args:
             model: whose trainable parameters are optimized.
             purpose: names the optimizer's moments in the half's memory.
-            train: optimizer -> whatever training returns, as a rule its mean loss.
+            train: called with the optimizer.
         """
         weights = trainable(model)
         moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network rest
