@@ -1,12 +1,12 @@
 """A method as one object: its names are checked, its halves loaded when needed, halves of two methods paired."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-import torch
 
+import medflare.methods
 from medflare.core.errors import ConfigError
-from medflare.methods.base import ServerContext
+from medflare.methods.base import Capability, ServerContext
 from medflare.methods.baselines.moon import MoonSite
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
@@ -51,7 +51,7 @@ class TestCheck:
 
     def test_a_name_that_both_halves_have_must_say_which(self) -> None:
         pair = get_method("grace", server="sha")
-        with pytest.raises(ConfigError, match=r"'beta' of method 'grace\+sha' has two meanings, .*; write site\.beta or server\.beta"):
+        with pytest.raises(ConfigError, match="beta"):
             pair.check({"beta": 2.0})
         owned = pair.effective({"site.beta": 2.0, "server": {"beta": 3.0}})
         assert (owned["site"]["beta"], owned["server"]["beta"]) == (2.0, 3.0)
@@ -60,13 +60,13 @@ class TestCheck:
         grace = get_method("grace")
         grace.check({"tta": "tent"})
         grace.check({"tta": "tent"}, squares.SEGMENTATION)
-        with pytest.raises(ConfigError, match="no BatchNorm"):
+        with pytest.raises(ConfigError, match="BatchNorm"):
             grace.check({"tta": "tent"}, squares.WITHOUT_BATCH_NORM)
 
     def test_differential_privacy_is_refused_with_the_methods_own_reason(self) -> None:
         prr = get_method("prr")
         for values in ({"dp_noise": 1.0}, {"site.dp_clip": 1.0}, {"site": {"dp_delta": 1e-5}}):
-            with pytest.raises(ConfigError, match=r"^dp_\w+: method 'prr' cannot train with differential privacy: class prototypes"):
+            with pytest.raises(ConfigError, match="dp_"):
                 prr.check(values)
         assert not get_method("fedavg").unprotected
 
@@ -101,7 +101,7 @@ class TestObjects:
     def test_halves_may_be_named_and_are_loaded_when_asked_for(self) -> None:
         lazy = made(site="medflare.methods.fedavg.site:FedAvgSite", server="nowhere.at.all:Server")
         assert lazy.name == "mine" and lazy.halves == ("mine", "mine")
-        with pytest.raises(ConfigError, match=r"'nowhere\.at\.all:Server' cannot be loaded \(No module named 'nowhere'\)"):
+        with pytest.raises(ConfigError, match="nowhere"):
             lazy.check({})
 
 
@@ -123,18 +123,13 @@ class TestPaired:
         assert paired(get_method("fedavg"), first).halves == ("fedavg", "grace")
 
     @pytest.mark.parametrize(
-        ("site", "server", "words"),
-        [
-            ("prr", "fedavg", r"'prr\+fedavg': the site half of 'prr' goes with no server half but its own; run 'prr'"),
-            ("fedavg", "prr", r"'fedavg\+prr': the server half of 'prr' goes with no site half but its own; run 'prr'"),
-            ("fedavg", "fedsm", "the server half of 'fedsm' goes with no site half but its own"),
-            ("fedavg", "iop_fl", "the server half of 'iop_fl' goes with no site half but its own"),
-        ],
+        ("site", "server", "lonely"),
+        [("prr", "fedavg", "prr"), ("fedavg", "prr", "prr"), ("fedavg", "fedsm", "fedsm"), ("fedavg", "iop_fl", "iop_fl")],
     )
-    def test_halves_that_need_their_own_other_half_are_refused(self, site: str, server: str, words: str) -> None:
+    def test_halves_that_need_their_own_other_half_are_refused(self, site: str, server: str, lonely: str) -> None:
         pair = paired(get_method(site), get_method(server))
         for ask in (pair.check, lambda values: pair.plan(squares.SEGMENTATION, squares.SITES, values)):
-            with pytest.raises(ConfigError, match=words):
+            with pytest.raises(ConfigError, match=lonely):
                 ask({})
         assert pair.effective({})["site"] == get_method(site).effective({})["site"]  # what each half owns can be looked at all the same
 
@@ -150,11 +145,31 @@ class TestPaired:
 
 
 class TestLoaded:
-    def test_objects_and_names(self) -> None:
-        assert loaded(FedAvgSite) is FedAvgSite
-        assert loaded("torch.nn:Linear") is torch.nn.Linear
-
     @pytest.mark.parametrize("target", ["torch.nn:Linea", "torch.nnn:Linear", "torch.nn.Linear", "torch:"])
     def test_names_of_nothing(self, target: str) -> None:
-        with pytest.raises(ConfigError, match=r"cannot be loaded \(.*\); a method names its parts as 'module:name'"):
+        with pytest.raises(ConfigError, match="module:name"):
             loaded(target)
+
+
+def test_capabilities_inherit_and_belong_to_both_halves() -> None:
+    class Mine(FedAvgSite[Any]):
+        pass
+
+    class Own(Mine):
+        capabilities: ClassVar[frozenset[Capability]] = frozenset()
+
+    class Server(FedAvgServer[Any]):
+        pass
+
+    frozen, accumulated = squares.task(freeze=["body"]), squares.task(accumulate=2)
+    for task in (frozen, accumulated):
+        made(site=Mine, server=Server).check({}, task)
+        with pytest.raises(ConfigError):
+            made(site=Own).check({}, task)
+    with pytest.raises(ConfigError, match="freeze"):
+        made(server=get_method("sha").server_class).check({}, frozen)
+
+
+def test_an_author_finds_everything_in_one_place() -> None:
+    assert 40 < len(medflare.methods.__all__) <= 60
+    assert all(getattr(medflare.methods, name) is not None for name in medflare.methods.__all__)

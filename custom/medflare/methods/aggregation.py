@@ -33,20 +33,12 @@ class SiteModel:
 
 
 def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
-    """site -> state.
-
-    Args:
-        models: site -> its part in the aggregation.
-    """
+    """site -> state."""
     return {site: model.state for site, model in models.items()}
 
 
 def samples_of(models: Mapping[str, SiteModel]) -> dict[str, float]:
-    """site -> number of samples.
-
-    Args:
-        models: site -> its part in the aggregation.
-    """
+    """site -> number of samples."""
     return {site: model.samples for site, model in models.items()}
 
 
@@ -96,12 +88,7 @@ class Aggregation(ABC, Generic[V]):
         """
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
-        """site -> the next model for that site alone; empty where all get the shared one.
-
-        Args:
-            models: site -> its model, in sorted order.
-            round: 0-based.
-        """
+        """site -> the next model for that site alone; empty where all get the shared one."""
         return {}
 
     def pack(self, message: Message) -> None:
@@ -150,9 +137,6 @@ class WeightedMean(Aggregation[Any]):
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
         """site -> p_k, up to a common factor.
-
-        Args:
-            models: site -> its part in the aggregation.
 
         Examples:
             >>> from types import SimpleNamespace

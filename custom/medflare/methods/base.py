@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -17,7 +17,6 @@ from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
 from medflare.methods.aggregation import Aggregation, NoAggregation
-from medflare.methods.method import Capability
 from medflare.methods.parts.measured import images, mean_loss, metric_value
 from medflare.methods.parts.selection import Election, Selection
 from medflare.methods.parts.training import finite_or_none
@@ -25,6 +24,8 @@ from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Account
 from medflare.tasks.config import TaskConfig
+
+Capability = Literal["accumulate", "freeze"]  # see `SiteHalf.capabilities`
 
 
 @dataclass(frozen=True, config=STRICT)

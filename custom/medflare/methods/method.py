@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import Halved, build_hyper, halved, plain
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
-Capability: TypeAlias = Literal["accumulate", "freeze"]  # what a half can do beyond plain training
 MODEL_ROLES: Final = ("global", "personal", "deployed")  # the final models of a site, as results name them
 
 

@@ -5,11 +5,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.core.states import batch_norm_entries, copy_state, weighted_mean
+from medflare.core.states import batch_norm_entries, weighted_mean
 from medflare.data.splits import Split
 from medflare.methods.baselines.fedbn import METHOD, FedBNSite
 from medflare.methods.fedavg.server import FedAvgServer
@@ -88,21 +87,11 @@ def test_without_sites_outside_normalisation_never_leaves(squares: ModuleType) -
     assert played.server.models() == {}, "the server holds no whole model"
 
 
-def test_a_new_process_for_every_task_and_a_site_that_misses_rounds(squares: ModuleType, tmp_path: object) -> None:
-    absent = {("A", 1), ("B", 0), ("B", 2)}
-    options = {"rounds": 3, "outside": ("O",), "absent": lambda step, name: (name, step.round) in absent}
-    kept, renewed = (squares.federation(FedBNSite, FedAvgServer, store=store, **options) for store in (None, tmp_path))
-    assert squares.equal(kept.model, renewed.model)
-    first = copy_state(kept.log[0].replies["A"].states["model"])
-    assert all(torch.isfinite(tensor).all() for tensor in first.values() if tensor.is_floating_point())
-    assert squares.equal(kept.halves["A"].own, renewed.halves["A"].own)
-
-
 def test_a_network_without_batch_normalisation_is_refused(squares: ModuleType) -> None:
-    with pytest.raises(ConfigError, match=r"unet has no batch normalisation .* so fedbn would be fedavg; set task.network.norm=batch"):
+    with pytest.raises(ConfigError, match="norm=batch"):
         METHOD.check({}, squares.WITHOUT_BATCH_NORM)
 
 
 def test_differential_privacy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the part that stays at home is trained on the same images and is not counted"):
+    with pytest.raises(ConfigError, match="dp_noise"):
         METHOD.check({"dp_noise": 1.0})

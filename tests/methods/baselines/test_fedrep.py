@@ -106,14 +106,6 @@ def test_heads_serve_sites_that_no_single_model_can(squares: ModuleType, torn: A
     assert min(torn(FedRepSite, FedAvgServer, task).values()) > 0.9
 
 
-def test_a_new_process_for_every_task_and_a_site_that_misses_a_round(squares: ModuleType, tmp_path: object) -> None:
-    options = {"rounds": 3, "reset_optimizer": False, "outside": ("O",), "head_epochs": 2}
-    options["absent"] = lambda step, name: name == "B" and step.round == 1
-    kept, renewed = (squares.federation(FedRepSite, FedAvgServer, store=store, **options) for store in (None, tmp_path))
-    assert squares.equal(kept.model, renewed.model)
-    assert all(squares.equal(kept.halves[name].own, renewed.halves[name].own) for name in "ABC")
-
-
 @pytest.mark.parametrize("values", [{"head_epochs": -1}, {"body_epochs": -1}, {"dp_noise": 1.0}])
 def test_what_it_refuses(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

@@ -1,7 +1,6 @@
 """MOON's loss by hand, and its place between FedAvg and GRACE."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.baselines import moon
 from medflare.methods.baselines.moon import MoonSite, contrastive_loss
-from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from methods import squares
 from small import stacked
@@ -22,13 +20,6 @@ def test_loss_by_hand() -> None:
     assert contrastive_loss(z, orthogonal, same, 0.5).item() == pytest.approx(math.log(1 + math.exp(2)))
     both = torch.cat([z, z]), torch.cat([same, orthogonal]), torch.cat([orthogonal, same])
     assert contrastive_loss(*both, 1.0).item() == pytest.approx((math.log(1 + math.exp(-1)) + math.log(1 + math.exp(1))) / 2)
-
-
-def test_feature_maps_count_as_one_vector() -> None:
-    generator = torch.Generator().manual_seed(0)
-    z, z_global, z_previous = (torch.randn(2, 3, 4, 4, generator=generator) for _ in range(3))
-    flat = [each.reshape(2, -1) for each in (z, z_global, z_previous)]
-    torch.testing.assert_close(contrastive_loss(z, z_global, z_previous), contrastive_loss(flat[0], flat[1], flat[2]))
 
 
 def test_agreeing_models_give_log_two_without_a_gradient() -> None:
@@ -105,8 +96,3 @@ def test_inside_the_best_local_model_outside_the_global_one() -> None:
     assert squares.equal(delivered["global"].states["model"], start) and squares.equal(delivered["personal"].states["model"], states[1])
     outside = squares.half(MoonSite, "O").deliver(incoming)
     assert outside.keys() == {"global", "deployed"} and squares.equal(outside["deployed"].states["model"], start)
-
-
-def test_a_restart_after_every_step_changes_nothing(tmp_path: Path) -> None:
-    kept, renewed = (squares.play(squares.server(FedAvgServer), squares.halves(MoonSite), store=store) for store in (None, tmp_path))
-    assert squares.equal(kept.model, renewed.model)

@@ -1,7 +1,6 @@
 """FedAvg's halves on small generated images: the mean of what the sites trained, the best round, what is delivered."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -95,13 +94,6 @@ def test_inside_and_outside_use_the_global_model() -> None:
         models = half.deliver(server.configure_delivery(half.site.name))
         assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
         assert squares.equal(models["global"].states["model"], server.selected[0])
-
-
-@pytest.mark.parametrize("reset", [True, False])
-def test_a_new_process_for_every_task_changes_nothing(reset: bool, tmp_path: Path) -> None:
-    once, again = (squares.federation(FedAvgSite, FedAvgServer, rounds=3, reset_optimizer=reset, store=store) for store in (None, tmp_path))
-    assert squares.equal(once.model, again.model) and once.server.best.value == again.server.best.value
-    assert bool(again.halves["A"].memory.states) is not reset
 
 
 def test_an_absent_site_is_left_out_of_the_mean() -> None:

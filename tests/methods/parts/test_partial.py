@@ -28,12 +28,6 @@ def test_batch_norm_is_found_by_its_type() -> None:
     assert not any(name.startswith(("body.0", "head")) for name in names)
 
 
-def test_running_statistics_alone_leave_the_trained_entries_shared() -> None:
-    part, state = LocalPart.of_running_statistics(Small()), Small().state_dict()
-    assert part.names >= STATISTICS and {"body.1.weight", "body.1.bias"} <= part.shared(state).keys()
-    assert part.names == LocalPart.of_batch_norm(Small()).names - {"body.1.weight", "body.1.bias"}
-
-
 def test_a_path_is_a_module_and_all_below_it() -> None:
     assert LocalPart.of_paths(Small(), ["head"]).names == {"head.weight", "head.bias"}
     assert (
@@ -45,7 +39,7 @@ def test_a_path_is_a_module_and_all_below_it() -> None:
 
 @pytest.mark.parametrize("path", ["heads", "body.9", "head.weight", "bod"])
 def test_a_path_that_names_no_module_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match=rf"no module '{path}'; it has body, head, head2"):
+    with pytest.raises(ValueError, match=path):
         LocalPart.of_paths(Small(), ["head", path])
 
 
@@ -56,14 +50,3 @@ def test_both_parts_are_the_whole_in_its_order() -> None:
         assert kept.keys() == part.names and not kept.keys() & shared.keys()
         assert [name for name in state if name in shared] == list(shared)
         assert {**shared, **kept}.keys() == state.keys()
-
-
-def test_a_network_without_such_layers_shares_everything() -> None:
-    plain = nn.Sequential(nn.Conv2d(1, 2, 1), nn.InstanceNorm2d(2, affine=True))
-    assert LocalPart.of_batch_norm(plain).names == LocalPart.of_running_statistics(plain).names == frozenset()
-    assert LocalPart.of_batch_norm(plain).shared(plain.state_dict()).keys() == plain.state_dict().keys()
-
-
-def test_names_that_a_state_lacks_do_not_matter() -> None:
-    part = LocalPart.of_paths(Small(), ["head", "head2"])
-    assert part.kept({"head.weight": Small().head.weight}).keys() == {"head.weight"}

@@ -9,11 +9,6 @@ from medflare.methods.parts.training import train_epochs, trainable
 from methods import squares
 
 
-def test_by_hand() -> None:
-    found = proximal_gradients([torch.tensor([1.0, -1.0])], [torch.tensor([3.0, 0.0])], [torch.tensor([2.0, 4.0])], 0.5)
-    assert found[0].tolist() == [1.5, -3.0]
-
-
 def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -23,12 +18,6 @@ def test_it_is_the_gradient_of_half_the_squared_distance() -> None:
     penalised = torch.stack(terms).sum()
     for found, expected in zip(proximal_gradients(plain, weights, anchor, 0.7), torch.autograd.grad(penalised, weights), strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_at_the_anchor_and_without_strength_the_gradient_stays() -> None:
-    gradient, weight = [torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 4.0])]
-    assert torch.equal(proximal_gradients(gradient, weight, weight, 9.0)[0], gradient[0])
-    assert torch.equal(proximal_gradients(gradient, weight, [torch.zeros(2)], 0.0)[0], gradient[0])
 
 
 def test_pull_changes_what_has_a_gradient_and_takes_a_gradient() -> None:

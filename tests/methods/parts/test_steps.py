@@ -123,10 +123,9 @@ def test_methods_of_plain_steps(name: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["fedsm", "fedsm_extra", "scaffold", "grace", "feddag", "sha"])
 def test_methods_of_other_steps_say_so(name: str) -> None:
     method = get_method(name)
-    own = f"method {name!r} takes steps of its own"
-    with pytest.raises(ConfigError, match=f"^{own}, which the scaled losses of fp16 do not reach; set task"):
+    with pytest.raises(ConfigError, match="fp16"):
         method.check({}, squares.task(precision="fp16"))
-    with pytest.raises(ConfigError, match=f"^{own}, one for every batch; leave out task.accumulate"):
+    with pytest.raises(ConfigError, match="accumulate"):
         method.check({}, squares.task(accumulate=2))
     method.check({}, squares.task(precision="bf16"))
 

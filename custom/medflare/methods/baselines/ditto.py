@@ -15,9 +15,9 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
-from medflare.methods.base import Kept, Plan
+from medflare.methods.base import Capability, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
-from medflare.methods.method import Capability, Method
+from medflare.methods.method import Method
 from medflare.methods.parts.proximal import pull
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none, train_epochs

@@ -17,9 +17,9 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.data.sites.site import Site
-from medflare.methods.base import VALIDATION, Kept, Plan
+from medflare.methods.base import VALIDATION, Capability, Kept, Plan
 from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, received, trained_model
-from medflare.methods.method import Capability, Method
+from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none

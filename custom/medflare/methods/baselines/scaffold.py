@@ -27,10 +27,10 @@ from medflare.core.rng import seeded
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, blend, copy_state, moved
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
-from medflare.methods.base import MEASURED, Kept, ServerContext, Step
+from medflare.methods.base import MEASURED, Capability, Kept, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
-from medflare.methods.method import Capability, Method
+from medflare.methods.method import Method
 from medflare.methods.parts.training import samples_of_pass, train_epochs
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig

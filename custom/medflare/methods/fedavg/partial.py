@@ -14,9 +14,8 @@ from medflare.core.manifest import Entry, Phase
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
-from medflare.methods.base import MEASURED, Kept, Plan
+from medflare.methods.base import MEASURED, Capability, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper, received, trained_model
-from medflare.methods.method import Capability
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.tasks.config import TaskConfig

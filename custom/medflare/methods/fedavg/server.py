@@ -11,9 +11,8 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
-from medflare.methods.base import ServerContext, ServerHalf, ServerHyper, Step
+from medflare.methods.base import Capability, ServerContext, ServerHalf, ServerHyper, Step
 from medflare.methods.fedavg.site import GLOBAL, MODEL, OWN, SELECTED_ROUND, moving, trained_model
-from medflare.methods.method import Capability
 from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import Election
 
@@ -30,12 +29,7 @@ G = TypeVar("G", bound=ServerHyper)
 
 
 def warn_of_few(context: ServerContext, rule: str) -> None:
-    """An event where a robust rule has too few sites to be more than a mean.
-
-    Args:
-        context: names the sites.
-        rule: of `parts.robust`.
-    """
+    """An event where a robust rule has too few sites to be more than a mean."""
     if rule != "mean" and len(context.sites) < 3:
         context.events.add("warning", f"{rule} of {len(context.sites)} sites is their mean: robustness needs three or more")
 
@@ -98,15 +92,7 @@ class FedAvgServer(ServerHalf[G]):
             self.model = {**self.model, **self.next_model(step.round, replies)}
 
     def next_model(self, round: int, replies: Mapping[str, Message]) -> StateDict:
-        """What the sites' models become, by this half's formula; its weights are left in the record where they say something.
-
-        Args:
-            round: 0-based.
-            replies: site -> reply with its trained model.
-
-        Returns:
-            The entries that the sites sent, aggregated.
-        """
+        """The entries that the sites sent, aggregated by this half's formula, whose weights are left in the record."""
         model = self.aggregation.shared(site_models(replies, MODEL), round, self.model)
         self.context.note(weight=self.aggregation.weights)
         return model

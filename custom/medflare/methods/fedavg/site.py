@@ -16,8 +16,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import plain_message
-from medflare.methods.base import MEASURED, Plan, SiteHalf, SiteHyper
-from medflare.methods.method import Capability
+from medflare.methods.base import MEASURED, Capability, Plan, SiteHalf, SiteHyper
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.training import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.networks.features import FeatureNetwork
@@ -133,7 +132,7 @@ class FedAvgSite(SiteHalf[F]):
         Args:
             model: whose trainable parameters are optimized.
             purpose: names the optimizer's moments in the half's memory.
-            train: optimizer -> whatever training returns, as a rule its mean loss.
+            train: called with the optimizer.
         """
         weights = trainable(model)
         moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network rest

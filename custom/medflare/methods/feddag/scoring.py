@@ -13,11 +13,10 @@ from medflare.core.message import Message
 from medflare.core.settings import no_such
 from medflare.core.states import StateDict, moved
 from medflare.data.splits import Batch
-from medflare.methods.base import SiteHalf
+from medflare.methods.base import Capability, SiteHalf
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.feddag.formulas import sharpness_perturbation
 from medflare.methods.feddag.hyper import SHAHyper
-from medflare.methods.method import Capability
 from medflare.methods.parts.training import finite_or_none, trainable
 from medflare.privacy.settings import is_private
 from medflare.tasks.config import TaskConfig

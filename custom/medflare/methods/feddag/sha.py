@@ -18,7 +18,7 @@ from medflare.core.message import Message
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, site_models
-from medflare.methods.base import ServerContext, SiteHalf, Step
+from medflare.methods.base import Capability, ServerContext, SiteHalf, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import GLOBAL, MODEL
 from medflare.methods.feddag.formulas import (
@@ -30,7 +30,6 @@ from medflare.methods.feddag.formulas import (
 )
 from medflare.methods.feddag.hyper import SHAHyper
 from medflare.methods.feddag.scoring import CANDIDATE, PERTURBED, SCORES, ScoredSite
-from medflare.methods.method import Capability
 from medflare.methods.parts.training import finite_or_none
 
 COMPANION = Entry("companion/")  # in the server's memory

@@ -19,7 +19,7 @@ from medflare.core.message import Message
 from medflare.data.sites.site import Site
 from medflare.data.splits import Batch
 from medflare.methods.aggregation import Aggregation
-from medflare.methods.base import MEASURED, Plan, ServerContext, Step
+from medflare.methods.base import MEASURED, Capability, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
@@ -29,7 +29,6 @@ from medflare.methods.fedsm.selector import SelectorLoss, ServerSelector, SiteSe
 from medflare.methods.fedsm.server import SoftPull, members, with_members
 from medflare.methods.fedsm.site import GLOBAL, MODEL, SUPER, UPDATE, delivered_models, other_super_model
 from medflare.methods.fedsm.super_model import SuperModel, super_model_parts
-from medflare.methods.method import Capability
 from medflare.tasks.config import TaskConfig
 
 _FROZEN = Entry("frozen/")  # in a site's memory: the finished models, as the first selector round brought them

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Final
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
-from medflare.methods.base import ServerContext, Step
+from medflare.methods.base import Capability, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import trained_model
 from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, soft_pull, tempered, tuned_gamma
@@ -14,7 +14,6 @@ from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import PERSONAL_OF, ServerPersonal
 from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
 from medflare.methods.fedsm.site import CALIBRATION, GAINS, UPDATE
-from medflare.methods.method import Capability
 from medflare.methods.parts.selection import Election
 
 SELECTOR = "selector"

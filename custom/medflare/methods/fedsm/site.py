@@ -11,14 +11,13 @@ from typing import Any, ClassVar
 from medflare.core.manifest import Entry, Fact, Phase, count, listing, number, table, text
 from medflare.core.message import Message
 from medflare.data.sites.site import Site
-from medflare.methods.base import MEASURED, Plan
+from medflare.methods.base import MEASURED, Capability, Plan
 from medflare.methods.fedavg.site import GLOBAL, SELECTED_ROUND, FedAvgSite, received, trained_model
 from medflare.methods.fedsm.formulas import TEMPERATURES, UNLIKELY, calibration_losses
 from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import ADAPTED, LOSSES, META, PERSONAL, PERSONAL_OF, SitePersonal
 from medflare.methods.fedsm.selector import STATISTICS, SiteSelector, is_ridge, selector_entries, selector_spec, site_statistics
 from medflare.methods.fedsm.super_model import gain_by_gamma, super_model
-from medflare.methods.method import Capability
 
 MODEL = Entry("model", "the site's locally trained global model, for the weighted mean")
 UPDATE = Fact("update", "number of the selector's update within a round", count())

@@ -15,12 +15,11 @@ from medflare.core.message import Message
 from medflare.core.rng import derived_seed
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import build
-from medflare.methods.base import MEASURED, VALIDATION, Plan
+from medflare.methods.base import MEASURED, VALIDATION, Capability, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.grace.formulas import a_distance
 from medflare.methods.grace.hyper import LocalModelHyper
 from medflare.methods.grace.two_step import Penalty, train_two_steps
-from medflare.methods.method import Capability
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 from medflare.networks.features import FeatureNetwork, pooled

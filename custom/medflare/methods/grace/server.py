@@ -5,11 +5,10 @@ from typing import Any, ClassVar, Final
 
 from medflare.core.states import StateDict, blend
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
-from medflare.methods.base import ServerContext
+from medflare.methods.base import Capability, ServerContext
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.grace.formulas import consistent_aggregate
 from medflare.methods.grace.hyper import GraceServerHyper
-from medflare.methods.method import Capability
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 

@@ -5,14 +5,13 @@ from typing import ClassVar, Final
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict
-from medflare.methods.base import Step
+from medflare.methods.base import Capability, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import SELECTED_ROUND, trained_model
 from medflare.methods.iop_fl.gate import ranges_of
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, SHARES
 from medflare.methods.iop_fl.site import ADAPTED
-from medflare.methods.method import Capability
 
 BEHIND: Final = "expert_rounds"  # in the half's memory: site -> rounds of training behind its P_k
 

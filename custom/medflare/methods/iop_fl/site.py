@@ -10,13 +10,12 @@ from medflare.core.message import Message
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import Repeated, plain_message
-from medflare.methods.base import N_SAMPLES, Kept, Plan
+from medflare.methods.base import N_SAMPLES, Capability, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.hyper import IOPHyper
 from medflare.methods.iop_fl.outside import EXPERT, ROUTER, SHARES, routed_message, routed_model
 from medflare.methods.iop_fl.routing import Statistics
-from medflare.methods.method import Capability
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
 

@@ -24,11 +24,6 @@ class LocalPart:
         return cls(batch_norm_entries(network))
 
     @classmethod
-    def of_running_statistics(cls, network: nn.Module) -> "LocalPart":
-        """The running statistics alone (SiloBN)."""
-        return cls(batch_norm_entries(network) - {name for name, _ in network.named_parameters()})
-
-    @classmethod
     def of_paths(cls, network: nn.Module, paths: Iterable[str]) -> "LocalPart":
         """Everything below the given modules, for example "head" (FedPer, FedRep).
 
@@ -42,17 +37,9 @@ class LocalPart:
         return cls(frozenset(name for name in network.state_dict() if any(name.startswith(f"{path}.") for path in chosen)))
 
     def kept(self, state: Mapping[str, Tensor]) -> StateDict:
-        """The part that stays.
-
-        Args:
-            state: all entries of the network.
-        """
+        """The part that stays, of a state with all entries of the network."""
         return split_state(state, self.names)[0]
 
     def shared(self, state: Mapping[str, Tensor]) -> StateDict:
-        """The part that is shared.
-
-        Args:
-            state: all entries of the network.
-        """
+        """The part that is shared, of a state with all entries of the network."""
         return split_state(state, self.names)[1]

@@ -105,13 +105,11 @@ class Election(Best):
         self.rule, self._votes = "mean" if rivals else rule, f"{name}/votes"
 
     def hold(self, replies: Mapping[str, Message], role: str, round: int, state: StateDict) -> None:
-        """Count the sites' votes on a candidate and take it where it beats what is kept.
+        """Count the sites' votes on a candidate and take it where it beats what is kept; round and state as for `offer`.
 
         Args:
             replies: site -> reply with the facts "validation" and "n_samples"; a site where the metric is undefined has no vote.
             role: of the model in "validation", for example "global".
-            round: as for `offer`.
-            state: as for `offer`.
         """
         given = {site: (reply.facts.get("validation") or {}).get(role) for site, reply in sorted(replies.items())}
         votes = {site: value for site, value in given.items() if value is not None}

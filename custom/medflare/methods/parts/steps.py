@@ -86,11 +86,7 @@ def unremembered(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
-    """What scales the losses that an optimizer's gradients come from; made when first asked for.
-
-    Args:
-        optimizer: of parameters on one device.
-    """
+    """What scales the losses that an optimizer's gradients come from; made when first asked for."""
     if optimizer not in _SCALERS:
         _SCALERS[optimizer] = GradScaler(optimizer.param_groups[0]["params"][0].device.type)
     return _SCALERS[optimizer]
@@ -104,12 +100,7 @@ def pack_scaling(optimizer: torch.optim.Optimizer) -> StateDict:
 
 
 def unpack_scaling(optimizer: torch.optim.Optimizer, packed: StateDict) -> StateDict:
-    """Give the optimizer's scaler the numbers that `pack_scaling` took; returns what is left.
-
-    Args:
-        optimizer: of parameters on one device.
-        packed: numbers of a scaler among others.
-    """
+    """Give the optimizer's scaler the numbers that `pack_scaling` took; returns what is left."""
     numbers = {name.removeprefix(_SCALER): value.item() for name, value in packed.items() if name.startswith(_SCALER)}
     if numbers:
         scaler = scaler_of(optimizer)

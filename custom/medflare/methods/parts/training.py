@@ -32,11 +32,7 @@ def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
 
 
 def samples_of_pass(site: Site) -> int:
-    """Samples in one pass over the training images, of which each may give several patches.
-
-    Args:
-        site: gives the batches.
-    """
+    """Samples in one pass over the training images, of which each may give several patches."""
     return samples_in(site.n["train"] * site.fitting.per_image, site.batch_size)
 
 
@@ -53,10 +49,10 @@ def run_epochs(
 
     Args:
         site: gives the batches.
-        round: 0-based, see `epochs`.
-        purpose: see `epochs`.
+        round: 0-based; with `purpose` the keys of `epochs`.
+        purpose: names the model that is trained.
         step: trains on a batch and returns its losses by name.
-        count: see `epochs`.
+        count: how many epochs; None: the task's number.
         after: called at the end of every epoch.
     """
     losses: dict[str, list[Tensor]] = {}
@@ -107,8 +103,8 @@ def train_epochs(
         model: trained in place.
         optimizer: of its trainable parameters.
         site: gives batches and the task's loss.
-        round: 0-based, see `epochs`.
-        purpose: see `epochs`.
+        round: 0-based; with `purpose` the keys of `epochs`.
+        purpose: names the model that is trained.
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
         correct: called between gradient and step, to change the gradients in place (a proximal term, control variates).
         count: how many epochs; None: the task's number.
@@ -144,12 +140,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
-    """Give the optimizer the tensors that `pack_optimizer` took; its learning rate and other settings stay its own.
-
-    Args:
-        optimizer: of as many parameters, in the same order.
-        packed: what `pack_optimizer` gave.
-    """
+    """Give the optimizer (of as many parameters, in the same order) what `pack_optimizer` took; its learning rate stays its own."""
     slots: dict[int, dict[str, Tensor]] = {}
     for key, value in unpack_scaling(optimizer, packed).items():
         place, slot = key.split(".", 1)

@@ -11,9 +11,8 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import KEPT, MODEL, plain_message
-from medflare.methods.base import MEASURED, Kept, Plan, SiteHalf
+from medflare.methods.base import MEASURED, Capability, Kept, Plan, SiteHalf
 from medflare.methods.fedavg.site import trained_model
-from medflare.methods.method import Capability
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.parts.training import finite_or_none
