@@ -137,7 +137,7 @@ def _shell(marker: Path) -> list[dict[str, Any]]:
 
 
 def _settings(kit: Path) -> list[str]:
-    return ["site", "setup", str(kit), "--minimum-patients", "0", "--no-redact"]
+    return ["site", "setup", str(kit), "--minimum-patients", "0"]
 
 
 def _inside(component: dict[str, Any]) -> Callable[[dict[str, Any]], None]:

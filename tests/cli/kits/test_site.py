@@ -81,9 +81,9 @@ def test_setup_names_every_file_and_every_change(site: Kit, tmp_path: Path, root
     other = make_kit(tmp_path / "site-2", root)
     assert main(["site", "setup", str(site.folder), str(other.folder)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["added"] * 8
-    assert main(["site", "setup", str(site.folder), "--device", "cuda:0", "--no-redact", "--packages", "lab_nets, other"]) == 0
+    assert main(["site", "setup", str(site.folder), "--device", "cuda:0", "--packages", "lab_nets, other"]) == 0
     said = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert said == ["kept", "changed", "device:", "redact:", "packages:", "kept", "kept"]
+    assert said == ["kept", "changed", "device:", "packages:", "kept", "kept"]
     assert json.loads((site.local / "medflare.json").read_text())["packages"] == ["lab_nets", "other"]
 
 
@@ -101,7 +101,7 @@ def test_what_is_no_kit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert str(tmp_path) in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--data-root", "--cache", "--storage"])
+@pytest.mark.parametrize("option", ["--data-root", "--storage"])
 def test_an_unset_variable_is_not_the_current_folder(option: str, site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["site", "setup", str(site.folder), option, ""])

@@ -212,9 +212,9 @@ def _settings(kit: Kit) -> Finding:
     own = _own(kit)
     if kit.kind == "server":
         return _ok("its own settings can be read")
-    if unset := [name for name, closed in (("minimum_patients", own.minimum_patients > 0), ("redact", own.redact)) if not closed]:
-        return _warning(f"{' and '.join(unset)} not set in {kit.local / LOCAL_FILE}: numbers and names of single patients may leave")
-    return _ok(f"metrics of {own.minimum_patients} patients or more leave, names leave as codes")
+    if not own.minimum_patients:
+        return _warning(f"minimum_patients not set in {kit.local / LOCAL_FILE}: numbers of single patients may leave")
+    return _ok(f"metrics of {own.minimum_patients} patients or more leave")
 
 
 def _device(own: LocalSettings) -> Finding:
