@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.parsing import parsed
 from downloads import classes
 from medflare.cli import main
-from medflare.cli.command import command_line
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -53,11 +53,13 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_the_other_commands_of_the_page_exist() -> None:
-    assert [command_line().parse_args(arguments).engine for _, *arguments in commands("sh")] == ["flare"]
+    assert [parsed(arguments)[1]["engine"] for _, *arguments in commands("sh")] == ["flare"]
 
 
-def test_the_help_leads_there() -> None:
-    said = " ".join(command_line().format_help().split())
+def test_the_help_leads_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
     assert "medflare data init FOLDER" in said and "docs/tutorial.md" in said
 
 

@@ -1,49 +1,155 @@
-"""`medflare data check` and `data fingerprint` without a task: one that lies with the data, or what `task init` would propose."""
+"""`medflare data`, `task` and `plan` hand on what was asked for, ask on a terminal, and find or propose a task where none is named."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from downloads import classes
 from medflare.cli import main
+from medflare.tasks.config import load_task
+from volumes import TASK, make_volumes
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Two sites of a classification."""
     data = tmp_path / "DATA"
-    options = ["--patient", r"^(p\d+)", "--sites", "2", "--shares", "50,25,25", "--out", str(data)]
+    options = ["--patient", r"^(p\d+)", "--sites", "2", "--shares", "50,25,25", "--seed", "3", "--out", str(data)]
     assert main(["data", "init", str(classes(tmp_path / "pets")), *options]) == 0
     return data
 
 
+def test_from_a_folder_to_sites_and_a_task(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = tmp_path / "task.json"
+    assert main(["task", "init", str(root), "--yes", "--name", "pets", "--size", "32,16", "--out", str(task)]) == 0
+    assert "--sites site-1,site-2 --engine local" in capsys.readouterr().out
+    assert (json.loads(task.read_text())["name"], json.loads(task.read_text())["size"]) == ("pets", [32, 16])
+    assert main(["data", "check", str(root), "--task", str(task)]) == 0
+
+
+def test_on_a_terminal_it_asks(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"labels [cat,dog]: ": "", "size [16,16]: ": "32,32", "network [small_cnn]: ": "DenseNet121"}
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", answers.pop)
+    task = tmp_path / "task.json"
+    assert main(["task", "init", str(root), "--name", "pets", "--out", str(task)]) == 0
+    settings = json.loads(task.read_text())
+    assert not answers and (settings["size"], settings["network"]["name"], settings["labels"]) == ([32, 32], "DenseNet121", ["cat", "dog"])
+
+
+def test_a_wrong_answer_is_asked_for_once_more(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others stand as what Return takes, until that is refused, too."""
+    asked = []
+    answers = {"labels [cat,dog]: ": ["a,b,c", ""], "size [16,16]: ": ["", "", "32,32"], "network [small_cnn]: ": ["", "", "DensNet"]}
+    answers |= {"network [DensNet]: ": ["DenseNet121"]}
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        return answers[question].pop(0) if answers.get(question) else ""
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", answer)
+    capsys.readouterr()
+    task = tmp_path / "task.json"
+    assert main(["task", "init", str(root), "--name", "pets", "--out", str(task)]) == 0
+    settings = json.loads(task.read_text())
+    assert (settings["size"], settings["network"]["name"]) == ([32, 32], "DenseNet121")
+    first = ["labels [cat,dog]: ", "size [16,16]: ", "network [small_cnn]: "]
+    assert asked[:3] == asked[6:9] == first and asked[3:6] == ["labels [a,b,c]: ", *first[1:]]
+    assert asked[9:] == ["labels [cat,dog]: ", "size [32,32]: ", "network [DensNet]: "]
+    assert "'DensNet'" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("medflare.data.starting.proposing.propose", None)
+    monkeypatch.setattr("medflare.data.checking.fingerprint.fingerprints", None)
+    (tmp_path / "file").write_text("")
+    for command in (["task", "init"], ["data", "fingerprint"]):
+        for place in (tmp_path, tmp_path / "file" / "task.json"):
+            assert main([*command, str(tmp_path), "--out", str(place)]) == 1
+            assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("data", "init", "{root}", "--copy"), "--copy"),
+        (("data", "init", "{root}", "--sites", "2", "--site-column", "a", "--out", "x"), "--site-column"),
+        (("data", "init", "{root}", "--sites", "0", "--out", "x"), "--sites 0"),
+        (("data", "init", "{root}", "--shares", "1"), "--shares"),
+        (("task", "init", "{root}", "--size", "big", "--out", "{root}/t.json"), "--size"),
+        (("task", "init", "{root}", "--out", "{root}/cat/p00_0.png"), "--force"),
+        (("data", "check", "{root}", "--local", "nosuch.json"), "nosuch.json"),
+        (("data", "prepare", "prostate"), "--from"),
+    ],
+)
+def test_wrong_options_are_one_line(options: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    classes(tmp_path, patients=6)
+    assert main([option.format(root=tmp_path) for option in options]) == 1
+    said = capsys.readouterr().err
+    assert named in said and said.count("\n") == 1 and not (tmp_path / "datalist.json").exists()
+
+
 @pytest.mark.parametrize("place", ["", "site-1"], ids=["of the sites", "of one site"])
-def test_the_task_that_lies_with_the_data(root: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_task_beside_the_data_is_taken(root: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
     task = root / "task.json"
     assert main(["task", "init", str(root), "--yes", "--name", "beside", "--size", "32,16", "--out", str(task)]) == 0
     capsys.readouterr()
     assert main(["data", "check", str(root / place)]) == 0
     said, told = capsys.readouterr()
-    assert "task beside" in said and f"task: {task.resolve()}" in told.splitlines()
+    assert "beside" in said and str(task.resolve()) in told
 
 
-def test_a_task_is_proposed_where_none_lies_there(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_is_proposed_where_none_is_beside_the_data(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert main(["data", "check", str(root)]) == 0
-    said, told = capsys.readouterr()
-    assert "OK" in said and "task: pets, as medflare task init proposes it; name another with --task" in told.splitlines()
     assert main(["data", "fingerprint", str(root)]) == 0
     said, told = capsys.readouterr()
     assert [site["site"] for site in json.loads(said)["sites"]] == ["site-1", "site-2"], "JSON alone is printed"
-    assert "as medflare task init proposes it" in told and not (root / "task.json").exists()
+    assert "task: pets" in told and not (root / "task.json").exists()
 
 
-def test_what_no_task_can_be_proposed_for_is_one_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["data", "check", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere" in (told := capsys.readouterr().err) and told.count("\n") == 1
+def test_data_that_no_task_can_be_proposed_for_are_one_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     next((root / "site-1").rglob("*.png")).write_bytes(b"no picture")
-    assert main(["data", "check", str(root)]) == 1
-    told = capsys.readouterr().err
-    assert "no task can be proposed" in told and "name one with --task" in told and "Traceback" not in told
+    for place, named in ((tmp_path / "nowhere", "nowhere"), (root, "--task")):
+        capsys.readouterr()
+        assert main(["data", "check", str(place)]) == 1
+        assert named in (told := capsys.readouterr().err) and "Traceback" not in told
+
+
+@pytest.fixture
+def volumes(tmp_path: Path) -> tuple[Path, Path]:
+    """Two sites with cubes, and their task."""
+    for name in ("A", "B"):
+        make_volumes(tmp_path / "data" / name, shape=(16, 16, 16))
+    task = tmp_path / "cubes.json"
+    task.write_text(json.dumps(TASK))
+    return tmp_path / "data", task
+
+
+@pytest.mark.parametrize("command", [["plan"], ["task", "plan"]])
+def test_fingerprints_and_a_plan(
+    volumes: tuple[Path, Path], command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data, task), sites, planned = volumes, tmp_path / "out" / "sites.json", tmp_path / "task.json"
+    assert main(["data", "fingerprint", str(data), "--task", str(task), "--out", str(sites)]) == 0
+    assert main([*command, str(sites), "--memory", "4", "--name", "planned_cubes", "--out", str(planned)]) == 0
+    assert "planned from 6 training images (A, B)" in capsys.readouterr().out
+    found = load_task(planned)
+    assert (found.name, found.spacing, found.labels) == ("planned_cubes", (2.0, 1.0, 3.0), ("cube",))
+    assert main([*command, str(planned), "--out", str(planned)]) == 1
+    assert str(planned) in capsys.readouterr().err
+
+
+def test_a_federation_finds_the_fingerprints(volumes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, task = volumes
+    common = ["--task", str(task), "--sites", "A,B", "--data-root", str(data), "--engine", "local", "--out", str(tmp_path)]
+    assert main(["run", "fingerprint", *common]) == 0
+    found = tmp_path / "fingerprint-cubes-seed0" / "fingerprints.json"
+    assert main(["task", "plan", str(found), "--memory", "4", "--out", str(tmp_path / "task.json")]) == 0
+    assert "planned from 6 training images (A, B)" in capsys.readouterr().out

@@ -11,10 +11,9 @@ import pytest
 
 import small
 from medflare.cli import main
-from medflare.evaluation.results import RunRecord, SiteRecord, build_results, write_results
+from medflare.evaluation.results import RunRecord, SiteRecord, write_results
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
-from medflare.studies.archive import write_run
 from medflare.tasks.config import load_task
 
 ROOT = "MEDFLARE_DATA_ROOT"
@@ -81,27 +80,25 @@ def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
     where = ["--data-root", str(tmp_path), "--out", str(tmp_path / "out"), "--engine", "local", "--workers", "2"]
     (tmp_path / "datalist.json").touch()  # serves sites of every name
     assert main(["run", "fedavg", "--server-half", "grace", *options, *settings, *where]) == 0
-    (((method, task, sites), named, root),) = engine.calls
-    assert (method, task.name, task.batch_size, sites) == ("fedavg", "phantom", 4, ["A", "B", "X", "Y"])
-    assert named.pop("say") is print
+    (((), named, root),) = engine.calls
+    task = named.pop("task")
+    assert (task.name, task.batch_size, named.pop("say")) == ("phantom", 4, print)
     assert named.pop("out") == tmp_path / "out" / "fedavg+grace-phantom-seed5"
-    expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2}
-    halves = {"site_half": None, "server_half": "grace", "site": {}, "server": {"selection": "last"}}
+    expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2, "sites": ["A", "B", "X", "Y"]}
+    halves = {"method": "fedavg", "site_half": None, "server_half": "grace", "site": {}, "server": {"selection": "last"}}
     assert named == {**expected, **halves, "workers": 2}
     assert root == str(tmp_path) and ROOT not in os.environ
 
 
 @pytest.mark.parametrize("option", ["--step-timeout", "--enrol-timeout", "--silence", "--threads"])
 def test_the_plain_loop_waits_for_nobody(option: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "run", "fedavg", "--engine", "local", option, "3")
-    assert said == f"medflare: {option} is for FLARE's simulator; leave it out with --engine local\n"
+    assert option in refused(capsys, "run", "fedavg", "--engine", "local", option, "3")
     assert not engine.calls
 
 
 def test_workers_are_the_plain_loops(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "run", "fedavg", "--workers", "2")
-    assert said == "medflare: --workers is for --engine local; FLARE's simulator has --threads\n"
-    assert "--workers is for a run on this machine" in refused(capsys, "resume", "jobs/fedsm", "--job", "1", "--workers", "2")
+    assert "--workers" in refused(capsys, "run", "fedavg", "--workers", "2")
+    assert "--workers" in refused(capsys, "resume", "jobs/fedsm", "--job", "1", "--workers", "2")
     assert not engine.calls
 
 
@@ -111,7 +108,7 @@ def test_flares_simulator_gets_everything(engine: Engine, tmp_path: Path, monkey
     options = ["--sites", "2", "--outside", "X", "--step-timeout", "9", "--silence", "30", "--threads", "1", "--set", "selection=last"]
     assert main(["run", "fedavg", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 0
     assert Recipe.made.pop("task").name == "phantom"
-    run = {"method": "fedavg", "num_rounds": 10, "seed": 0, "outside": ["X"], "min_sites": None, "sites_per_round": None}
+    run = {"method": "fedavg", "rounds": 10, "seed": 0, "outside": ["X"]}
     more = {"step_timeout": 9.0, "silence": 30.0, "site_half": None, "server_half": None, "site": {}, "server": {"selection": "last"}}
     assert Recipe.made == {**run, **more}
     folder = tmp_path / "fedavg-phantom-seed0"
@@ -137,15 +134,19 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
         assert all((folder / name).read_text() == name for name in ("results.json", "models/global/card.json"))
 
 
-def test_wrong_commands_say_so_in_one_line(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "rounds is a setting of the run, not a hyper-parameter of fedsm: use --rounds" in refused(
-        capsys, "run", "fedsm", "--set", "rounds=3", "--engine", "local"
-    )
-    assert "--sites '0'" in refused(capsys, "run", "fedsm", "--sites", "0")
-    assert "no-such-task" in refused(capsys, "run", "fedsm", "--task", "no-such-task")
-    assert "--job ID" in refused(capsys, "resume", str(tmp_path), "--out", "x")
-    assert "local/medflare.json" in refused(capsys, "resume", str(tmp_path), "--job", "7", "--data-root", "x")
-    assert not engine.calls
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["run", "fedsm", "--set", "rounds=3", "--engine", "local"], "--rounds"),
+        (["run", "fedsm", "--sites", "0"], "--sites '0'"),
+        (["run", "fedsm", "--task", "no-such-task"], "no-such-task"),
+        (["resume", "nowhere", "--out", "x"], "--job"),
+        (["resume", "nowhere", "--job", "7", "--data-root", "x"], "--data-root"),
+        (["run", "evaluate"], "--model"),
+    ],
+)
+def test_wrong_commands_say_so_in_one_line(words: list[str], named: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named in refused(capsys, *words) and not engine.calls
 
 
 @pytest.mark.parametrize("engine_name", ["local", "flare"])
@@ -156,10 +157,9 @@ def test_a_site_without_data_is_named_with_the_nearest(
         (tmp_path / site).mkdir()
         (tmp_path / site / "datalist.json").touch()
     where = ("--data-root", str(tmp_path), "--engine", engine_name)
-    said = refused(capsys, "run", "fedavg", "--sites", "clinic-1,clinic2", *where)
-    assert "unknown site 'clinic2'; did you mean clinic-2" in said
+    assert "'clinic2'" in refused(capsys, "run", "fedavg", "--sites", "clinic-1,clinic2", *where)
     study = refused(capsys, "study", "fedavg", "--sites", "clinic-1,clinic2", "--data-root", str(tmp_path), "--out", str(tmp_path / "o"))
-    assert "unknown site 'clinic2'; did you mean clinic-2" in study
+    assert "'clinic2'" in study
     assert not engine.calls and not (tmp_path / "o").exists()
 
 
@@ -185,7 +185,7 @@ def test_an_earlier_run_is_kept(
         f"{folder.name}.1": "1",
         f"{folder.name}.2": "2",
     }
-    assert f"the earlier run of this name is kept: {folder}.2\n" in capsys.readouterr().out
+    assert f"{folder}.2" in capsys.readouterr().out
 
 
 def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_what_is_refused_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     earlier = tmp_path / "fedavg-phantom-seed0" / "results.json"
     earlier.parent.mkdir()
     earlier.touch()
-    assert "rounds is 0" in refused(capsys, "run", "fedavg", "--engine", "local", "--sites", "2", "--rounds", "0", "--out", str(tmp_path))
+    assert "rounds" in refused(capsys, "run", "fedavg", "--engine", "local", "--sites", "2", "--rounds", "0", "--out", str(tmp_path))
     assert [*tmp_path.rglob("*")] == [earlier.parent, earlier]
 
 
@@ -216,7 +216,7 @@ def test_a_folder_with_a_run_at_work_is_left_alone(engine: Engine, tmp_path: Pat
     (folder / "metrics.jsonl").touch()
     with folder_lock(folder):
         for command in (("run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(tmp_path)), ("resume", str(folder))):
-            assert f"{folder}: a run is at work there; wait for its end" in refused(capsys, *command)
+            assert str(folder) in refused(capsys, *command)
     assert not engine.calls and [*tmp_path.iterdir()] == [folder]
     assert run_once(tmp_path) == 0, "its end ends the lock"
 
@@ -230,7 +230,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
     assert run_once(folder.parent) == 130
-    assert capsys.readouterr().err == f"medflare: interrupted; go on with: medflare resume '{folder}'\n"
+    assert capsys.readouterr().err.endswith(f"medflare resume '{folder}'\n")
     (tmp_path / "datalist.json").touch()
     assert run_once(folder.parent, "--data-root", str(tmp_path)) == 130
     assert capsys.readouterr().err.endswith(f"medflare resume '{folder}' --data-root {tmp_path}\n")
@@ -251,10 +251,10 @@ def test_resume_replaces_no_results_before_it_can_go_on(
 ) -> None:
     plan = {"sites": ["A"], "outside": ["B"], "task": {**load_task("phantom").to_dict(), "embedded": ""}}
     monkeypatch.setattr("medflare.federation.checkpoint.stored_plan", lambda folder: plan)
-    assert "site A: no data root for task phantom; give --data-root FOLDER" in refused(capsys, "resume", str(tmp_path))
+    assert "--data-root" in refused(capsys, "resume", str(tmp_path))
     record = RunRecord("fedavg", load_task("phantom"), 0, 3, {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})})
     write_results(tmp_path, record)
-    assert f"{tmp_path}: this run has come to its end; see medflare results" in refused(capsys, "resume", str(tmp_path))
+    assert "medflare results" in refused(capsys, "resume", str(tmp_path))
     assert not engine.calls
 
 
@@ -263,16 +263,14 @@ def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("medflare.flare.jobs.building.build_job", build)
     options = ["--silence", "60", "--patience", "4", "--resplit", "3", "--track", "mlflow", "--no-byoc", "--out", str(tmp_path)]
     assert main(["job", "moon", "--site-half", "fedavg", *options]) == 0
-    (((method, task), named, _),) = build.calls
-    assert (method, task.resplit) == ("moon", 3)
-    form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": EMPTY}
-    run = {"rounds": 10, "seed": 0, "outside": [], "min_sites": None, "sites_per_round": None, "silence": 60.0, "patience": 4}
-    assert named == {**form, **run, "track": "mlflow", "site_half": "fedavg", "server_half": None}
-    said = capsys.readouterr().out
-    assert f"job folder: {tmp_path} (0 B)" in said and f"nvflare simulator {tmp_path} -n 4" in said
+    (((), named, _),) = build.calls
+    assert named.pop("task").resplit == 3
+    form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": EMPTY, "track": "mlflow"}
+    run = {"method": "moon", "rounds": 10, "seed": 0, "silence": 60.0, "patience": 4, "site_half": "fedavg", "server_half": None}
+    assert named == {**form, **run}
+    assert f"nvflare simulator {tmp_path} -n 4" in capsys.readouterr().out
     assert main(["job", "moon", "--task", "brain_lgg", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {tmp_path} -c SITE,SITE" in said, "without data of its own"
+    assert "MEDFLARE_DATA_ROOT=DATA" in capsys.readouterr().out, "without data of its own"
 
 
 def test_a_study_gets_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +298,7 @@ def test_a_study_leaves_out_the_sites_that_it_is_told(
     named = ["study", "fedavg", "--sites", "3", "--out", str(tmp_path)]
     assert main([*named, "--leave-out", "site-3,site-1"]) == main(named) == 0
     assert [call[1]["left_out"] for call in study.calls] == [["site-3", "site-1"], []]
-    assert "'site-4': no site of this study" in refused(capsys, *named, "--leave-out", "site-4")
+    assert "'site-4'" in refused(capsys, *named, "--leave-out", "site-4")
 
 
 def test_a_study_takes_references_and_a_rule_of_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,27 +324,41 @@ def test_a_study_takes_references_and_a_rule_of_selection(tmp_path: Path, monkey
     assert study.calls[-1][0][1].task.metric == "iou"
 
 
-def test_tables_are_made_again_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = RunRecord("fedavg", load_task("phantom"), 0, 3, {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})})
-    write_run(tmp_path, "fedavg/seed0", build_results(record))
-    assert main(["study", "--tables", str(tmp_path)]) == 0
-    assert "| fedavg | deployed | – | 0.625 | 0.625 | 1 |" in capsys.readouterr().out
-    assert "leave the methods" in refused(capsys, "study", "fedavg", "--tables", str(tmp_path))
-    assert "study.zip" in refused(capsys, "study", "--tables", str(tmp_path / "fedavg"))
+@pytest.mark.parametrize("words", [["study", "--tables"], ["study", "table"]])
+def test_tables_are_made_again_without_training(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("medflare.studies.archive.read_study", lambda folder: folder)
+    monkeypatch.setattr("medflare.studies.tables.report.study_report", lambda groups: f"the table of {groups}")
+    assert main([*words, str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"the table of {tmp_path}\n"
 
 
-def test_a_study_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begin = ("study", "fedavg", "--sites", "2", "--out", str(tmp_path))
-    for seeds in ("a", "1,2.5", ","):
-        assert f"--seeds {seeds!r}" in refused(capsys, *begin, "--seeds", seeds)
-    assert "task.NAME=VALUE" in refused(capsys, *begin, "--set", "lam=3")
-    assert "give --sites" in refused(capsys, "study", "fedavg", "--out", str(tmp_path))
-    assert "at least one method" in refused(capsys, "study", *begin[2:])
-    assert "there are all, constant" in (said := refused(capsys, *begin, "--reference", "oracel")) and said.rstrip().endswith(", oracle")
-    assert "choose best, last, dice, iou" in refused(capsys, *begin, "--selection", "hd95")
-    assert "batch-statistics" in refused(capsys, *begin, "--reference", "batch-statistics")
-    assert "leave the halves out" in refused(capsys, "study", "single-site:site_half=moon", *begin[2:])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["fedavg", "--seeds", "a"], "--seeds 'a'"),
+        (["fedavg", "--seeds", "1,2.5"], "--seeds '1,2.5'"),
+        (["fedavg", "--seeds", ","], "--seeds"),
+        (["fedavg", "--set", "lam=3"], "task.NAME"),
+        ([], "method"),
+        (["fedavg", "--reference", "oracel"], "'oracel'"),
+        (["fedavg", "--reference", "batch-statistics"], "batch-statistics"),
+        (["fedavg", "--selection", "hd95"], "'hd95'"),
+        (["single-site:site_half=moon"], "halves"),
+        (["fedavg", "--tables", "x"], "--tables"),
+        (["fedavg", "--leave-one-out", "--leave-out", "site-1"], "--leave-out"),
+        (["fedavg", "--suite", "prr_table3"], "--suite"),
+    ],
+)
+def test_a_study_refuses_what_it_cannot_read(words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named in refused(capsys, "study", *words, "--sites", "2", "--out", str(tmp_path))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_study_needs_sites_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--sites" in refused(capsys, "study", "fedavg", "--out", str(tmp_path))
+    assert "--out" in refused(capsys, "study", "fedavg", "--sites", "2")
 
 
 def test_evaluate_is_a_federation_without_rounds(capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path) -> None:
@@ -354,7 +366,7 @@ def test_evaluate_is_a_federation_without_rounds(capsys: pytest.CaptureFixture[s
     task = load_task(small.tiny_phantom())
     save_model(tmp_path / "model", task, plain_message(initial_network(task, 0).state_dict()), {})
     assert main(["run", "evaluate", "--engine", "local", "--model", str(tmp_path / "model"), "--out", str(tmp_path)]) == 0
-    ((method, found, _), named, _) = engine.calls[0]
-    assert (method, named["rounds"], named["out"].name) == ("fedavg", 0, f"evaluate-{task.name}-seed0")
+    ((), named, _) = engine.calls[0]
+    found = named["task"]
+    assert (named["method"], named["rounds"], named["out"].name) == ("fedavg", 0, f"evaluate-{task.name}-seed0")
     assert found.network["weights"]["format"] == "medflare" and found.size == task.size
-    assert "evaluate: say which model with --model FOLDER" in refused(capsys, "run", "evaluate")

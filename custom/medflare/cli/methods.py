@@ -1,42 +1,105 @@
-"""`medflare methods`: what there is, and what can be set."""
+"""`medflare methods`: what there is, and every hyper-parameter in two lines that fit any window and can be searched with grep."""
 
-import argparse
 import shutil
 import sys
+import textwrap
+from typing import TYPE_CHECKING, Annotated
 
-from medflare.cli.options import Commands, add_command, add_method_options, chosen_method
+import typer
+
+from medflare.cli.options import add_command
 from medflare.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from medflare.core.hyper import Described
+    from medflare.methods.method import Method
 
-def add_commands(commands: Commands) -> None:
+Half = Annotated[str | None, typer.Option(metavar="METHOD", help="Use that half of another method")]
+
+
+def add_commands(app: typer.Typer) -> None:
     """Declare it."""
-    parser = add_command(
-        commands,
-        "methods",
-        _methods,
-        help="list methods with hyper-parameters, defaults, paper symbols and equations",
-        description="List methods, ours and those that other installed packages bring, with the hyper-parameters of both halves as "
-        "--set takes them: default, the paper's symbol, where it stands in the paper, what is allowed, and what it does.",
-        examples=("medflare methods", "medflare methods fedsm", "medflare methods moon --server-half grace"),
-    )
-    add_method_options(parser, optional=True)
+    add_command(app, "methods", methods, "medflare methods", "medflare methods fedsm", "medflare methods moon --server-half grace")
 
 
-def _methods(options: argparse.Namespace) -> int:
-    from medflare.cli.listing import method_listing
+def methods(
+    method: Annotated[str | None, typer.Argument(help="One method (default: all)")] = None, site_half: Half = None, server_half: Half = None
+) -> int:
+    """List methods, ours and those that other installed packages bring, with their hyper-parameters.
+
+    Those of both halves as --set takes them: default, the paper's symbol, where it stands in the paper, what is allowed, and what it does.
+    """
     from medflare.methods.catalogue import get_method, method_names
 
-    if options.method is None and (options.site_half or options.server_half):
+    if method is None and (site_half or server_half):
         raise ConfigError("--site-half and --server-half change a method; name it: medflare methods METHOD --site-half OTHER")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    if options.method is not None:
-        print(method_listing(chosen_method(options), width))
+    if method is not None:
+        print(method_listing(get_method(method, site=site_half, server=server_half), width))
         return 0
-    problems = []
+    failed = 0
     for name in method_names():
         try:
             print(method_listing(get_method(name), width), end="\n\n")
         except ConfigError as error:  # a broken package of somebody else hides no other method
-            problems.append(str(error))
-    print("\n".join(f"medflare: {problem}" for problem in problems), end="\n" * bool(problems), file=sys.stderr)
-    return 1 if problems else 0
+            print(f"medflare: {error}", file=sys.stderr)
+            failed = 1
+    return failed
+
+
+def method_listing(method: "Method", width: int | None = None) -> str:
+    """A method's title, paper and hyper-parameters, those of the site half before those of the server half.
+
+    A hyper-parameter has its name as `--set` takes it, its default, the paper's symbol, its place in the paper, allowed values
+    and its meaning.
+
+    Args:
+        method: the method.
+        width: of the window in characters; None: lines are as long as they are.
+    """
+    from medflare.core.hyper import described
+
+    halves = {half: described(owner) for half, owner in method.hyper_classes.items()}
+    lines = [*_filled(f"{method.name}: {method.title}", width, 0), *_filled(method.paper, width, 1)]
+    lines += _filled(f"models: {_models(method)}", width, 1)
+    for half, origin in zip(halves, method.halves, strict=True):
+        heading = half if origin == method.name else f"{half} half of {origin}"
+        lines += _filled(heading if halves[half] else f"{heading}: no hyper-parameters", width, 1)
+        for name, about in halves[half].items():
+            ambiguous = all(name in fields for fields in halves.values())
+            lines += _entry(f"{half}.{name}" if ambiguous else name, about, width)
+    return "\n".join(lines)
+
+
+def _models(method: "Method") -> str:
+    if not method.trains:
+        return "none, it trains nothing"
+    return ", ".join(method.roles) + ("" if method.outside else "; none for sites that never train")
+
+
+def _entry(name: str, about: "Described", width: int | None) -> list[str]:
+    from medflare.evaluation.presentation import format_setting
+
+    origin = ", ".join(filter(None, (about.symbol, about.source)))
+    facts = "; ".join(filter(None, (origin, _allowed(about))))
+    known = f"  [{facts}]" if facts else ""
+    return [*_filled(f"{name} = {format_setting(about.default)}{known}", width, 2), *_filled(about.text, width, 4)]
+
+
+def _filled(text: str, width: int | None, depth: int) -> list[str]:
+    """The text as lines, `depth` steps from the left; what does not fit goes on one step deeper."""
+    first = depth * "  "
+    if width is None:
+        return [first + text]
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=first + "  ", break_on_hyphens=False)
+
+
+def _allowed(about: "Described") -> str:
+    """The choices or the closed range of a hyper-parameter; empty where anything of its type goes."""
+    from medflare.evaluation.presentation import format_setting
+
+    if about.choices:
+        return ", ".join(map(format_setting, about.choices))
+    if about.low is None or about.high is None:
+        return f"≥ {about.low:g}" if about.low is not None else f"≤ {about.high:g}" if about.high is not None else ""
+    return f"{about.low:g} to {about.high:g}"

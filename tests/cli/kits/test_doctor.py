@@ -13,7 +13,7 @@ import pytest
 from cli.kits.fake import Root, free_port, make_kit
 from medflare.cli.kits.doctor import Finding, examine
 from medflare.cli.kits.kit import Kit
-from medflare.cli.kits.setup import Wishes, set_up, template
+from medflare.cli.kits.setup import KitSettings, set_up, template
 from medflare.data.loading import ENVIRONMENT
 from medflare.tasks.config import TaskConfig
 
@@ -39,7 +39,7 @@ def _change(path: Path, **settings: object) -> None:
 
 def test_a_server_that_is_fit_to_start(tmp_path: Path, root: Root) -> None:
     kit = make_kit(tmp_path / "server", root, "server", free_port())
-    set_up(kit, Wishes())
+    set_up(kit, KitSettings())
     found = list(examine(kit))
     assert {finding.verdict for finding in found} == {"ok"}, found
     with socket.create_server(("", kit.port)):
@@ -67,7 +67,7 @@ USUAL = template("site", "resources.json")["class_allow_list"]
     ],
 )
 def test_the_classes_that_a_job_may_name(site: Kit, changes: dict[str, object], verdict: str, named: str) -> None:
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     _change(site.local / "resources.json", **changes)
     assert _found(site, "policies").verdict == verdict and named in _found(site, "policies").text
 
@@ -83,7 +83,7 @@ def test_the_classes_that_a_job_may_name(site: Kit, changes: dict[str, object], 
     ],
 )
 def test_the_other_policies(site: Kit, name: str, changes: dict[str, object], verdict: str) -> None:
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     _change(site.local / name, **changes)
     assert _found(site, "policies").verdict == verdict
     if verdict == "FAILED":
@@ -112,7 +112,7 @@ def test_free_disk(site: Kit, disk: Callable[[float], None], gigabytes: float, v
 
 
 def test_settings_and_device(site: Kit, server: Kit) -> None:
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     own = site.local / "medflare.json"
     assert _found(site, "settings").verdict == _found(site, "device").verdict == "ok"
     _change(own, device="cuda:99")
@@ -129,10 +129,10 @@ def test_data_as_the_task_needs_them(
     site: Kit, tmp_path: Path, make_task: Callable[..., TaskConfig], make_site: Callable[..., Path]
 ) -> None:
     for root in (tmp_path, tmp_path / "nowhere"):
-        set_up(site, Wishes(data_root=root))
+        set_up(site, KitSettings(data_root=root))
         assert _found(site, "data").verdict == "FAILED" and str(root) in _found(site, "data").text
     folder = make_site()
-    set_up(site, Wishes(data_root=folder))
+    set_up(site, KitSettings(data_root=folder))
     assert _found(site, "data").verdict == _found(site, "data", make_task()).verdict == "ok"
     next(folder.rglob("*.png")).write_bytes(b"damaged")
     assert _found(site, "data").verdict == "ok" and _found(site, "data", make_task()).verdict == "FAILED"
@@ -145,7 +145,7 @@ def test_data_are_looked_for_where_a_run_does(
     own, other = make_site(name=site.name), make_site(name="other")
     next(other.rglob("*.png")).write_bytes(b"another site's, and damaged")
     monkeypatch.setenv("HOME", str(own.parent.parent))
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     assert _found(site, "data").verdict == "warning"
     monkeypatch.setenv(ENVIRONMENT, str(own.parent))
     assert _found(site, "data").verdict == "ok" and str(own) in _found(site, "data").text
@@ -155,7 +155,7 @@ def test_data_are_looked_for_where_a_run_does(
 
 
 def test_files_of_another_account(site: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     assert _found(site, "owner").verdict == "ok"
     own, whole = site.local / "medflare.json", Path.lstat
 
@@ -170,7 +170,7 @@ def test_files_of_another_account(site: Kit, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_servers_storage(server: Kit, site: Kit, tmp_path: Path) -> None:
     assert _found(server, "storage").verdict == "warning", "nobody has set it up"
     for folder, verdict in ((tmp_path / "new" / "storage", "ok"), (site.folder / "storage", "warning")):
-        set_up(server, Wishes(storage=folder))
+        set_up(server, KitSettings(storage=folder))
         assert _found(server, "storage").verdict == verdict and str(folder) in _found(server, "storage").text
         assert not list(folder.iterdir()), "a look changes nothing"
     file = server.local / "resources.json"

@@ -9,7 +9,7 @@ import pytest
 
 from cli.kits.fake import PLAIN
 from medflare.cli.kits.kit import Kit, read_object
-from medflare.cli.kits.setup import Change, Wishes, differences, set_up, template
+from medflare.cli.kits.setup import Change, KitSettings, differences, set_up, template
 from medflare.core.errors import ConfigError
 from medflare.flare.names import COMPONENTS
 
@@ -31,20 +31,20 @@ def _all(kit: Kit) -> dict[str, str]:
 
 
 def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
-    assert set(_verdicts(set_up(site, Wishes())).values()) == {"added"}
+    assert set(_verdicts(set_up(site, KitSettings())).values()) == {"added"}
     assert _read(site, "medflare.json") == {"device": "cpu", "minimum_patients": 5}
     resources = _read(site, "resources.json")
     assert resources["class_allow_list"] == list(COMPONENTS["site"])
     assert resources["components"][0]["path"] == template("site", "resources.json")["components"][2]["path"] != PLAIN
     assert resources["app_validator"]["path"] == "medflare.flare.components.JobComponents" and resources["allow_log_streaming"] is False
     assert _read(site, "privacy.json")["scopes"][0]["task_result_filters"][0]["path"] == "medflare.flare.guard.OutboundGuard"
-    set_up(server, Wishes())
+    set_up(server, KitSettings())
     resources = _read(server, "resources.json")
     assert resources["components"][0]["args"]["uri_root"] == str(server.folder / "storage" / "jobs")
     assert resources["servers"][0]["heart_beat_timeout"] == 120
     assert resources["components"][-1]["path"] == "medflare.flare.components.UnfinishedJobs"
     for kit in (site, server):
-        assert set(_verdicts(set_up(kit, Wishes())).values()) == {"kept"}
+        assert set(_verdicts(set_up(kit, KitSettings())).values()) == {"kept"}
 
 
 def test_a_kit_is_for_its_account_alone(site: Kit, tmp_path: Path) -> None:
@@ -55,19 +55,19 @@ def test_a_kit_is_for_its_account_alone(site: Kit, tmp_path: Path) -> None:
     (site.folder / "link").symlink_to(elsewhere)
     for path, mode in ((script, 0o755), (site.folder / "startup", 0o755), (site.folder, 0o755), (elsewhere, 0o644)):
         path.chmod(mode)
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     assert not [path for path in (site.folder, *site.folder.rglob("*")) if path.lstat().st_mode & 0o077 and not path.is_symlink()]
     assert script.stat().st_mode & 0o700 == 0o700 and elsewhere.stat().st_mode & 0o777 == 0o644
 
 
 def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path) -> None:
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     own = {"device": "cpu", "minimum_patients": 9, "outbound": {"entries": ["model"]}, "cache": {"folder": "/old", "limit_gb": 5}}
     _write(site, "medflare.json", own)
     _write(site, "authorization.json", {"the hospital's": "own"})
     before = _all(site)
     (tmp_path / "mount").symlink_to(tmp_path)
-    changes = set_up(site, Wishes(data_root=tmp_path / "mount", device="cuda:0", batch_size=4, cache=str(tmp_path / "fast")))
+    changes = set_up(site, KitSettings(data_root=tmp_path / "mount", device="cuda:0", batch_size=4, cache=str(tmp_path / "fast")))
     assert {name for name, verdict in _verdicts(changes).items() if verdict != "kept"} == {"medflare.json"}
     cache = {"folder": str(tmp_path / "fast"), "limit_gb": 5}
     named = {"data_root": str(tmp_path / "mount"), "device": "cuda:0", "batch_size": 4, "cache": cache}  # a link stays one
@@ -77,12 +77,12 @@ def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path)
 
 
 def test_policies_are_replaced_only_where_that_is_asked(site: Kit, server: Kit, tmp_path: Path) -> None:
-    for kit, wishes in ((site, Wishes(minimum_patients=9)), (server, Wishes(storage=tmp_path / "store"))):
-        set_up(kit, wishes)
+    for kit, wanted in ((site, KitSettings(minimum_patients=9)), (server, KitSettings(storage=tmp_path / "store"))):
+        set_up(kit, wanted)
         _write(kit, "authorization.json", {"own": 1})
-        set_up(kit, Wishes())
+        set_up(kit, KitSettings())
         assert _read(kit, "authorization.json") == {"own": 1}
-        set_up(kit, Wishes(replace_policies=True))
+        set_up(kit, KitSettings(replace_policies=True))
         assert "permissions" in _read(kit, "authorization.json")
     assert _read(site, "medflare.json")["minimum_patients"] == 9, "settings are no policies"
     jobs = _read(server, "resources.json")["components"][0]["args"]["uri_root"]
@@ -93,64 +93,66 @@ def test_policies_are_replaced_only_where_that_is_asked(site: Kit, server: Kit, 
 def test_where_medflare_is_not_installed_policies_name_nothing_of_it(site: Kit, server: Kit, earlier: bool) -> None:
     for kit in (site, server):
         if earlier:
-            set_up(kit, Wishes())
-        set_up(kit, Wishes(bring_code=True))
+            set_up(kit, KitSettings())
+        set_up(kit, KitSettings(bring_code=True))
         assert "medflare." not in "".join(_all(kit).values()).replace(str(kit.folder), "")
         assert _read(kit, "authorization.json")["permissions"]["lead"]["byoc"] == "any"
     assert not (site.local / "privacy.json").exists() and _read(site, "resources.json")["components"][0]["path"] == PLAIN
 
 
 def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     privacy = _read(site, "privacy.json")
     privacy["scopes"][0]["task_result_filters"].insert(0, {"path": "hospital.Filter"})
     _write(site, "privacy.json", privacy)
-    set_up(site, Wishes(bring_code=True))
+    set_up(site, KitSettings(bring_code=True))
     assert _read(site, "privacy.json")["scopes"][0]["task_result_filters"] == [{"path": "hospital.Filter"}]
 
 
 @pytest.mark.parametrize(
-    ("kind", "wishes", "named"),
+    ("kind", "wanted", "named"),
     [
-        ("site", Wishes(storage=Path("x")), "--storage"),
-        ("site", Wishes(batch_size=1), "batch_size"),
-        ("site", Wishes(minimum_patients=-1), "minimum_patients"),
-        ("site", Wishes(packages=["os"]), "packages"),
-        ("site", Wishes(packages=["medflare"]), "packages"),
-        ("site", Wishes(packages=["lab nets"]), "packages"),
-        ("server", Wishes(minimum_patients=3), "--minimum-patients"),
-        ("server", Wishes(stream_logs=True), "--stream-logs"),
+        ("site", KitSettings(storage=Path("x")), "--storage"),
+        ("site", KitSettings(batch_size=1), "batch_size"),
+        ("site", KitSettings(minimum_patients=-1), "minimum_patients"),
+        ("site", KitSettings(packages=["os"]), "packages"),
+        ("site", KitSettings(packages=["medflare"]), "packages"),
+        ("site", KitSettings(packages=["lab nets"]), "packages"),
+        ("server", KitSettings(minimum_patients=3), "--minimum-patients"),
+        ("server", KitSettings(stream_logs=True), "--stream-logs"),
     ],
 )
-def test_a_wrong_wish_is_refused_before_anything_is_written(kind: str, wishes: Wishes, named: str, request: pytest.FixtureRequest) -> None:
+def test_a_wrong_setting_is_refused_before_anything_is_written(
+    kind: str, wanted: KitSettings, named: str, request: pytest.FixtureRequest
+) -> None:
     kit = request.getfixturevalue(kind)
     with pytest.raises(ConfigError, match=named):
-        set_up(kit, wishes)
+        set_up(kit, wanted)
     assert _all(kit) == {}
 
 
 def test_what_a_party_says_of_logs_and_packages(site: Kit, server: Kit) -> None:
     for streamed in (True, False):
-        set_up(site, Wishes(stream_logs=streamed, packages=["lab_nets"] if streamed else None))
+        set_up(site, KitSettings(stream_logs=streamed, packages=["lab_nets"] if streamed else None))
         assert _read(site, "resources.json")["allow_log_streaming"] is streamed
         assert _read(site, "medflare.json")["packages"] == ["lab_nets"]
-    set_up(server, Wishes())
+    set_up(server, KitSettings())
     assert not (server.local / "medflare.json").exists()
-    set_up(server, Wishes(packages=["lab_nets"]))
+    set_up(server, KitSettings(packages=["lab_nets"]))
     assert _read(server, "medflare.json") == {"packages": ["lab_nets"]}
 
 
 def test_a_kit_that_an_earlier_medflare_set_up_gets_the_list_of_names(site: Kit, server: Kit) -> None:
     """The prefix goes, and what FLARE provisioned; what the hospital has added stays, and so do its other policies."""
     for kit in (site, server):
-        set_up(kit, Wishes())
+        set_up(kit, KitSettings())
         resources = _read(kit, "resources.json")
         provisioned = read_object(kit.local / "resources.json.default")["class_allow_list"]
         resources["class_allow_list"] = ["medflare.", "hospital.filters.Own", *provisioned]
         del resources["app_validator"]
         resources["allow_log_streaming"] = True
         _write(kit, "resources.json", resources)
-        set_up(kit, Wishes())
+        set_up(kit, KitSettings())
         new = _read(kit, "resources.json")
         assert new["class_allow_list"] == [*COMPONENTS[kit.kind], "hospital.filters.Own"]
         assert new["app_validator"] == template(kit.kind, "resources.json")["app_validator"]
@@ -162,7 +164,7 @@ def test_resources_without_a_list_of_classes_get_ours(site: Kit) -> None:
     content = read_object(site.local / "resources.json.default")
     del content["class_allow_list"]
     _write(site, "resources.json.default", content)
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     assert _read(site, "resources.json")["class_allow_list"] == list(COMPONENTS["site"])
 
 
@@ -170,7 +172,7 @@ def test_resources_without_a_list_of_classes_get_ours(site: Kit) -> None:
 def test_what_root_writes_for_another_account_is_that_accounts(server: Kit) -> None:
     for path in (server.folder, *server.folder.rglob("*")):
         os.chown(path, 54321, 54321)
-    set_up(server, Wishes(storage=server.folder / "far" / "storage"))
+    set_up(server, KitSettings(storage=server.folder / "far" / "storage"))
     assert {(path.stat().st_uid, path.stat().st_gid) for path in server.folder.rglob("*")} == {(54321, 54321)}
     assert (server.folder / "far" / "storage").stat().st_mode & 0o777 == 0o700
 
@@ -178,7 +180,7 @@ def test_what_root_writes_for_another_account_is_that_accounts(server: Kit) -> N
 def test_another_accounts_kit_is_refused(site: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     with pytest.raises(ConfigError, match=str(site.folder)):
-        set_up(site, Wishes())
+        set_up(site, KitSettings())
     assert _all(site) == {}
 
 
@@ -194,11 +196,11 @@ def test_another_accounts_kit_is_refused(site: Kit, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_json_of_another_shape_is_named_and_left(site: Kit, name: str, odd: object) -> None:
-    set_up(site, Wishes())
+    set_up(site, KitSettings())
     _write(site, name, odd)
     before = _all(site)
     with pytest.raises(ConfigError, match=str(site.local / name)):
-        set_up(site, Wishes(bring_code=True, device="cuda"))
+        set_up(site, KitSettings(bring_code=True, device="cuda"))
     assert _all(site) == before
 
 

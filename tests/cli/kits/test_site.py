@@ -101,7 +101,7 @@ def test_what_is_no_kit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert str(tmp_path) in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--data-root", "--cache", "--storage"])
+@pytest.mark.parametrize("option", ["--data-root", "--storage"])
 def test_an_unset_variable_is_not_the_current_folder(option: str, site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["site", "setup", str(site.folder), option, ""])

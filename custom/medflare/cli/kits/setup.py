@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 
 from medflare.cli.kits.kit import Kind, Kit, read_object
 from medflare.core.errors import ConfigError
-from medflare.data.sites.local import LOCAL_FILE
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
+LOCAL_FILE: Final = "medflare.json"  # as `data.sites.local` reads it; its import takes numpy along
 VALIDATOR: Final = "app_validator"  # FLARE's name for what looks at a job when it arrives
 OURS: Final = "medflare."  # as an entry of class_allow_list, as medflare 0.2 wrote it, it allows every function of medflare's
 ODD: Final = (AttributeError, IndexError, KeyError, TypeError)  # what JSON of another shape comes to
@@ -30,13 +30,20 @@ _Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What an administrator names; None and False leave things as they are.
+class KitSettings:
+    """What an administrator names; None and False leave things as they are. The first six are a site's own, `storage` the server's.
 
     Attributes:
-        cache: folder for decoded images; "off" for none.
-        bring_code: medflare is not installed here: policies name nothing of it, and a lead's jobs may bring it.
-        replace_policies: policies that are there are replaced by new ones.
+        data_root: with datalist.json; without it only tasks with embedded images run
+        device: where models run: cpu, cuda, cuda:1 (a new site: cpu)
+        batch_size: most images at once, for a small GPU (default: as the task says)
+        cache: folder for decoded images, or off (default: medflare-cache beside local/)
+        minimum_patients: no metric of fewer patients leaves (a new site: 5)
+        stream_logs: FLARE sends the site's log of errors in a job to the server (a new site: no)
+        packages: installed packages, separated by commas, whose networks and methods a job may name (a new party: none)
+        storage: for submitted jobs and results (default: storage in the kit)
+        bring_code: medflare is not installed here: a lead's jobs may bring it (--embed-code); no OutboundGuard, no restarts
+        replace_policies: new policies in place of those that are there
     """
 
     data_root: Path | None = None
@@ -59,19 +66,19 @@ class Change(NamedTuple):
     settings: tuple[str, ...] = ()
 
 
-def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
-    """Bring a kit's local/ folder to what is wished; every file is checked before one is written. The kit is then for its account alone.
+def set_up(kit: Kit, wanted: KitSettings) -> list[Change]:
+    """Bring a kit's local/ folder to what is wanted; every file is checked before one is written. The kit is then for its account alone.
 
     Raises:
-        ConfigError: a wish that is not this kind of kit's, a value that a setting cannot have, a file that cannot be understood, or a kit
-            of another account.
+        ConfigError: a setting that is not this kind of kit's, a value that it cannot have, a file that cannot be understood, or a kit of
+            another account.
         OSError: the storage cannot be made.
     """
     from medflare.core.store import write_json
 
-    of_others = ("storage",) if kit.kind == "site" else tuple(Wishes.__dataclass_fields__)[:6]
+    of_others = ("storage",) if kit.kind == "site" else tuple(KitSettings.__dataclass_fields__)[:6]
     for name in of_others:
-        if getattr(wishes, name) is not None:
+        if getattr(wanted, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is no setting of a {kit.kind}, whose kit {kit.folder} is")
     if os.geteuid() not in (0, kit.folder.stat().st_uid):
         raise ConfigError(f"{kit.folder} belongs to {owner(kit.folder)}; run it as {owner(kit.folder)}")
@@ -81,12 +88,12 @@ def set_up(kit: Kit, wishes: Wishes) -> list[Change]:
     after = {}
     for name, content in before.items():
         try:
-            after[name] = makers[name](kit, wishes, copy.deepcopy(content))
+            after[name] = makers[name](kit, wanted, copy.deepcopy(content))
         except ODD as error:
             odd = kit.local / (name if content is not None else f"{name}.default")
             raise ConfigError(f"{odd}: not as FLARE 2.9 has it ({error!r}); correct it") from error
-    if wishes.storage is not None:
-        _make_storage(wishes.storage.expanduser().resolve(), kit)
+    if wanted.storage is not None:
+        _make_storage(wanted.storage.expanduser().resolve(), kit)
     done = []
     for name in names:
         path, old, new = kit.local / name, before[name], after[name]
@@ -167,44 +174,44 @@ def template(kind: Kind, name: str) -> _Object:
 # -- one function a file: the content that is there, or None -> what it shall be, or None for no file --------------------------------
 
 
-def _own(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object | None:
+def _own(kit: Kit, wanted: KitSettings, content: _Object | None) -> _Object | None:
     from medflare.data.sites.local import local_settings
 
     if content is None and kit.kind == "server":
-        if wishes.packages is None:
+        if wanted.packages is None:
             return None
         content = {}
     elif content is None:
         usual = template(kit.kind, LOCAL_FILE)
         content = {name: usual[name] for name in ("device", "minimum_patients")}  # the rest is an example of a site's own
-    if wishes.data_root is not None:
-        content["data_root"] = str(wishes.data_root.expanduser().absolute())  # a link stays one: mounts move
-    if wishes.cache is not None:
-        content["cache"] = _cache(wishes.cache, content.get("cache"))
+    if wanted.data_root is not None:
+        content["data_root"] = str(wanted.data_root.expanduser().absolute())  # a link stays one: mounts move
+    if wanted.cache is not None:
+        content["cache"] = _cache(wanted.cache, content.get("cache"))
     for name in ("device", "batch_size", "minimum_patients", "packages"):
-        if getattr(wishes, name) is not None:
-            content[name] = getattr(wishes, name)
+        if getattr(wanted, name) is not None:
+            content[name] = getattr(wanted, name)
     local_settings(content)
     return content
 
 
-def _cache(wish: str, before: Any) -> Any:
-    if wish == "off":
+def _cache(value: str, before: Any) -> Any:
+    if value == "off":
         return False
-    folder = str(Path(wish).expanduser().absolute())
+    folder = str(Path(value).expanduser().absolute())
     return {**before, "folder": folder} if isinstance(before, Mapping) else folder
 
 
-def _authorization(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
-    content = _policy(kit, wishes, content, "authorization.json")
-    if wishes.bring_code:
+def _authorization(kit: Kit, wanted: KitSettings, content: _Object | None) -> _Object:
+    content = _policy(kit, wanted, content, "authorization.json")
+    if wanted.bring_code:
         content.setdefault("permissions", {}).setdefault("lead", {})["byoc"] = "any"
     return content
 
 
-def _privacy(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object | None:
-    if not wishes.bring_code:
-        return _policy(kit, wishes, content, "privacy.json")
+def _privacy(kit: Kit, wanted: KitSettings, content: _Object | None) -> _Object | None:
+    if not wanted.bring_code:
+        return _policy(kit, wanted, content, "privacy.json")
     filters = 0
     for scope in (content or {}).get("scopes", []):
         for name in ("task_result_filters", "task_data_filters"):
@@ -213,24 +220,24 @@ def _privacy(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object | Non
     return content if filters else None
 
 
-def _policy(kit: Kit, wishes: Wishes, content: _Object | None, name: str) -> _Object:
-    return template(kit.kind, name) if content is None or wishes.replace_policies else content
+def _policy(kit: Kit, wanted: KitSettings, content: _Object | None, name: str) -> _Object:
+    return template(kit.kind, name) if content is None or wanted.replace_policies else content
 
 
-def _resources(kit: Kit, wishes: Wishes, content: _Object | None) -> _Object:
+def _resources(kit: Kit, wanted: KitSettings, content: _Object | None) -> _Object:
     provisioned = read_object(kit.local / "resources.json.default")
-    if content is None or wishes.replace_policies:
+    if content is None or wanted.replace_policies:
         before, content = content, provisioned
         _close_list(kit, content, set(content.get("class_allow_list") or ()))
-        _adapt(content, wishes.storage or _storage(before) or kit.folder / "storage")
+        _adapt(content, wanted.storage or _storage(before) or kit.folder / "storage")
     else:
         if OURS in content.get("class_allow_list", ()):  # medflare 0.2 has set it up
             _close_list(kit, content, {OURS, *(provisioned.get("class_allow_list") or ())})
-        if wishes.storage is not None:
-            _store(content, wishes.storage)
-    if wishes.stream_logs is not None:
-        content["allow_log_streaming"] = wishes.stream_logs
-    if wishes.bring_code:
+        if wanted.storage is not None:
+            _store(content, wanted.storage)
+    if wanted.stream_logs is not None:
+        content["allow_log_streaming"] = wanted.stream_logs
+    if wanted.bring_code:
         _replace_launcher(content, _OUR_LAUNCHER, _PLAIN_LAUNCHER)
         if "class_allow_list" in content:
             content["class_allow_list"] = [name for name in content["class_allow_list"] if not name.startswith(OURS)]

@@ -1,4 +1,4 @@
-"""A task proposed from what lies in a data root, each choice with its reason: for masks by the rules of `medflare plan`."""
+"""A task proposed from what lies in a data root, each choice with its reason: for masks by the rules of `medflare task plan`."""
 
 import dataclasses
 from collections.abc import Sequence

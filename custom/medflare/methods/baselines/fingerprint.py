@@ -81,7 +81,7 @@ class FingerprintServerHyper:
 
 
 class FingerprintServer(ServerHalf[Any]):
-    """Collects the fingerprints into a file that `medflare plan` reads, and into a table."""
+    """Collects the fingerprints into a file that `medflare task plan` reads, and into a table."""
 
     Hyper: ClassVar[type] = FingerprintServerHyper
 
