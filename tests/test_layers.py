@@ -217,8 +217,8 @@ def test_no_rooms_import_one_another_in_a_circle(folder: Path, graph: Graph) -> 
 
 
 def drawn_layers(page: str) -> list[tuple[str, ...]]:
-    """The layers of the block under "## Layers": lines like `    studies/ | flare/   what they do`, top first."""
-    block = page[page.index("## Layers") :].split("\n## ")[0]
+    """The layers of the block under "## Rooms": lines like `    studies/ | flare/   what they do`, top first."""
+    block = page[page.index("## Rooms") :].split("\n## ")[0]
     heads = re.findall(r"^    (\w+/(?: \| \w+/)*)", block, flags=re.MULTILINE)
     return [tuple(re.findall(r"\w+", head)) for head in heads]
 
@@ -323,4 +323,4 @@ def test_circles_of_rooms_are_caught() -> None:
 
 def test_the_drawing_is_read() -> None:
     block = "    cli/            studies/ are below\n    studies/ | flare/\n                    more\n"
-    assert drawn_layers(f"# A\n\n## Layers\n\nText.\n\n{block}\n## Next\n\n    no/\n") == [("cli",), ("studies", "flare")]
+    assert drawn_layers(f"# A\n\n## Rooms\n\nText.\n\n{block}\n## Next\n\n    no/\n") == [("cli",), ("studies", "flare")]

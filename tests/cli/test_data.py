@@ -132,7 +132,7 @@ def volumes(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "data", task
 
 
-@pytest.mark.parametrize("command", [["plan"], ["task", "plan"]])
+@pytest.mark.parametrize("command", [["task", "plan"]])
 def test_fingerprints_and_a_plan(
     volumes: tuple[Path, Path], command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
