@@ -16,7 +16,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "fedsm": {},
     "prr": {},
-    "iop_fl": {"outside": ["O"], "route_epochs": 1, "radius": 1, "perturbation": "noise+turns"},
+    "iop_fl": {"outside": ["O"], "route_epochs": 1, "radius": 1},
     "grace": {"outside": ["O"], "client": "adv", "tta": "dsbn", "probe": True},
     "feddag": {"warmup": 0, "generator_width": 2, "generator_scale": 2},
     "moon": {},
