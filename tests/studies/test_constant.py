@@ -9,7 +9,7 @@ import torch
 from medflare.data.sites.constant import answers_of
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
-from medflare.data.targets import Targets
+from medflare.data.targets import LazyTensors
 from medflare.evaluation.contract import validate_results
 from medflare.studies import constant
 from medflare.studies.constant import CONSTANT, constant_answer
@@ -86,7 +86,7 @@ def test_masks_that_are_read_one_by_one_give_the_same_answers() -> None:
     masks = torch.rand(7, 16, 16, generator=torch.Generator().manual_seed(0)).gt(0.6).long()
     several: dict[str, Any] = {"target": "multiclass", "labels": ["background", "square"]}
     for changes in ({}, several):
-        at_once, one_by_one = (list(answers_of(small_task(**changes), targets)) for targets in (masks, Targets(7, masks.__getitem__)))
+        at_once, one_by_one = (list(answers_of(small_task(**changes), targets)) for targets in (masks, LazyTensors(7, masks.__getitem__)))
         assert len(at_once) == len(one_by_one) > 2 and all(map(torch.equal, at_once, one_by_one))
     binary = list(answers_of(small_task(), masks))
     assert all(

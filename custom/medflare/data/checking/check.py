@@ -11,7 +11,6 @@ import torch
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder
-from medflare.data.cache.folder import CacheSettings, placed
 from medflare.data.checking.contact_sheet import write_contact_sheet
 from medflare.data.checking.intensity import IntensityCheck
 from medflare.data.checking.report import CheckReport, SiteReport
@@ -21,6 +20,7 @@ from medflare.data.decoding import target_of
 from medflare.data.geometry import by
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
 from medflare.data.progress import counted
+from medflare.data.settings import CacheSettings, placed
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.opening import refuse_large_batch, refuse_large_task
 from medflare.data.sources import FileSource

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from medflare.core.store import write_atomically
 from medflare.data.sites.montage import as_grey, draw_outline
-from medflare.data.splits import Samples, SiteData, middle_slice
+from medflare.data.splits import SiteData, Split, middle_slice
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import structures
 
@@ -45,7 +45,7 @@ def write_contact_sheet(path: Path, data: Mapping[str, SiteData], task: TaskConf
     return path
 
 
-def _thumbnail(split: Samples, number: int, task: TaskConfig, low: float, high: float) -> Image.Image:
+def _thumbnail(split: Split, number: int, task: TaskConfig, low: float, high: float) -> Image.Image:
     """An image, or of a volume the slice with most foreground, else the middle one."""
     shown, masks = split.image(number), None
     if task.kind == "segmentation":

@@ -17,7 +17,7 @@ from medflare.cli.federation.kits.kit import Kit, open_kit
 from medflare.cli.federation.kits.processes import running
 from medflare.cli.federation.kits.setup import OURS, VALIDATOR, owner, read_policy, template
 from medflare.core.errors import ConfigError, MedflareError, StateError
-from medflare.data.cache.folder import placed
+from medflare.data.settings import placed
 from medflare.data.sites.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
 
 if TYPE_CHECKING:
