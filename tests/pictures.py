@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import small
-from medflare.data.cache import decoded
+from medflare.data import cache
 from medflare.data.sites.site import Site
 from medflare.data.splits import SiteData, Split
 from medflare.tasks.config import TaskConfig, load_task
@@ -83,7 +83,7 @@ def edit() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
 
 @pytest.fixture(autouse=True)
 def forget_decoded_sites() -> None:
-    decoded._memory.clear()
+    cache._memory.clear()
 
 
 def numbered_split(number: int, task: TaskConfig) -> Split:

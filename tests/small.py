@@ -1,13 +1,13 @@
 """The small tasks of the tests, each of which takes them with its own difference: what trains in a moment and still learns something."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from medflare.data.sites.fitting import Predictor
 from medflare.data.sites.site import Site
-from medflare.data.splits import Samples, Split
+from medflare.data.splits import Split
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import Images, Portion, Scores, measure
 
@@ -56,9 +56,9 @@ def predicted(site: Site, predictor: Predictor, split: str = "test") -> Any:
     return ordered if site.task.fit == "patch" else torch.stack(ordered)
 
 
-def stacked(samples: Samples) -> Split:
+def stacked(samples: Split) -> Split:
     """A split of pictures, which are one tensor."""
-    return cast(Split, samples)
+    return samples
 
 
 def score(

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from medflare.core.errors import DataError
-from medflare.data.cache.folder import CacheSettings
 from medflare.data.decoding import Decoded, decode, target_of
 from medflare.data.loading import load_site_data
+from medflare.data.settings import CacheSettings
 from medflare.data.sources import FileSource, PhantomSource
 from medflare.tasks.config import TaskConfig
 

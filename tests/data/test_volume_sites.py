@@ -13,11 +13,11 @@ import torch
 from nibabel import orientations
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.cache.decoded import _memory
-from medflare.data.cache.folder import CacheSettings
+from medflare.data.cache import _memory
 from medflare.data.checking.check import check_site
 from medflare.data.loading import load_site_data
 from medflare.data.reading import series_grid
+from medflare.data.settings import CacheSettings
 from medflare.networks.dry_run import check_network
 from medflare.tasks.config import load_task
 from volumes import NAMES, PATCHES, SHAPE, TASK, affine, cube_task, dicom_series, make_volumes, write

@@ -24,8 +24,8 @@ from medflare.tasks.metrics import Images, Spacing
 class Decoded:
     """All images of a site in datalist order, before they are divided into splits."""
 
-    images: Images  # float32 (N, C, H, W), or one (C, ...) each; `cache.shards.Shards` where they stay on disk
-    targets: Images  # see `data.splits.Split` and `data.splits.OneByOne`; where images stay on disk labels alone, masks lie beside them
+    images: Images  # see `data.splits.Split`, of all splits together
+    targets: Images
     entries: list[int]  # row -> index of its entry (a volume that is cut into slices gives many rows)
     names: list[str]  # row -> name
     spacings: list[Spacing | None]  # row -> millimetres between the voxels of a volume; none at all for pictures

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
-from medflare.data.cache.decoded import decoded_once
-from medflare.data.cache.folder import CacheSettings
-from medflare.data.cache.shards import Shards
+from medflare.data.cache import decoded_once
 from medflare.data.datalist import FILE, SPLITS, Entry, assign_splits, names_of_masks, site_name
 from medflare.data.decoding import Decoded
 from medflare.data.reading import ImageBounds
+from medflare.data.settings import CacheSettings
 from medflare.data.sources import FileSource, PhantomSource, Source
-from medflare.data.splits import OnDisk, OneByOne, Samples, SiteData, Split
-from medflare.data.targets import annotation_of, class_counts, encode_label, plain_name, stored_values
+from medflare.data.splits import SiteData, Split
+from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, plain_name, stored_values
 from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics import Images
 
 ENVIRONMENT = "MEDFLARE_DATA_ROOT"
 FOLDERS = "MEDFLARE_DATA_FOLDERS"  # as PATH has them
@@ -115,7 +115,7 @@ def load_site_data(
         task: what is learnt.
         root: from `resolve_data_root`; None generates the embedded federation.
         role: "inside" needs images in every split, "outside" only in the test split.
-        cache: with its folder, see `cache.folder.placed`; None keeps decoded tensors in this process alone.
+        cache: with its folder, see `settings.placed`; None keeps decoded tensors in this process alone.
         folders: see `allowed_folders`.
         bounds: how large an image may be.
 
@@ -281,18 +281,18 @@ def _counted_as(classes: Iterable[tuple[int, str, int, str]]) -> str:
     return f'"labels" of {FILE} count so: {listed}' if listed else ""
 
 
-def _split(decoded: Decoded, entries: list[Entry], name: str) -> Samples:
+def _split(decoded: Decoded, entries: list[Entry], name: str) -> Split:
     rows = [row for row, number in enumerate(decoded.entries) if entries[number].split == name]
     patients = tuple(entries[decoded.entries[row]].patient for row in rows)
     names = tuple(decoded.names[row] for row in rows)
     spacings = tuple(decoded.spacings[row] for row in rows if decoded.spacings)
-    if isinstance(decoded.images, Shards):
-        labels = decoded.targets[rows] if isinstance(decoded.targets, Tensor) else None
-        return OnDisk(decoded.images, tuple(rows), labels, patients, names, spacings)
-    if isinstance(decoded.images, Tensor) and isinstance(decoded.targets, Tensor):
-        return Split(decoded.images[rows], decoded.targets[rows], patients, names)
-    images, targets = (tuple(part[row] for row in rows) for part in (decoded.images, decoded.targets))
-    return OneByOne(images, targets, patients, names, spacings)
+    return Split(_part(decoded.images, rows), _part(decoded.targets, rows), patients, names, spacings)
+
+
+def _part(tensors: Images, rows: list[int]) -> Images:
+    if isinstance(tensors, Tensor):
+        return tensors[rows]
+    return tensors.part(rows) if isinstance(tensors, LazyTensors) else tuple(tensors[row] for row in rows)
 
 
 def refuse_too_many(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:

@@ -121,13 +121,13 @@ def plain_name(name: str) -> str:
     return " ".join(name.replace("_", " ").split()).casefold()
 
 
-class Targets(Sequence[Tensor]):
-    """Targets that are read when they are asked for.
+class LazyTensors(Sequence[Tensor]):
+    """Images or targets that are read when they are asked for.
 
     Args:
         size: how many.
-        read: row -> target.
-        counts: int64 (size, classes), see `class_counts`; None where nobody has counted yet.
+        read: row -> image or target.
+        counts: of targets, int64 (size, classes), see `class_counts`; None where nobody has counted yet.
     """
 
     def __init__(self, size: int, read: Callable[[int], Tensor], counts: Tensor | None = None):
@@ -139,12 +139,16 @@ class Targets(Sequence[Tensor]):
     def __getitem__(self, row: Any) -> Any:
         return self._read(range(self._size)[row])
 
+    def part(self, rows: Sequence[int]) -> "LazyTensors":
+        """Some of them."""
+        return LazyTensors(len(rows), lambda row: self._read(rows[row]), None if self.counts is None else self.counts[list(rows)])
+
 
 def class_counts(targets: Images, task: TaskConfig) -> Tensor:
     """Images (classification) or pixels (segmentation) of every class, int64 (len(task.classes),); multilabel: positives.
 
     Args:
-        targets: as in `splits.Samples`.
+        targets: as in `splits.Split`.
         task: gives classes and target.
     """
     if not isinstance(targets, Tensor):
@@ -158,10 +162,10 @@ def counts_by_image(targets: Images, task: TaskConfig) -> Tensor:
     """`class_counts` of every image by itself, int64 (images, classes).
 
     Args:
-        targets: as in `splits.Samples`.
+        targets: as in `splits.Split`.
         task: gives classes and target.
     """
-    if isinstance(targets, Targets) and targets.counts is not None:
+    if isinstance(targets, LazyTensors) and targets.counts is not None:
         return targets.counts
     counts = [class_counts(target[None], task) for target in targets]
     return torch.stack(counts) if counts else torch.zeros(0, len(task.classes), dtype=torch.int64)
@@ -174,7 +178,7 @@ def scarce_classes(targets: Images, task: TaskConfig, annotated: Sequence[str] |
     """Classes that fewer than three training images show: name -> images; empty of a site without training images.
 
     Args:
-        targets: of the training images, as in `splits.Samples`.
+        targets: of the training images, as in `splits.Split`.
         task: gives classes and target; in segmentation only its structures count.
         annotated: the structures that the site annotated; None: all.
 

@@ -83,7 +83,7 @@ class _Clip:
 
 @dataclass(frozen=True, config=STRICT)
 class _Sampling:
-    """How the training images of an epoch are drawn; the weights are those of the groups of `data.sites.sampling`."""
+    """How the training images of an epoch are drawn; the weights are those of the groups of `data.sites.batches`."""
 
     name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
     weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
@@ -174,7 +174,7 @@ class TaskConfig:
         schedule: {"name": one of `tasks.schedules`, its settings}, how the learning rate goes over the rounds.
         clip: {"norm": ...} or {"value": ...}, what every step of the optimizer limits gradients to.
         sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class as often as the others),
-            or {"name": "weighted", "weights": [...]}, see `data.sites.sampling`.
+            or {"name": "weighted", "weights": [...]}, see `data.sites.batches`.
         freeze: {"parts": ["body"], "rounds": ...}: what of the network rests for the first so many rounds, and is not sent meanwhile;
             the list of parts alone: in every round.
         batch_size: images per training step.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medflare.data.sites.ahead import read_ahead
+from medflare.data.sites.batches import read_ahead
 from medflare.data.splits import Split
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from medflare.core.rng import numpy_random_state
 from medflare.data.sites.fitting import Fitting, Patches, Taken, of_task, windowed, windows_of
 from medflare.data.sites.opening import open_site
-from medflare.data.splits import OneByOne, Samples
+from medflare.data.splits import Split
 from medflare.tasks.config import TaskConfig, load_task
 from small import predicted
 from volumes import PATCHES, SHAPE, cube_task, make_volumes
@@ -19,17 +19,17 @@ from volumes import PATCHES, SHAPE, cube_task, make_volumes
 TASK = load_task(PATCHES)
 
 
-def _split(task: TaskConfig = TASK, foreground: bool = True) -> OneByOne:
+def _split(task: TaskConfig = TASK, foreground: bool = True) -> Split:
     """A volume that tells where its voxels lie, with one voxel of foreground in a corner, and one smaller than a patch."""
     voxels = torch.arange(math.prod(SHAPE)).reshape(SHAPE)
     mask = torch.zeros(SHAPE, dtype=torch.long)
     mask[0, 0, 0] = foreground
     images = (torch.stack([voxels, -voxels]).float(), torch.ones(2, 4, 9, 5))
     targets = (mask, torch.ones(4, 9, 5, dtype=torch.long))
-    return OneByOne(images, targets, ("p", "q"), ("p", "q"), (None, None))
+    return Split(images, targets, ("p", "q"), ("p", "q"), (None, None))
 
 
-def _taken(fitting: Fitting, data: Samples, rows: Tensor, random: np.random.RandomState) -> Taken:
+def _taken(fitting: Fitting, data: Split, rows: Tensor, random: np.random.RandomState) -> Taken:
     return fitting.samples(fitting.read(data, rows), random)
 
 
@@ -68,7 +68,7 @@ def test_labels_of_their_own_channels_are_cut_with_their_images() -> None:
     task = load_task({**PATCHES, "target": "multilabel", "labels": ["a", "b"]})
     target = torch.zeros(2, *SHAPE)
     target[0, 0, 0, 0] = 1  # the second label is absent
-    data = OneByOne((torch.ones(2, *SHAPE),), (target,), ("p",), ("p",), (None,))
+    data = Split((torch.ones(2, *SHAPE),), (target,), ("p",), ("p",), (None,))
     _, drawn = _taken(Patches(task), data, torch.zeros(20, dtype=torch.long), numpy_random_state(0))
     assert drawn.shape == (20, 2, 8, 8, 8) and drawn.dtype == torch.float32
     assert 4 < drawn[:, 0].flatten(1).any(1).sum() < 17
@@ -105,6 +105,6 @@ def test_a_site_trains_on_patches_and_predicts_whole_volumes(tmp_path: Path) -> 
 def test_pictures_can_be_patches_as_well(make_task: Callable[..., TaskConfig]) -> None:
     task = make_task(fit="patch", size=[8, 8])
     images = tuple(torch.rand(1, side, 12) for side in (9, 20))
-    data = OneByOne(images, tuple((image[0] > 0.5).long() for image in images), ("p", "q"), ("p", "q"))
+    data = Split(images, tuple((image[0] > 0.5).long() for image in images), ("p", "q"), ("p", "q"))
     assert _taken(of_task(task), data, torch.tensor([0, 1]), np.random.RandomState(0))[0].shape == (2, 1, 8, 8)
     assert windows_of(images[1], (8, 8)).shape == (6, 1, 8, 8)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import ConfigError
-from medflare.data.cache.folder import CacheSettings
+from medflare.data.settings import CacheSettings
 from medflare.data.sites.local import Bounds, LocalSettings, OutboundLimits, PrivacyLimit, local_settings
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.data.sites.batches import in_random_order
-from medflare.data.sites.sampling import drawing_weights, sampling_groups
+from medflare.data.sites.batches import drawing_weights, in_random_order, sampling_groups
 from small import small_task
 
 LABELS = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 2])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from medflare.cli.kits.kit import Kit, certificate_end, open_kit, read_object, refuse_foreign_root, server_problem
 from medflare.cli.kits.setup import ODD, OURS, VALIDATOR, owner, template
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.data.cache.folder import placed
+from medflare.data.settings import placed
 from medflare.data.sites.local import CACHE, LOCAL_FILE, LocalSettings, local_settings, read_local
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
-from medflare.data.cache.folder import CacheSettings, placed
 from medflare.data.datalist import Entry, check_patients, site_folders, site_name
 from medflare.data.decoding import target_of
 from medflare.data.geometry import by
 from medflare.data.loading import allowed_folders, known_entries, load_site_data
 from medflare.data.progress import counted
+from medflare.data.settings import CacheSettings, placed
 from medflare.data.sites.local import LocalSettings
 from medflare.data.sites.montage import contact_sheet
 from medflare.data.sites.opening import refuse_large_batch, refuse_large_task

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from medflare.data.sites.scoring import Answer
 from medflare.data.sites.site import Site
-from medflare.data.splits import Samples
+from medflare.data.splits import Split
 from medflare.tasks.cases import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Scores
@@ -47,7 +47,7 @@ def constant_value(site: Site) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def best_answer(task: TaskConfig, training: Samples, judges: Sequence[Site]) -> Tensor:
+def best_answer(task: TaskConfig, training: Split, judges: Sequence[Site]) -> Tensor:
     """The constant answer that is best by the mean of the judges' validation metrics; ties go to the earliest.
 
     Args:
@@ -83,7 +83,7 @@ def scores_of(site: Site, answer: Tensor, split: str, metrics: Sequence[str]) ->
     return site.measured(_repeated(answer, samples, site.task), split, metrics).scores(samples.patients)
 
 
-def _repeated(answer: Tensor, samples: Samples, task: TaskConfig) -> Iterator[Answer]:
+def _repeated(answer: Tensor, samples: Split, task: TaskConfig) -> Iterator[Answer]:
     """The answer (outputs,) or (outputs, ...) for every image, one by one, in the size of its target."""
     sides = task.spatial_dims if task.kind == "segmentation" else 0
     for row in range(len(samples)):
@@ -101,7 +101,7 @@ def answers_of(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
 
     Args:
         task: gives kind, target and classes.
-        targets: of the training images, as in `data.splits.Samples`.
+        targets: of the training images, as in `data.splits.Split`.
 
     Yields:
         Probabilities (outputs,), or (outputs, H, W) for a mean mask, which needs targets of one size.

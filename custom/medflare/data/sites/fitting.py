@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.data.sites.ahead import read_ahead
-from medflare.data.sites.batches import in_order
-from medflare.data.splits import Samples
+from medflare.data.sites.batches import in_order, read_ahead
+from medflare.data.splits import Split
 from medflare.data.transforms import plain_tensors
 from medflare.tasks.config import TaskConfig
 
@@ -28,16 +27,16 @@ class Fitting(Protocol):
 
     per_image: int  # samples that an image gives in an epoch
 
-    def read(self, data: Samples, rows: Tensor) -> Any:
+    def read(self, data: Split, rows: Tensor) -> Any:
         """The images of some rows, long (B,), from where they are kept; draws nothing, so that another thread may do it ahead."""
 
     def samples(self, found: Any, random: np.random.RandomState) -> Taken:
         """One sample of each image that was read, with draws from `random`."""
 
-    def in_order(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
         """Everything of a split in fixed order: rows, and samples, `size` at a time."""
 
-    def whole(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
         """All images as a finished model is given them, see `windowed`."""
 
 
@@ -46,7 +45,7 @@ class Whole:
 
     per_image = 1
 
-    def read(self, data: Samples, rows: Tensor) -> Taken:
+    def read(self, data: Split, rows: Tensor) -> Taken:
         """The images of some rows.
 
         Args:
@@ -64,7 +63,7 @@ class Whole:
         """
         return found
 
-    def in_order(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
         """All images.
 
         Args:
@@ -82,7 +81,7 @@ class Patches:
     def __init__(self, task: TaskConfig):
         self.size, self.per_image = task.size, task.patches_per_image
 
-    def read(self, data: Samples, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def read(self, data: Split, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Image and target of every row, and those of the first image at the end: of no rows, they tell what an empty batch is of.
 
         Args:
@@ -113,7 +112,7 @@ class Patches:
                 targets.append(sample["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
         return torch.cat(images), torch.cat(targets)
 
-    def in_order(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
         """Every image cut into windows side by side that cover it.
 
         Args:
@@ -131,7 +130,7 @@ class Patches:
                 del waiting[:size]
                 yield torch.tensor(rows), (torch.stack(pictures), torch.stack(masks))
 
-    def whole(self, data: Samples, size: int) -> Iterator[tuple[Tensor, Taken]]:
+    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Taken]]:
         """Row (1,), and image (1, C, ...) and target (1, ...), of every image, one by one.
 
         Args:

@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError
 from medflare.core.packages import untrusted
 from medflare.core.settings import STRICT, checked, nested
-from medflare.data.cache.folder import CacheSettings
 from medflare.data.reading import ImageBounds
+from medflare.data.settings import CacheSettings
 
 LOCAL_FILE: Final = "medflare.json"  # in the site's local/ folder
 PLACE: Final = f"local/{LOCAL_FILE}"

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.data.cache.folder import placed
 from medflare.data.loading import load_site_data, resolve_data_root, source_of
+from medflare.data.settings import placed
 from medflare.data.sites.computing import Computing, check_precision, usable_device
 from medflare.data.sites.local import PLACE, Bounds, LocalSettings, local_settings
 from medflare.data.sites.site import Site

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.data.sites.fitting import Fitting, Predictor, windowed
-from medflare.data.splits import Batch, Samples
+from medflare.data.splits import Batch, Split
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Portion, measure
@@ -61,7 +61,7 @@ def answers(predictor: Predictor, batches: Iterable[Batch], task: TaskConfig, wi
 
 
 def answers_of_patients(
-    predictor: PatientWise, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int
+    predictor: PatientWise, data: Split, placed: Callable[[Tensor, Tensor, Tensor], Batch], batch: int
 ) -> Iterator[Answer]:
     """As `answers`, one patient at a time, from a model that looks at all of a patient's images before it answers for any.
 
@@ -82,7 +82,7 @@ def answers_of_patients(
 
 
 def answers_of_split(
-    predictor: Predictor, data: Samples, placed: Callable[[Tensor, Tensor, Tensor], Batch], fitting: Fitting, task: TaskConfig, batch: int
+    predictor: Predictor, data: Split, placed: Callable[[Tensor, Tensor, Tensor], Batch], fitting: Fitting, task: TaskConfig, batch: int
 ) -> Iterator[Answer]:
     """What a model says of a whole split: `answers`, or `answers_of_patients` where it looks at whole patients.
 
@@ -116,7 +116,7 @@ def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfi
         return [whole(image)[0].float().cpu() for image in images]
 
 
-def measured(found: Iterable[Answer], data: Samples, annotation: Annotation, metrics: Sequence[str]) -> Measured:
+def measured(found: Iterable[Answer], data: Split, annotation: Annotation, metrics: Sequence[str]) -> Measured:
     """What metrics are made of, image by image in the split's order.
 
     Args:

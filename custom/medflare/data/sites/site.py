@@ -13,10 +13,8 @@ from medflare.core.states import StateDict
 from medflare.data.acquisition import TrainedOn, range_of
 from medflare.data.progress import counted
 from medflare.data.sites import fitting, scoring
-from medflare.data.sites.ahead import read_ahead
-from medflare.data.sites.batches import in_random_order
+from medflare.data.sites.batches import drawing_weights, in_random_order, read_ahead
 from medflare.data.sites.computing import Computing
-from medflare.data.sites.sampling import drawing_weights
 from medflare.data.sources import Source
 from medflare.data.splits import Batch, SiteData
 from medflare.data.targets import class_counts

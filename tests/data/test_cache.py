@@ -1,0 +1,188 @@
+"""Images are decoded once: per process, and with a folder once per site, in a file per image."""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from medflare.core.errors import DataError
+from medflare.data import cache, decoding
+from medflare.data.loading import load_site_data
+from medflare.data.reading import ImageBounds
+from medflare.data.settings import CacheSettings, placed
+from medflare.data.sites.local import Bounds
+from medflare.data.splits import SiteData
+from medflare.tasks.config import TaskConfig
+
+TaskOf = Callable[..., TaskConfig]
+SiteOf = Callable[..., Path]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the images that are decoded from now on."""
+    names: list[str] = []
+    target_of = decoding.target_of
+
+    def noted(task: Any, source: Any, entry: Any, image: Any) -> Any:
+        names.append(entry.name)
+        return target_of(task, source, entry, image)
+
+    monkeypatch.setattr(decoding, "target_of", noted)
+    return names
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> CacheSettings:
+    return CacheSettings(str(tmp_path / "cache"))
+
+
+def files_of(settings: CacheSettings) -> list[Path]:
+    return sorted(Path(settings.folder).glob("*.safetensors"))
+
+
+def loaded(task: TaskConfig, folder: Path, settings: CacheSettings | None = None, **options: Any) -> SiteData:
+    """As a new process loads it."""
+    cache._memory.clear()
+    return load_site_data("A", task, folder, cache=settings, **options)
+
+
+def equal(first: SiteData, second: SiteData) -> bool:
+    for name in ("train", "validation", "test"):
+        one, other = first.split(name), second.split(name)
+        assert one.names == other.names and one.patients == other.patients and one.targets.dtype == other.targets.dtype
+        assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
+    return True
+
+
+def test_once_per_process(make_site: SiteOf, make_task: TaskOf, decoded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_site()
+    load_site_data("A", make_task(), folder, bounds=Bounds())
+    decoded.clear()
+    load_site_data("A", make_task(batch_size=2, resplit=4), folder, bounds=Bounds(epochs=9, memory=4))  # nothing that concerns an image
+    assert decoded == []
+    monkeypatch.setattr(cache, "_KEPT_SITES", 2)
+    for side in (8, 12, 16, 20):
+        load_site_data("A", make_task(size=[side, side]), folder)
+    assert len(decoded) == 4 * 10 and len(cache._memory) == 2
+
+
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_the_next_process_reads_what_was_decoded(
+    kind: str, make_site: SiteOf, make_task: TaskOf, kept: CacheSettings, decoded: list[str]
+) -> None:
+    folder, task = make_site(kind=kind), make_task(kind)
+    first = loaded(task, folder, kept)
+    decoded.clear()
+    assert equal(first, loaded(task, folder, kept)) and equal(first, loaded(task, folder)) and len(decoded) == 10
+    assert len(files_of(kept)) == 10 and {"image", "target"} == load_file(files_of(kept)[0]).keys()
+
+
+def test_only_this_account_can_read_it(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+    before = os.umask(0o022)
+    try:
+        loaded(make_task(), make_site(), kept)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(Path(kept.folder).stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files_of(kept)} == {0o600}
+
+
+def test_changed_and_damaged_files_alone_are_decoded_anew(
+    make_site: SiteOf, make_task: TaskOf, kept: CacheSettings, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, task = make_site(), make_task()
+    before = loaded(task, folder, kept)
+    files = set(files_of(kept))
+    (folder / "images/0.png").write_bytes((folder / "images/1.png").read_bytes())
+    os.utime(folder / "images/0.png", ns=(1, 1))
+    decoded.clear()
+    after = loaded(task, folder, kept)
+    assert decoded == ["0.png"] and torch.equal(after.train.image(0), before.train.image(1))
+    (new,) = set(files_of(kept)) - files
+    new.write_bytes(new.read_bytes()[:-20])
+    decoded.clear()
+    assert equal(loaded(task, folder, kept), after) and decoded == ["0.png"]
+    monkeypatch.setattr(cache, "versions", lambda packages: dict.fromkeys(packages, "another"))
+    decoded.clear()
+    loaded(task, folder, kept)
+    with pytest.raises(DataError, match=r"bounds\.pixels"):
+        loaded(task, folder, kept, bounds=ImageBounds(pixels=100))
+    assert len(decoded) == 10
+
+
+def test_unreadable_images_are_tried_again(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+    """A file that was out of reach for a while keeps its size and time of change."""
+    folder, task = make_site(), make_task(unreadable="skip", unreadable_limit={"share": 0.5, "count": 5})
+    file = folder / "images/0.png"
+    whole, known = file.read_bytes(), file.stat()
+    for content, images in ((whole[:20].ljust(len(whole), b"x"), 4), (whole, 5)):
+        file.write_bytes(content)
+        os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))
+        for _ in range(2):
+            data = loaded(task, folder, kept)
+            assert len(data.train) == images and len(data.left_out) == 5 - images
+
+
+def test_the_longest_unused_make_room(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+    folder, task = make_site(), make_task()
+    loaded(task, folder, kept)
+    size = sum(path.stat().st_size for path in files_of(kept))
+    oldest, *others = files_of(kept)
+    os.utime(oldest, (1, 1))
+    for path in others:
+        os.utime(path, (2, 2))
+    other = make_site({"training": ["a"], "validation": ["b"], "test": ["c"]}, name="B")
+    tight = CacheSettings(kept.folder, limit_gb=(size + 2.5 * size / 10) / 10**9)
+    loaded(task, other, tight)
+    assert not oldest.exists() and all(path.exists() for path in others) and len(files_of(kept)) == 12
+    loaded(task, folder, CacheSettings(kept.folder, limit_gb=1e-8))
+    assert len(files_of(kept)) == 9, "its own files stay"
+
+
+def test_a_file_that_goes_while_it_is_used_is_decoded_anew(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+    folder, task = make_site(), make_task()
+    whole, disk = loaded(task, folder), loaded(task, folder, CacheSettings(kept.folder, memory_gb=0))
+    for path in files_of(kept):
+        path.unlink()
+    images, targets = disk.train.take(torch.tensor([3, 0]))
+    assert torch.equal(images, whole.train.images[[3, 0]]) and torch.equal(targets, whole.train.targets[[3, 0]])
+    assert len(files_of(kept)) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    folder = make_site()
+    assert len(loaded(make_task(), folder, CacheSettings(str(tmp_path / "file"))).train) == 5
+    assert "cannot be written" in caplog.text
+    for settings in (
+        CacheSettings(str(tmp_path / "file"), memory_gb=1e-8),
+        CacheSettings(str(tmp_path / "c"), limit_gb=1e-8, memory_gb=1e-8),
+    ):
+        with pytest.raises(DataError, match="memory_gb"):
+            loaded(make_task(), folder, settings)
+    kept = CacheSettings(str(tmp_path / "cache"))
+    loaded(make_task(), folder, kept)
+
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert len(loaded(make_task(), folder, kept).train) == 5
+
+
+def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEDFLARE_CACHE", raising=False)
+    assert placed(None, tmp_path) is None and placed(CacheSettings()) is None
+    assert placed(CacheSettings(limit_gb=3), tmp_path) == CacheSettings(str(tmp_path), 3)
+    monkeypatch.setenv("MEDFLARE_CACHE", "/everybodys")
+    assert placed(CacheSettings(), tmp_path) == CacheSettings("/everybodys")
+    assert placed(CacheSettings("~/own"), tmp_path) == CacheSettings(str(Path.home() / "own"))
