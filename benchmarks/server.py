@@ -122,7 +122,7 @@ class Stored:
         from medflare.core.rng import torch_generator
         from medflare.core.store import write_message
 
-        for place, site in enumerate(self.sites):
+        for site in self.sites:
             states: dict[str, dict[str, torch.Tensor]] = {}
             for entry, spec in self.manifest(phase).items():
                 generator = torch_generator(0, "benchmark", site, phase, entry)
@@ -130,9 +130,6 @@ class Stored:
                 for name, (shape, dtype) in spec.tensors.items():
                     noise = torch.randn(shape, generator=generator).mul_(0.01).to(dtype)
                     states[entry][name] = noise.add_(start[name]) if name in start and start[name].shape == shape else noise.abs_()
-            for name, rows in states.get("selector_gradient", {}).items():
-                if name.startswith("head."):  # as images of this site give it, see FedSM's `impossible_head_gradient`
-                    rows[place] -= rows.sum(dim=0)
             write_message(self.path(phase, site), Message(states))
 
     def read(self, phase: str) -> tuple[float, float]:

@@ -62,16 +62,3 @@ def test_personal_models_with_rates_of_their_own_refuse_what_would_not_reach_the
         method.check({"personalization": "pfedme"}, small_task(**changes))
         with pytest.raises(ConfigError, match=f"adapt_lr.* {name} would not reach"):
             method.check({"personalization": "pfedme", "adapt_lr": 0.1}, small_task(**changes))
-
-
-def test_what_cannot_be_learnt_is_refused_before_anything_starts() -> None:
-    for changes, words in (
-        (
-            {"optimizer": {"name": "RMSprop", "lr": 0.1, "momentun": 0.9}},
-            "optimizer RMSprop: unknown argument 'momentun'; did you mean momentum",
-        ),
-        ({"loss": {"name": "BendingEnergyLoss"}}, "loss BendingEnergyLoss: it does not take logits and targets"),
-        ({"network": {"name": "DenseNet121"}}, "network DenseNet121: "),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            get_method("fedavg").check({}, small_task(**changes))

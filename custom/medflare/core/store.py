@@ -67,9 +67,6 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
 def refuse_unwritable(path: Path) -> None:
     """Before long work: nothing where a public file can be written there; folders that do not exist are made.
 
-    Args:
-        path: the file to write later.
-
     Raises:
         OSError: it cannot, for the reason that writing would have.
     """
@@ -81,12 +78,7 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def file_digest(path: Path, algorithm: str = "sha256") -> str:
-    """The checksum of a file's content, in hexadecimal digits.
-
-    Args:
-        path: of the file, which is not read into memory at once.
-        algorithm: as `hashlib` names it; one that is no longer safe against forgery still tells what was damaged.
-    """
+    """The checksum of a file's content, in hexadecimal digits."""
     digest = hashlib.new(algorithm, usedforsecurity=False)
     with open(path, "rb") as file:
         while part := file.read(2**20):
@@ -118,13 +110,7 @@ def write_json(path: Path, content: Any, *, public: bool = False) -> None:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> str:
-    """Rows as CSV without control characters; a text that looks like a formula gets an apostrophe (OWASP, "CSV Injection").
-
-    Args:
-        rows: column -> value; one that is missing stays empty.
-        columns: their names, in order.
-        header: whether the names come first.
-    """
+    """Rows as CSV without control characters; a text that looks like a formula gets an apostrophe (OWASP, "CSV Injection")."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     if header:

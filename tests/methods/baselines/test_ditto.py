@@ -118,9 +118,7 @@ def test_a_new_process_for_every_task_and_a_site_that_misses_a_round(squares: Mo
     assert all(squares.equal(kept.halves[name].personal, renewed.halves[name].personal) for name in "ABC")
 
 
-@pytest.mark.parametrize(
-    ("values", "words"), [({"lam": -0.1}, "lam"), ({"dp_noise": 1.0}, "learns from the same images")]
-)
+@pytest.mark.parametrize(("values", "words"), [({"lam": -0.1}, "lam"), ({"dp_noise": 1.0}, "learns from the same images")])
 def test_what_it_refuses(values: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         METHOD.check(values)

@@ -86,9 +86,7 @@ def test_it_sends_what_fedavg_sends(squares: ModuleType) -> None:
     assert METHOD.site_class.manifest("train", plan).keys() == {"model"}
 
 
-@pytest.mark.parametrize(
-    ("values", "words"), [({"mu": -1}, "mu"), ({"dp_noise": 1.0}, "cannot train with differential")]
-)
+@pytest.mark.parametrize(("values", "words"), [({"mu": -1}, "mu"), ({"dp_noise": 1.0}, "cannot train with differential")])
 def test_what_it_refuses(values: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         METHOD.check(values)
