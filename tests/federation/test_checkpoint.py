@@ -61,7 +61,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert after.server.memory.facts == before.server.memory.facts, "nothing of the run stays in the half"
     assert after.returning == {"A": {"train": 3}, "B": {"train": 4}} and after.outcome.history == [{"step": 0}]
     assert (after.outcome.down_bytes, after.outcome.up_bytes) == (30, 20)
-    assert [event["message"] for event in after.events] == ["before", "at the new start", "went on after 4 finished steps"]
+    assert [event["kind"] for event in after.events] == ["warning", "warning", "resumed"]
 
 
 def test_the_last_one_counts_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -133,12 +133,14 @@ def test_a_late_site_joins_by_name_and_is_asked_once() -> None:
     assert said(found, "joined") == [("C", 1)] and list(places.told) == ["C"]
 
 
-def test_a_late_site_that_cannot_take_part_stops_nobody() -> None:
-    found = enrolment(Places({0: "AB", 1: "ABC"}, {"C": Reply(problem="no images")}))
+def test_a_late_site_that_cannot_take_part_stops_nobody_and_is_named_once() -> None:
+    places = Places({0: "AB", 1: "ABC", 2: "ABC", 3: "ABC"}, {"C": Reply(problem="no images")})
+    found = enrolment(places)
     found.open(2)
-    assert found.members(Step("train", 1)) == ["A", "B"]
+    assert [found.members(Step("train", round)) for round in (1, 2)] == [["A", "B"]] * 2
     assert said(found, "failed") == [("C", 1)]
-    assert [event["message"] for event in found.context.events.of("warning", site="C")] == ["wants to join and cannot: no images"]
+    places.broken = {}
+    assert found.members(Step("train", 3)) == ["A", "B", "C"]
 
 
 def test_a_site_that_cannot_take_part_ends_the_run_before_it_begins() -> None:

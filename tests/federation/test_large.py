@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from delivered import weights
-from interrupted import in_pieces
 from medflare.core.backing import Backing, backed
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, laid_aside
-from medflare.federation.local.loop import resume_local, run_local
+from medflare.federation.local.loop import run_local
 from medflare.methods.base import ServerHalf
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
@@ -60,15 +58,6 @@ def test_files_and_memory_end_in_the_same_bits(method: str, tmp_path: Path, seen
     assert not list((tmp_path / "files").glob(".*")), "nothing is left behind"
 
 
-def test_a_run_in_files_is_taken_up(tmp_path: Path) -> None:
-    run("fedavg", tmp_path / "whole")
-    folder = tmp_path / "pieced"
-    in_pieces(
-        lambda say: run("fedavg", folder, models_gb=0.0, say=say), lambda say: resume_local(folder, workers=1, models_gb=0.0, say=say)
-    )
-    assert same(tmp_path / "whole", folder)
-
-
 def test_only_where_the_answers_of_all_sites_are_too_many(tmp_path: Path, seen: list[bool]) -> None:
     size = sum(tensor.nbytes for tensor in initial_network(load_task(TASK), 0).state_dict().values())
     for most, expected in ((2 * size + 1, False), (2 * size - 1, True)):
@@ -90,15 +79,6 @@ def test_what_the_gate_will_not_let_pass_is_left_as_it_is(tmp_path: Path) -> Non
     found = message.states["model"]
     assert all(found[name] is value for name, value in other.items())
     assert found["good"] is not large and found["good"].is_shared() and torch.equal(found["good"], large)
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedsm", "prr", "grace", "sha"])
-def test_the_benchmark_of_a_round_stores_answers_that_are_taken(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv("MEDFLARE_NETWORKS", "server")
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    found = import_module("server").measure(method, sites=3, narrow=64, models_gb=0.0, scratch=tmp_path)
-    assert found["round"] > 0 and found["sent"] > 0
 
 
 def most_memory(folder: Path, models_gb: float) -> float:

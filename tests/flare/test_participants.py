@@ -109,10 +109,10 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
     place = Server(tmp_path / "server", MethodAggregator(method="fedavg"))
     local = tmp_path / "local" / "medflare.json"
     local.parent.mkdir()
-    local.write_text(json.dumps({"minimum_patients": 5, "keep": "best"}))
+    local.write_text(json.dumps({"minimum_patients": 5, "keep": "personal"}))
     spec = ParticipantSpec("clinic", "fedavg", "", 0, str(place.task_file), str(local), str(tmp_path / "job"))
     participant = spec.participant(lambda: False)
-    assert (participant.minimum_patients, participant.chosen) == (5, "best")
+    assert (participant.minimum_patients, participant.chosen) == (5, "personal")
 
 
 def test_a_resumed_job_finds_the_folder_of_the_interrupted_one(tmp_path: Path) -> None:

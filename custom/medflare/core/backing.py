@@ -44,10 +44,6 @@ class Backing:
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in a file.
 
-        Args:
-            shape: with at least one number.
-            dtype: of the numbers.
-
         Raises:
             StateError: the disk is full, or the folder cannot be written.
         """

@@ -10,9 +10,6 @@ _LONGEST: Final = 200  # characters of what another library says
 def one_line(error: BaseException) -> str:
     """What an error of another library says, as a part of a line; its kind where it says nothing.
 
-    Args:
-        error: what was caught.
-
     Examples:
         >>> one_line(ValueError("size mismatch:\\n  (2, 3)")), one_line(KeyError())
         ('size mismatch: (2, 3)', 'KeyError')
@@ -21,11 +18,7 @@ def one_line(error: BaseException) -> str:
 
 
 class MedflareError(Exception):
-    """Base of every error that medflare raises on purpose; its text is one clear line, whatever names it repeats.
-
-    Args:
-        text: what is wrong, where, and the remedy.
-    """
+    """Base of every error that medflare raises on purpose; its text is one clear line, whatever names it repeats."""
 
     def __init__(self, text: object = ""):
         super().__init__(printable(str(text)))

@@ -84,11 +84,7 @@ class EventLog:
             )
 
     def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Start over with these events: a resumed run takes up those of the run before it.
-
-        Args:
-            events: as `extend` takes them.
-        """
+        """Start over with these events: a resumed run takes up those of the run before it."""
         self._events.clear()
         self.extend(events)
 

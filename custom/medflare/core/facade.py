@@ -8,11 +8,6 @@ from typing import Any
 def public(package: str, names: Mapping[str, str], name: str) -> Any:
     """What the `__getattr__` of a package answers.
 
-    Args:
-        package: its `__name__`.
-        names: public name -> module that defines it, below the package or, where it lies elsewhere, in full.
-        name: what was asked for.
-
     Raises:
         AttributeError: the package offers no such name.
     """

@@ -80,11 +80,6 @@ def described(cls: type) -> dict[str, Described]:
 def build_hyper(cls: type[H], values: Mapping[str, Any], place: str = "hyper-parameters") -> H:
     """An instance of `cls`, checked; text from a command line becomes what the field takes.
 
-    Args:
-        cls: the dataclass of a half's hyper-parameters.
-        values: name -> value; names that are left out take their defaults.
-        place: the beginning of a message.
-
     Raises:
         ConfigError: a name that `cls` lacks, or a value of the wrong type or outside its range, with what it takes.
     """

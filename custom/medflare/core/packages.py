@@ -45,10 +45,6 @@ def require(module: str, purpose: str, error: type[MedflareError] = ConfigError)
 def untrusted(module: str, packages: Iterable[str]) -> str:
     """Why code of a module is not imported because a job, a task or a card names it; "" where it may be.
 
-    Args:
-        module: its full name.
-        packages: those that this party trusts, or single modules of them.
-
     Examples:
         >>> untrusted("lab_nets.small", ["lab_nets"]), untrusted("os", ["os"])
         ('', 'code of os is never imported by a name')
@@ -75,11 +71,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Package -> version, of those that are installed.
-
-    Args:
-        packages: by the names to install them by.
-    """
+    """Package -> version, of those that are installed."""
     found = {package: _version(package) for package in packages}
     return {package: number for package, number in found.items() if number is not None}
 

@@ -25,7 +25,7 @@ def checked(kind: type[S], values: Mapping[str, Any], place: str, *, error: type
         values: setting -> value as JSON has it; a list may stand for a tuple.
         place: where the settings come from, the beginning of the message: a file, a task, a method.
         error: what is raised.
-        remedy: the end of the message; "" for none.
+        remedy: the end of the message where a setting is missing; "" for none.
 
     Raises:
         error: a setting that is unknown (with the nearest names), missing, of another type or outside its range.
@@ -36,7 +36,8 @@ def checked(kind: type[S], values: Mapping[str, Any], place: str, *, error: type
     try:
         return _built(kind, values)
     except ValidationError as problem:
-        raise error(f"{place}: {first_problem(problem)}{f'; {remedy}' if remedy else ''}") from None
+        end = f"; {remedy}" if remedy and problem.errors()[0]["type"] == "missing" else ""
+        raise error(f"{place}: {first_problem(problem)}{end}") from None
 
 
 def first_problem(problem: ValidationError) -> str:

@@ -30,19 +30,12 @@ def stretches(tensors: Sequence[Tensor], size: int = CACHED) -> Iterator[tuple[T
 
 
 def copy_state(state: Mapping[str, Tensor]) -> StateDict:
-    """A detached copy on the CPU that shares no memory with `state`.
-
-    Args:
-        state: name -> tensor, on any device, with or without a graph.
-    """
+    """A detached copy on the CPU that shares no memory with `state`."""
     return {name: empty(tensor.shape, tensor.dtype).copy_(tensor.detach()) for name, tensor in state.items()}
 
 
 def refuse_unlike(states: Mapping[str, StateDict]) -> None:
     """Nothing where all states have the same names and shapes.
-
-    Args:
-        states: site -> state.
 
     Raises:
         ValueError: two differ, with the sites and the first names.
@@ -107,10 +100,6 @@ def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
 def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
     """(K, K) inner products <w_j - w, w_k - w> in float64.
 
-    Args:
-        tensors: w_k, all of one shape.
-        origin: w, of the same.
-
     Examples:
         >>> gram([torch.tensor([2.0, 1.0]), torch.tensor([1.0, 3.0])], torch.tensor([1.0, 1.0]))
         tensor([[1., 0.],
@@ -129,9 +118,6 @@ def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
 def cosines(gram: Tensor) -> Tensor:
     """cos(u_j, u_k) from the inner products <u_j, u_k>; 0 with a vector of length 0, itself included.
 
-    Args:
-        gram: (..., K, K).
-
     Returns:
         (..., K, K).
 
@@ -147,10 +133,6 @@ def cosines(gram: Tensor) -> Tensor:
 def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDict:
     """new - old for floating entries; integer entries keep the new value.
 
-    Args:
-        new: the state to subtract from; every one of its names is in `old`.
-        old: the state to subtract.
-
     Examples:
         >>> difference({"w": torch.tensor(3.0), "n": torch.tensor(7)}, {"w": torch.tensor(1.0), "n": torch.tensor(4)})
         {'w': tensor(2.), 'n': tensor(7)}
@@ -160,11 +142,6 @@ def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDic
 
 def moved(state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float = 1.0) -> StateDict:
     """state + scale * delta for floating entries; integer entries take delta's value (see `difference`).
-
-    Args:
-        state: where to start.
-        delta: the way, with every name of `state`.
-        scale: how much of it.
 
     Examples:
         >>> moved({"w": torch.tensor(1.0), "n": torch.tensor(4)}, {"w": torch.tensor(2.0), "n": torch.tensor(7)}, 0.5)
@@ -214,10 +191,6 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
 def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
     """(entries in `chosen`, all others).
 
-    Args:
-        state: name -> tensor; the tensors are shared, not copied.
-        chosen: names of entries; those that `state` lacks do not matter.
-
     Examples:
         >>> split_state({"a": torch.tensor(1), "b": torch.tensor(2)}, frozenset({"b"}))
         ({'b': tensor(2)}, {'a': tensor(1)})
@@ -227,10 +200,6 @@ def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[St
 
 def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
     """Why `state` cannot be loaded where `like` came from, naming up to three entries; empty where it can.
-
-    Args:
-        state: what is to be loaded.
-        like: the state that it replaces; names and shapes must agree, dtypes need not.
 
     Examples:
         >>> misfit({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
@@ -247,9 +216,6 @@ def _unlike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:
     """Bytes of all tensors together.
-
-    Args:
-        state: name -> tensor.
 
     Examples:
         >>> state_bytes({"w": torch.zeros(3, dtype=torch.float32), "n": torch.zeros(1, dtype=torch.int64)})

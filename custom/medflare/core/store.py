@@ -66,9 +66,6 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
 def refuse_unwritable(path: Path) -> None:
     """Before long work: nothing where a public file can be written there; folders that do not exist are made.
 
-    Args:
-        path: the file to write later.
-
     Raises:
         OSError: it cannot, for the reason that writing would have.
     """
@@ -80,12 +77,7 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def file_digest(path: Path, algorithm: str = "sha256") -> str:
-    """The checksum of a file's content, in hexadecimal digits.
-
-    Args:
-        path: of the file, which is not read into memory at once.
-        algorithm: as `hashlib` names it; one that is no longer safe against forgery still tells what was damaged.
-    """
+    """The checksum of a file's content, in hexadecimal digits."""
     digest = hashlib.new(algorithm, usedforsecurity=False)
     with open(path, "rb") as file:
         while part := file.read(2**20):

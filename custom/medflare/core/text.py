@@ -32,10 +32,6 @@ def escaped(text: str) -> str:
 def printable_json(value: Any, depth: int = 32) -> Any:
     """JSON in which every text is printable, names included.
 
-    Args:
-        value: as `json.loads` gives it.
-        depth: of objects and lists within each other.
-
     Raises:
         ValueError: it is nested deeper.
     """

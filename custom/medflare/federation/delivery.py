@@ -1,6 +1,5 @@
 """What a site does with its final models: measure them on its own test images, and keep them with their cards."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -71,14 +70,7 @@ class Keeper:
         """Take a picture (PNG) that the method makes for the site itself."""
 
     def finish(self, site: Site, role: str, models: Mapping[str, Message], events: Sequence[Mapping[str, Any]]) -> None:
-        """Everything was delivered: the moment for a report of the site's own.
-
-        Args:
-            site: with its test images.
-            role: "inside" or "outside".
-            models: role of a model -> delivered model.
-            events: of the delivery.
-        """
+        """Everything was delivered: the moment for a report of the site's own."""
 
     def tell(self, phase: str, round: int, rounds: int, begins: bool) -> None:
         """A step of a run of so many rounds begins, or has been answered."""
@@ -137,51 +129,23 @@ class SiteFolder(Keeper):
 
 
 def check_choice(site: Site, role: str, keep: str | None) -> None:
-    """Before anything is trained, refuse a choice that the site cannot make.
-
-    Args:
-        site: whose choice it is.
-        role: "inside" or "outside".
+    """Before anything is trained, refuse a choice that the site cannot make, see `LocalSettings.keep`.
 
     Raises:
-        ConfigError: a personal model of a site that never trains, or the best one without validation images.
+        ConfigError: a personal model of a site that never trains.
     """
-    place = f"site {site.name}: keep in its {PLACE} is {keep!r}"
     if keep == "personal" and role == "outside":
-        raise ConfigError(f"{place}, and a site that never trains has no model of its own; write 'global' or leave it out")
-    if keep == "best" and not site.n["validation"]:
-        raise ConfigError(f"{place}, and it has no validation images to compare models on; write another model or leave it out")
+        raise ConfigError(f"site {site.name}: keep in its {PLACE} is 'personal', but a site that never trains has no model of its own")
 
 
-def chosen_here(site: Site, models: Mapping[str, Message], keep: str | None) -> tuple[dict[str, Message], list[str]]:
-    """The final models with what the site deploys by its own choice.
-
-    The best one is that with the highest validation metric of the task at this site; of equals what the method deploys, then the
-    personal model.
-
-    Args:
-        site: whose choice it is.
-        models: role -> delivered model.
-
-    Returns:
-        The models, and what is to be said of the choice, one line each.
-    """
+def chosen_here(models: Mapping[str, Message], keep: str | None) -> tuple[dict[str, Message], list[str]]:
+    """The final models with the one that the site deploys by its own choice, and what is to be said of it, one line each."""
     if keep is None or "deployed" not in models:
         return dict(models), []
-    if keep != "best" and keep not in models:
+    if keep not in models:
         return dict(models), [f"there is no {keep} model to keep, as its {PLACE} asks; deployed is what the method deploys"]
-    role, measured = (keep, {}) if keep != "best" else _best(site, models)
-    message = Message(models[role].states, {**models[role].facts, KEPT: {"keep": keep, "model": role, "validation": measured}})
-    return {**models, "deployed": message}, [f"deployed is its {role} model: its {PLACE} says keep {keep!r}"]
-
-
-def _best(site: Site, models: Mapping[str, Message]) -> tuple[str, Metrics]:
-    """The role of the best model by the site's validation images, and what all have reached."""
-    metric, measured = site.task.metric, Metrics()
-    for role in [role for role in reversed(MODEL_ROLES) if role in models]:
-        module = build_deployed(site.task, models[role]).to(site.device)
-        measured[role] = finite_or_none(site.score(module, "validation", [metric]).values[metric])
-    return max(measured, key=lambda role: -math.inf if (value := measured[role]) is None else value), measured
+    message = Message(models[keep].states, {**models[keep].facts, KEPT: {"keep": keep, "model": keep, "validation": {}}})
+    return {**models, "deployed": message}, [f"deployed is its {keep} model: its {PLACE} says keep {keep!r}"]
 
 
 def evaluated(
@@ -244,11 +208,6 @@ def _why_missing(role: str, method: Method, inside: bool) -> str:
 
 def examples(site: Site, models: Mapping[str, Message], cases: Mapping[str, Cases]) -> dict[str, bytes]:
     """Outlines of the deployed model on an image of its worst, its median and its best test patient; nothing for classification.
-
-    Args:
-        site: whose patients are shown.
-        models: role -> delivered model.
-        cases: role -> what it scored patient by patient.
 
     Returns:
         Title -> PNG; empty without Pillow and SciPy.

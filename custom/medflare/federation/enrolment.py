@@ -44,6 +44,7 @@ class Enrolment:
         self.returning, self.finished, self.max_share = returning or {}, finished, max_share
         self._turned_away: dict[str, str] = {}  # site -> why
         self._silent: dict[str, str] = {}  # site -> why there was no answer when it was asked last
+        self._problems: dict[str, str] = {}  # site -> what it said when it was asked last
         self._heaviest = ""
 
     @property
@@ -80,8 +81,7 @@ class Enrolment:
     def members(self, step: Step) -> list[str]:
         """The enrolled inside sites that are there for a step, sorted; sites that came in since the last step enrol first."""
         before, events = set(self.enrolled), self.context.events
-        for site, problem in self.admit(step.round).items():
-            events.add("warning", f"wants to join and cannot: {problem}", site=site, round=step.round)
+        self.admit(step.round)
         for site in sorted(self.enrolled.keys() - before):
             events.add("joined", f"joined in round {step.round}", site=site, round=step.round)
         if before < set(self.enrolled):
@@ -108,7 +108,9 @@ class Enrolment:
         outgoing = {site: Message(dict(start), {**invitation, "role": roles[site], "finished": finished[site]}) for site in new}
         for site, reply in self.courier.ask(Step(ENROL, round), outgoing).items():
             if reply.message is None:
-                context.events.add(reply.kind, reply.problem, site=site, round=round)
+                if reply.problem != self._problems.get(site):  # it is asked at every step
+                    context.events.add(reply.kind, reply.problem, site=site, round=round)
+                self._problems[site] = reply.problem
                 if reply.kind == "rejected":  # what it says makes no sense: the others need not wait for it
                     self._turned_away[site] = reply.problem
                 else:
@@ -152,11 +154,7 @@ class Enrolment:
 
 
 def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The range of the training images of all sites that tell theirs, as JSON values; None where none does.
-
-    Args:
-        enrolled: site -> what it enrolled with.
-    """
+    """The range of the training images of all sites that tell theirs, as JSON values; None where none does."""
     found = joined_range(read_range(facts[RANGE]) for _, facts in sorted(enrolled.items()) if RANGE in facts)
     return None if found is None else found.to_dict()
 
@@ -174,10 +172,6 @@ def versions_here() -> dict[str, str]:
 def other_release(theirs: Mapping[str, str], here: Mapping[str, str]) -> str:
     """Why a site with another release of medflare cannot take part, "" where it can, or does not tell.
 
-    Args:
-        theirs: package -> version of the site.
-        here: the same of the server.
-
     Examples:
         >>> other_release({"medflare": "0.3.0"}, {"medflare": "0.2.0"})
         'runs medflare 0.3.0, the server 0.2.0; install the same version at both'
@@ -193,10 +187,6 @@ def other_release(theirs: Mapping[str, str], here: Mapping[str, str]) -> str:
 def other_packages(theirs: Mapping[str, str], here: Mapping[str, str]) -> str:
     """What of a site is of another version than at the server, "" where nothing is; builds of one version are not told apart.
 
-    Args:
-        theirs: package -> version of the site.
-        here: the same of the server.
-
     Examples:
         >>> other_packages({"torch": "2.4.1+cpu"}, {"torch": "2.5.0+cu124"})
         'runs torch 2.4.1+cpu (the server 2.5.0+cu124): numbers may differ in the last digits'
@@ -210,9 +200,6 @@ def other_packages(theirs: Mapping[str, str], here: Mapping[str, str]) -> str:
 
 def listed(problems: Mapping[str, str]) -> str:
     """Every site's problem on one line, each with the site's name once.
-
-    Args:
-        problems: site -> problem.
 
     Examples:
         >>> listed({"B": "no data", "A": "A is late"})

@@ -38,9 +38,6 @@ def laid_aside(reply: Reply) -> Reply:
     """The reply with its large tensors where `core.backing` has them, so that those of other sites find room in memory.
 
     An exchange calls it on every reply as it comes. What the gate will not let pass is left as it is.
-
-    Args:
-        reply: as it came from a site.
     """
     message = reply.message
     if message is None or not backed() or not_states(message.states):
@@ -106,12 +103,7 @@ class Courier:
 
 
 def numbered(message: Message, index: int, rounds: int) -> Message:
-    """The message with what a site must know of the run: a step's number, by which it knows one that it has done before, and its length.
-
-    Args:
-        index: number of the step in the run.
-        rounds: of the run, for the schedule of the learning rate.
-    """
+    """The message with what a site must know of the run: a step's number, by which it knows one that it has done before, and its length."""
     return Message(message.states, {**message.facts, "step": index, "run_rounds": rounds})
 
 

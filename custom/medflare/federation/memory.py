@@ -160,31 +160,28 @@ class WorkingTime:
     def __init__(self, name: str, store: Store, minutes: float | None = None, hours: float | None = None):
         self.name, self.store, self.minutes, self.hours = name, store, minutes, hours
         self._began = time.monotonic()
-        self._before, self._warned, self._ends = 0.0, False, False
+        self._before, self._ends = 0.0, False
 
     def clear(self) -> None:
         """A new run begins, with the step at hand."""
-        self._before, self._warned = 0.0, False
+        self._before = 0.0
 
     @contextmanager
     def step(self, ends: bool) -> Iterator[None]:
         """The time inside is that of a step, however it ends.
-
-        Args:
-            ends: whether the site does no such step once its hours are over.
 
         Raises:
             ConfigError: they are.
         """
         self._began, self._ends = time.monotonic(), ends
         if self.hours is not None and (kept := self.store.load(_WORK)) is not None:
-            self._before, self._warned = kept.facts["seconds"], kept.facts["warned"]
+            self._before = kept.facts["seconds"]
         self._refuse_further_hours()
         try:
             yield
         finally:
             if self.hours is not None:
-                self.store.save(_WORK, Message({}, {"seconds": self._before + self._now, "warned": self._warned}))
+                self.store.save(_WORK, Message({}, {"seconds": self._before + self._now}))
 
     def refuse(self) -> None:
         """Nothing as long as the step at hand is within the site's bounds; asked before every batch.
@@ -201,19 +198,6 @@ class WorkingTime:
             raise ConfigError(
                 f"site {self.name} takes part no longer: it has been at work on this job for the {self.hours:g} hours of its bounds.hours"
             )
-
-    def forecast(self, round: int, rounds: int) -> list[dict[str, str]]:
-        """A warning, as events, where the rounds to come do not fit if each takes as long as the step at hand; once a run.
-
-        Args:
-            round: of the step at hand, 0-based.
-        """
-        needed = (self._before + max(rounds - round, 1) * self._now) / 3600
-        if self.hours is None or self._warned or needed <= self.hours:
-            return []
-        self._warned = True
-        text = f"at this pace {rounds} rounds need {needed:.2g} hours of the site, its bounds.hours allows {self.hours:g}"
-        return [{"kind": "warning", "message": f"{text}: it will not train in the last ones"}]
 
     @property
     def _now(self) -> float:

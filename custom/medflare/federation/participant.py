@@ -24,7 +24,6 @@ from medflare.federation.screening.withholding import Suppression, rare_classes,
 from medflare.federation.settings import DELIVER, ENROL, FACTS_LIMIT, PHASES_OF_ALL
 from medflare.methods.base import SiteHalf
 from medflare.methods.method import Method
-from medflare.methods.parts.selection import FEW_IMAGES
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.tasks.schedules import rate_factor
@@ -37,10 +36,6 @@ _MOST_BYTES: Final = FACTS_LIMIT // 2  # of all: the rest is for counts and vers
 
 def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
     """What server and site must agree on before anything is trained.
-
-    Args:
-        method: the method, its name and halves.
-        hyper: its hyper-parameters, see `core.hyper.halved`.
 
     Returns:
         The facts "method", "hyper" (all, with defaults), "task" and "seed".
@@ -64,11 +59,6 @@ def import_ahead() -> None:
 
 def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
     """(dotted name, value here, value there) of the first setting in which two nested mappings differ.
-
-    Args:
-        name: of the setting, the beginning of the dotted name.
-        here: the value at this party.
-        there: the value at the other one.
 
     Examples:
         >>> first_difference("hyper", {"site": {"mu": 1, "lr": 2}}, {"site": {"mu": 1, "lr": 3}})
@@ -159,10 +149,7 @@ class Participant:
                     return self._deliver(half, incoming, trained_on)
                 reply = half.perform(phase, round, incoming)
                 reply = self._suppression.suppressed(reply, half.phase(phase))
-                reply = reply if rounding is None else rounding.up(half.phase(phase), reply, incoming)
-                if soon_over := self.working.forecast(round, rounds):
-                    reply.facts["events"] = [*reply.facts.get("events", []), *soon_over]
-                return reply
+                return reply if rounding is None else rounding.up(half.phase(phase), reply, incoming)
         finally:  # a step that failed has come to its end, too
             self.keeper.tell(phase, round, rounds, False)
 
@@ -226,14 +213,11 @@ class Participant:
 
     def _deliver(self, half: SiteHalf[Any], incoming: Message, trained_on: Mapping[str, Any] | None) -> Message:
         """Final models and pictures made, measured and handed to the engine to keep; their cards say what they were trained on."""
-        models, said = chosen_here(half.site, half.deliver(incoming), self.chosen)
+        models, said = chosen_here(half.deliver(incoming), self.chosen)
         for model in models.values():
             model.facts.update({} if trained_on is None else {RANGE: trained_on})
         facts = evaluated(half.site, models, self.keeper.keep, self.minimum_patients, method=self.method, inside=half.inside)
         facts["events"] += [{"kind": "warning", "message": line} for line in said]
-        if self.chosen == "best" and (images := half.site.n["validation"]) < FEW_IMAGES:
-            text = f"its deployed model was chosen on {images} validation images of its own"
-            facts["events"].append({"kind": "few_validation_images", "message": text})
         few = too_few(half.site, self.minimum_patients)
         withhold(facts, DELIVERS, few)
         for name, png in half.pictures(incoming).items():

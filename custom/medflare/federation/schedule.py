@@ -228,10 +228,6 @@ def steps_now(federation: Federation, finished: int) -> list[Step]:
     """The whole schedule; where the sites' patience is over, that of as many rounds as are done.
 
     It follows from the history alone, so that a run that is taken up ends where it would have ended.
-
-    Args:
-        federation: its context is told of the rounds that are done, and its events of the end.
-        finished: steps that are done.
     """
     context, steps, patience = federation.server.context, federation.server.steps(), federation.rules.patience
     if patience is None or not 0 < finished < len(steps):
@@ -252,14 +248,7 @@ def steps_now(federation: Federation, finished: int) -> list[Step]:
 
 
 def cut_short(steps: Sequence[Step], shorter: Sequence[Step], done: int, asked: int) -> bool:
-    """Whether a shorter schedule has the rounds that are done, and after them only what ends a run.
-
-    Args:
-        steps: the schedule as it was.
-        shorter: that of as many rounds as are done.
-        done: rounds that are done.
-        asked: rounds of the schedule as it was.
-    """
+    """Whether a shorter schedule has the rounds that are done, and after them only what ends a run."""
     before, after = ([step for step in shorter if (step.round >= done) == ended] for ended in (False, True))
     endings = {step.phase for step in steps if step.round >= asked}
     return before == [step for step in steps if step.round < done] and {step.phase for step in after} <= endings

@@ -107,12 +107,7 @@ class Budget:
 
 
 def budget_of(limit: PrivacyLimit | None, site: str, folder: Path) -> Budget | None:
-    """A site's budget by its own settings, None where it has set none.
-
-    Args:
-        limit: the site's own limit; None for none.
-        folder: for the ledger, unless the settings name one.
-    """
+    """A site's budget by its own settings, None where it has set none."""
     if limit is None:
         return None
     return Budget(limit.epsilon, limit.delta, Path(limit.ledger or folder).expanduser(), site)

@@ -139,11 +139,6 @@ def system_generator() -> np.random.Generator:
 def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str, Any] | None:
     """What the site's training has cost its patients in this run so far: {"epsilon", "delta", "steps"}; None before it trained.
 
-    Args:
-        site: whose training patients pay.
-        account: what has been released in this run.
-        hyper: gives δ.
-
     Returns:
         {"epsilon", "delta", "steps"}; "epsilon" is None where it is infinite. None before the first release.
     """

@@ -25,7 +25,7 @@ def test_everything_decided() -> None:
             "bounds": {"pixels": 1000, "epochs": 3, "hours": 12, "memory": 8, "minutes": 30, "model_bytes": 10_000_000},
             "cache": "~/cache",
             "data_folders": ["/scans"],
-            "keep": "best",
+            "keep": "personal",
             "minimum_patients": 5,
             "data_root": "/data",
             "device": "cuda:0",
@@ -35,7 +35,7 @@ def test_everything_decided() -> None:
     )
     assert (settings.batch_size, settings.cache, settings.data_root, settings.device) == (4, CacheSettings("~/cache"), "/data", "cuda:0")
     assert settings.bounds == Bounds(1000, 2**28, 3, 12.0, 8.0, 30.0, 10_000_000) and settings.data_folders == ("/scans",)
-    assert settings.minimum_patients == 5 and settings.keep == "best"
+    assert settings.minimum_patients == 5 and settings.keep == "personal"
     assert settings.outbound == OutboundLimits(("model",), 50_000_000)
     assert settings.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
 

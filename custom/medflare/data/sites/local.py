@@ -139,8 +139,7 @@ class LocalSettings:
         data_folders: folders beside the data's own in which a datalist may name files.
         data_root: folder of the data; "" where it is found otherwise, see `data.loading.resolve_data_root`.
         device: where networks run, as torch spells it; a list of GPUs shares every batch among them.
-        keep: what is deployed here in the end, whatever the method deploys: its "global" or its "personal" model, or the "best" of all by
-            this site's validation images; left out: what the method deploys.
+        keep: what is deployed here in the end: its "global" or its "personal" model; left out: what the method deploys.
         minimum_patients: of how many a metric must be for it to leave the site.
         models_gb: at the server: gigabytes that a model of every site may take for all models to lie in memory; beyond, their large tensors
             lie in files beside the checkpoints, which the operating system keeps in memory as far as it can.
@@ -159,7 +158,7 @@ class LocalSettings:
     data_folders: tuple[str, ...] = ()
     data_root: str = ""
     device: Annotated[str | tuple[str, ...], AfterValidator(_devices)] = "cpu"
-    keep: Literal["global", "personal", "best"] | None = None
+    keep: Literal["global", "personal"] | None = None
     minimum_patients: Annotated[int, Field(ge=0)] = 0
     models_gb: Annotated[float, Field(ge=0)] = MODELS_GB
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()

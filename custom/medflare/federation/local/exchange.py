@@ -35,9 +35,6 @@ class LocalExchange:
     def answer(self, site: str, step: Step, message: Message) -> Reply:
         """What one site answers, or why it does not.
 
-        Args:
-            message: the site's own copy.
-
         Raises:
             Aborted: the run was asked to stop.
         """
@@ -57,9 +54,5 @@ class LocalExchange:
 
 
 def own_copy(message: Message) -> Message:
-    """What a site receives: no tensor of it is the sender's.
-
-    Args:
-        message: as it is sent.
-    """
+    """What a site receives: no tensor of it is the sender's."""
     return Message({entry: copy_state(state) for entry, state in message.states.items()}, message.facts)

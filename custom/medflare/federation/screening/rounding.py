@@ -43,22 +43,13 @@ class Rounding:
         self._network = EntrySpec.like(plan.template(), "").tensors
 
     def sent(self, entry: Entry, spec: EntrySpec) -> EntrySpec:
-        """The spec of an entry of the server's messages, as it travels.
-
-        Args:
-            entry: as a phase declares it.
-            spec: what it holds.
-        """
+        """The spec of an entry of the server's messages, as it travels."""
         if entry.exact or not spec.tensors.items() <= self._network.items():
             return spec
         return replace(spec, tensors={name: (shape, _form(shape, dtype)) for name, (shape, dtype) in spec.tensors.items()})
 
     def manifest(self, phase: Phase) -> Manifest:
-        """What a reply to a phase holds, as it travels: the tensors that were sent rounded come back as rounded updates.
-
-        Args:
-            phase: as the site half declares it.
-        """
+        """What a reply to a phase holds, as it travels: the tensors that were sent rounded come back as rounded updates."""
         return {str(entry): self._answered(phase, entry) for entry in phase.answered(self.plan)}
 
     def _answered(self, phase: Phase, entry: Entry) -> EntrySpec:
@@ -85,22 +76,12 @@ class Rounding:
         return Message(states, {**message.facts, WIRE: BF16})
 
     def widened(self, message: Message) -> Message:
-        """What came in rounded, in fp32 again.
-
-        Args:
-            message: that its gate has passed.
-        """
+        """What came in rounded, in fp32 again."""
         states = {entry: {name: self._wide(name, t) for name, t in state.items()} for entry, state in message.states.items()}
         return Message(states, message.facts)
 
     def up(self, phase: Phase, reply: Message, came_in: Message) -> Message:
-        """A site's reply as it travels.
-
-        Args:
-            phase: that it answers.
-            reply: with states in fp32, left as it is.
-            came_in: what the site was sent, `widened`.
-        """
+        """A site's reply as it travels."""
         states = {}
         for entry, spec in self.manifest(phase).items():
             origin = came_in.states.get(entry, {})
@@ -111,12 +92,7 @@ class Rounding:
         return Message(states, reply.facts)
 
     def restored(self, reply: Message, sent: Message) -> Message:
-        """What the server takes for a reply: its own weights with the site's rounded updates.
-
-        Args:
-            reply: as `manifest` has it.
-            sent: what the site was sent, in fp32.
-        """
+        """What the server takes for a reply: its own weights with the site's rounded updates."""
         states = {}
         for entry, state in reply.states.items():
             wide = {name: self._wide(name, tensor) for name, tensor in state.items()}

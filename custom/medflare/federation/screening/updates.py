@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medflare.core.manifest import Fact, Manifest, negative, non_finite, violation
 from medflare.core.message import Message
-from medflare.core.states import StateDict, cosines, stretches
+from medflare.core.states import CACHED, StateDict, cosines, stretches
 from medflare.federation.screening.messages import METRIC, one_line, unfit
 
 _NEEDED: Final = ("n_samples",)  # without which no half can work with a reply whose phase reports them
@@ -122,6 +122,7 @@ def _updates(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
     origins: list[StateDict] = [outgoing[site].states.get(entry, {}) if site in outgoing else {} for site in replies]
     replaces = all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
+    room = torch.empty(len(states), CACHED, dtype=torch.float64)
     for name, tensor in states[0].items():
         if not tensor.is_floating_point():
             continue
@@ -129,7 +130,10 @@ def _updates(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
         if all(origin.get(name) is origins[0].get(name) for origin in origins):
             starts = starts[:1]  # all were sent the same
         for parts in stretches([*(state[name] for state in states), *starts]):
-            updates = torch.stack(parts[: len(states)]).double().sub_(torch.stack(parts[len(states) :]))
+            begun = [part.double() for part in parts[len(states) :]]
+            updates = room[:, : parts[0].numel()]
+            for place, update in enumerate(updates):
+                update.copy_(parts[place]).sub_(begun[place % len(begun)])
             products += updates @ updates.T
     return _Updates(tuple(replies), products, replaces, weights)
 

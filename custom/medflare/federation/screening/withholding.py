@@ -38,10 +38,6 @@ def tells_of_few(cases: Cases, task: TaskConfig, minimum: int) -> bool:
     """Whether confusion counts and curves would tell of few patients: a class, or all others together, has some, but too few.
 
     All of them stay then: what one class keeps back could be reckoned from the others and the accuracy.
-
-    Args:
-        cases: of a classification task.
-        task: gives target and labels.
     """
     if cases.targets is None:
         return False
@@ -53,9 +49,6 @@ def rare_classes(site: Site, minimum: int) -> bool:
     """Whether counts of the training images by class would tell of few patients: a class is shown by some, but too few.
 
     All counts stay then, as in `tells_of_few`.
-
-    Args:
-        site: whose training images are looked at.
     """
     return bool(small_classes(site, "train", minimum))
 
@@ -64,10 +57,6 @@ def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
     """The classes, of those that `tasks.classes.class_names` names, that some patients show, but fewer than a site's minimum.
 
     Every patient of a segmentation task shows the negative class of a multilabel task: its images have background.
-
-    Args:
-        site: whose images are looked at.
-        split: of which images.
     """
     if minimum < 2:
         return frozenset()
@@ -154,23 +143,14 @@ class Suppression:
 
 
 def withhold(facts: dict[str, Any], declared: Iterable[Fact], splits: tuple[str, ...]) -> None:
-    """Take the numbers out of every fact that was measured on one of these splits, in place.
-
-    Args:
-        facts: of a reply.
-        declared: facts with the split that they were measured on.
-    """
+    """Take the numbers out of every fact that was measured on one of these splits, in place."""
     for fact in declared:
         if fact.measured in splits and fact in facts:
             facts[fact] = _without_numbers(facts[fact])
 
 
 def withhold_doubts(events: list[dict[str, Any]], splits: tuple[str, ...]) -> None:
-    """Take out the events that tell how the deployed model does on test patients, in place, where these are too few to be told of.
-
-    Args:
-        events: of the delivery; the site's own report has all of them.
-    """
+    """Take out the events that tell how the deployed model does on test patients, in place, where these are too few to be told of."""
     if "test" in splits:
         events[:] = [event for event in events if event["kind"] not in _OF_TEST]
 
