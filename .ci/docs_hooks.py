@@ -87,7 +87,7 @@ def json_type(schema: Mapping[str, Any]) -> str:
 
 def hyper_parameters() -> str:
     """Every hyper-parameter of every method, as `medflare methods` prints it."""
-    from medflare.cli.listing import method_listing
+    from medflare.cli.methods import method_listing
     from medflare.methods.catalogue import get_method, method_names
 
     listed = [f"## {name}\n\n```text\n{method_listing(get_method(name))}\n```" for name in method_names()]

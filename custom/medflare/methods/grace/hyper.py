@@ -12,18 +12,12 @@ from medflare.methods.grace.formulas import Inner
 
 
 @dataclass(frozen=True, config=STRICT)
-class LocalModelHyper(FedAvgSiteHyper):
-    """What every half has whose site uses its local model."""
+class GraceSiteHyper(FedAvgSiteHyper):
+    """Meta-train, meta-update and what aligns."""
 
     tta: Literal["none", "dsbn", "tent"] = param("none", "how the global model adapts at an outside site", source="Table 3")
     tent_rate: float = param(1e-3, "Tent's Adam rate", source="Table 3", low=0)
     probe: bool = param(False, "report the A-distance between global and local features every round", source="Fig. 2")
-
-
-@dataclass(frozen=True, config=STRICT)
-class GraceSiteHyper(LocalModelHyper):
-    """Meta-train, meta-update and what aligns."""
-
     client: Literal["erm", "meta", "coral", "mmd", "adv"] = param(
         "coral",
         "plain training, two steps without alignment, or two steps with CORAL, MMD or adversarial alignment",

@@ -20,7 +20,7 @@ from medflare.core.rng import derived_seed, seeded
 from medflare.core.states import copy_state
 from medflare.data.sites.site import Site
 from medflare.inference.deployed import build
-from medflare.methods.base import MEASURED, VALIDATION, Kept, Plan
+from medflare.methods.base import MEASURED, VALIDATION, Capability, Kept, Plan
 from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, VALIDATE, FedAvgSite, received, trained_model
 from medflare.methods.grace.formulas import a_distance, adversarial, coral, mmd
 from medflare.methods.grace.hyper import GraceSiteHyper
@@ -46,7 +46,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
     """
 
     Hyper: ClassVar[type] = GraceSiteHyper
-    capabilities: ClassVar[frozenset[Any]] = frozenset()
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase("train", sends=(GLOBAL,), answers=(MODEL,), reports=(*MEASURED, PRIVACY, A_DISTANCE, STEPS)),
         VALIDATE,
